@@ -1,18 +1,19 @@
-"""Answers over HTTP: one process hears, one thread of it drives the engine, and other ranks follow the engine.
+"""The HTTP server: one process accepts requests, one of its threads drives the engine, other ranks follow the engine.
 
-app             the routes and their order of checks, as FastAPI puts them together; models, health, metrics, the page
+app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and the routes below
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api, Megatron-LM's
 embeddings_api  /v1/embeddings                                    embedding_start  its engine and flags
-start, options  a server on every rank, and its sections; gate: who may ask, and what is counted
-service         what every route needs: the model's name, its tokenizer, template, limits and driver
-session         text above the engine: stop strings, half characters, who has left
-driver          the thread that calls the engine, and the bounded queue in front of it
-connections     limits of connections: headers, slow clients, how many at a time
-fields          the fields of a request as models: their checks, their refusals, their OpenAPI
-tools           functions that a model may call: from a request to a prompt, from a text to calls; reasoning
-constrain       answers that match a JSON schema or a regular expression
-limits, metrics figures: what is accepted, what happened
-chat_client     asks for the next turn of a conversation
-client          asks such a server, or Megatron-LM's, from a command line
-run             listening, signals, draining, how it ends
+start, options  starts the server on every rank; its sections      gate: access checks and request counters
+service         shared by all routes: the model's name, tokenizer, chat template, limits and driver
+session         the text of one sequence: stop strings, incomplete characters, disconnected clients
+driver          the thread that calls the engine, and its bounded queue
+connections     limits of connections: size of headers, slow clients, number of clients
+fields          request bodies as pydantic models: checks, error messages, OpenAPI schemas
+client_fields   fields that vLLM's and llama.cpp's clients send, and OpenAI's API has not
+tools           function calling: tools in prompts, calls and reasoning in answers
+constrain       answers constrained to a JSON schema or a regular expression
+limits, metrics limits on requests; Prometheus metrics
+chat_client     client of /v1/chat/completions
+client          client of PUT /api, of mega or Megatron-LM
+run             listening, signals, draining, shutdown
 """

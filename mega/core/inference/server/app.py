@@ -1,4 +1,4 @@
-"""The routes, put together by FastAPI. Each reads a body, asks the engine, and answers in its own form.
+"""The routes, built with FastAPI. Each route reads a body, queries the engine and returns its own format.
 
 The fields of each route are in openai_api.py, embeddings_api.py and megatron_api.py; gate.py decides who may ask.
 """
@@ -35,8 +35,8 @@ PAGE = Path(__file__).with_name("page") / "index.html"
 class Tokenize(Body):
     """The body of /tokenize."""
 
-    prompt: str = Field(description="a text; the name of a control token on its own is that token")
-    add_special_tokens: bool = Field(True, description="with what the family puts around a text")
+    prompt: str = Field(description="a text; the name of a single control token is encoded as that token")
+    add_special_tokens: bool = Field(True, description="add the tokens that the model expects around a text")
 
 
 class Detokenize(Body):
@@ -49,11 +49,11 @@ _GENERATING = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/api"
 _EMBEDDING = {"/v1/embeddings": "POST"}
 """Routes of the models that continue text, and of those that give embeddings -> method."""
 _GONE = 499
-"""Status for the counters, of a request whose client has left."""
+"""Status that the counters record when a client disconnects before the answer."""
 
 
 def make_app(service: Service) -> Gate:
-    """The whole server as an ASGI application."""
+    """The server as an ASGI application."""
     from fastapi import FastAPI
 
     app = FastAPI(title="mega", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -74,15 +74,16 @@ def make_app(service: Service) -> Gate:
 def _body(
     kind: type[Body], *statuses: int, streams: bool = False, valid: Mapping[str, Sequence[Json]] | None = None
 ) -> dict[str, Json]:
-    """OpenAPI's description of a route's body, and of the statuses that it may answer. streams: by events, if asked.
+    """OpenAPI's description of a route's body, and of the statuses that it may answer. streams: the route can
+    answer with server-sent events.
     valid: field -> its valid values, where only this server knows them."""
-    answers: dict[str, Json] = {}
+    responses: dict[str, Json] = {}
     if streams:
-        types: dict[str, Json] = {
+        content_types: dict[str, Json] = {
             "application/json": {"schema": {}},
             "text/event-stream": {"schema": {}},
         }
-        answers["200"] = {"description": "the answer, whole or as server-sent events", "content": types}
+        responses["200"] = {"description": "the answer, complete or as server-sent events", "content": content_types}
     errors = {
         str(status): {"description": _STATUS[status]} for status in (400, 408, 413, 415, 429, 500, 503, *statuses)
     }
@@ -90,19 +91,19 @@ def _body(
     for field, values in (valid or {}).items():
         below(body_schema, "properties", field)["enum"] = [*values, None]
     content = {"application/json": {"schema": body_schema}}
-    return {"requestBody": {"required": True, "content": content}, "responses": answers | errors}
+    return {"requestBody": {"required": True, "content": content}, "responses": responses | errors}
 
 
 _STATUS = {
-    400: "a field is wrong, or does not fit",
+    400: "a field is invalid, or the request does not fit",
     401: "the token is missing or wrong",
     404: "the model is not served",
-    408: "the body came too slowly",
+    408: "the body arrived too slowly",
     413: "the body is too large",
     415: "the body is not JSON",
     429: "the queue is full; try later",
     500: "the model gives no finite logits, or the server has a fault",
-    503: "the server is ending, or the answer took too long",
+    503: "the server is shutting down, or the answer took too long",
 }
 
 
@@ -110,7 +111,7 @@ _STATUS = {
 
 
 def status_of(error: Exception) -> tuple[int, str]:
-    """Status and type of an error, as OpenAI calls it."""
+    """HTTP status of an error, and its type in OpenAI's API."""
     if isinstance(error, BadField):
         return error.status, "invalid_request_error"
     if isinstance(error, AnswerFailed):
@@ -125,7 +126,7 @@ def status_of(error: Exception) -> tuple[int, str]:
 
 
 def error_body(error: Exception) -> dict[str, Json]:
-    """OpenAI's form of an error."""
+    """An error in OpenAI's format."""
     kind = status_of(error)[1]
     code = "model_not_found" if isinstance(error, BadField) and error.status == 404 else None
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
@@ -141,7 +142,7 @@ def _add_errors(app: FastAPI) -> None:
     for kind in (BadField, QueueFull, EngineLost, TooLong, ClientGone, AnswerFailed):
         app.add_exception_handler(kind, handle)
 
-    async def failed(request: Request, error: Exception) -> Response:  # the gate reports it
+    async def failed(request: Request, error: Exception) -> Response:  # gate.py prints it
         return JSONResponse(failure_body(500, FAILED), 500)
 
     app.add_exception_handler(Exception, failed)
@@ -160,7 +161,7 @@ async def _until_gone(service: Service, request: Request, work: Awaitable[T]) ->
 
 
 def _log(service: Service, request: Request, body: object) -> None:
-    """Megatron-LM's three lines of a request, where they are asked for."""
+    """Print the three lines that Megatron-LM prints of a request, if --log-prompts is set."""
     if service.options.log_prompts:
         print(f"request IP: {request.client.host if request.client else '-'}")
         print(json.dumps(body))
@@ -177,26 +178,28 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     async def answer(request: Request, asked: openai_api.ParsedRequest) -> Response:
         if not asked.fields.stream:
             return JSONResponse(await _until_gone(service, request, openai_api.answer(service, asked)))
-        running = await openai_api.start(service, asked)  # what is refused is refused with its status
+        running = await openai_api.start(service, asked)  # an invalid request gets its own status, not a stream
         return StreamingResponse(_stream(service, asked, running), media_type="text/event-stream")
 
     async def completions(request: Request) -> Any:
         body = await service.body(request)
-        asked = await openai_api.read_completion(service, body)
+        parsed = await openai_api.read_completion(service, body)
         _log(service, request, body)
-        return await answer(request, asked)
+        return await answer(request, parsed)
 
     async def chat(request: Request) -> Any:
         body = await service.body(request)
-        asked = await openai_api.read_chat(service, body)
+        parsed = await openai_api.read_chat(service, body)
         _log(service, request, body)
-        return await answer(request, asked)
+        return await answer(request, parsed)
 
     for path, handler, kind in (
         ("/v1/completions", completions, openai_api.Completion),
         ("/v1/chat/completions", chat, openai_api.Chat),
     ):
-        handler.__annotations__["request"] = Request  # FastAPI reads annotations where this function's names are gone
+        handler.__annotations__["request"] = (
+            Request  # FastAPI resolves annotations outside of this function, where Request is not defined
+        )
         description = _body(kind, 404, streams=True, valid={"model": service.names})
         app.add_api_route(path, handler, methods=["POST"], openapi_extra=description)
 
@@ -251,8 +254,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
 async def _stream(
     service: Service, asked: openai_api.ParsedRequest, running: Sequence[Continuation]
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; an error is the last of them. Closed by the client's leaving, it cancels its sequences."""
-    done = False
+    """Server-sent events; an error is sent as the last one. If the client disconnects, the sequences are cancelled."""
+    finished = False
     try:
         async with (
             asyncio.timeout(service.options.limits.request_timeout),
@@ -260,16 +263,16 @@ async def _stream(
         ):
             async for event in events:
                 yield b"data: " + json.dumps(event).encode() + b"\n\n"
-        done = True
+        finished = True
     except TimeoutError:
-        done = True
+        finished = True
         service.metrics.cancelled.inc()
         yield _last_event(TooLong(f"no whole answer within {service.options.limits.request_timeout:g} s"))
     except (EngineLost, AnswerFailed) as error:
-        done = True
+        finished = True
         yield _last_event(error)
     finally:
-        if not done:
+        if not finished:
             service.metrics.cancelled.inc()
         for each in running:
             each.ticket.cancel()
@@ -291,10 +294,10 @@ def _add_megatron(app: FastAPI, service: Service) -> None:
         legacy = service.options.legacy_status
         try:
             body = await service.body(request)
-            given = megatron_api.check(body, ignore_unknown=legacy)
-            if not given.no_log:
+            fields = megatron_api.check(body, ignore_unknown=legacy)
+            if not fields.no_log:
                 _log(service, request, body)
-            return JSONResponse(await _until_gone(service, request, megatron_api.answer(service, given)))
+            return JSONResponse(await _until_gone(service, request, megatron_api.answer(service, fields)))
         except megatron_api.Refused as error:
             return JSONResponse(str(error), 200 if legacy and not error.always else 400)
         except (BadField, QueueFull, EngineLost, TooLong, ClientGone, AnswerFailed) as error:
@@ -313,29 +316,29 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     tokenizer = service.tokenizer
 
     async def tokenize(request: Request) -> Any:
-        given = read(await service.body(request), Tokenize)
+        fields = read(await service.body(request), Tokenize)
         ids: Sequence[int]
-        if (control := tokenizer.control(given.prompt)) is not None:
+        if (control := tokenizer.control(fields.prompt)) is not None:
             ids = [control]
         elif service.options.vector_width:
-            text = await service.ids_of("prompt", given.prompt)
-            ids = service.framed(text) if given.add_special_tokens else text
+            text = await service.ids_of("prompt", fields.prompt)
+            ids = service.framed(text) if fields.add_special_tokens else text
         else:
             ids = tokenizer.encode("")
-            if given.prompt:
-                ids = await service.encode("prompt", given.prompt)
-            ids = ids if given.add_special_tokens else ids[len(tokenizer.encode("")) :]
+            if fields.prompt:
+                ids = await service.encode("prompt", fields.prompt)
+            ids = ids if fields.add_special_tokens else ids[len(tokenizer.encode("")) :]
         return {"tokens": ids, "count": len(ids), "max_model_len": service.longest}
 
     async def detokenize(request: Request) -> Any:
-        given = read(await service.body(request), Detokenize)
-        ids = service.checked("tokens", given.tokens)
+        fields = read(await service.body(request), Detokenize)
+        ids = service.checked("tokens", fields.tokens)
         return {"prompt": await service.off_loop(tokenizer.decode, ids)}
 
     async def tokenizer_info() -> Any:
-        named = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
-        names = {name: None if token is None else tokenizer.piece(token) for name, token in named.items()}
-        ids = {f"{name}_id": token for name, token in named.items()}
+        special_tokens = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
+        names = {name: None if token is None else tokenizer.piece(token) for name, token in special_tokens.items()}
+        ids = {f"{name}_id": token for name, token in special_tokens.items()}
         return {"tokenizer_class": tokenizer.kind, "vocab_size": tokenizer.vocab_size, **names, **ids}
 
     for route in (tokenize, detokenize):

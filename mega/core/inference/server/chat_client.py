@@ -1,6 +1,6 @@
-"""A client of POST /v1/chat/completions, ours or another's: the next turn of a conversation as it comes.
+"""A client of POST /v1/chat/completions, of a mega server or another: streams the next turn of a conversation.
 
-It knows HTTP and no model: nothing is loaded here.
+No model is loaded here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULTS = Sampling()
 
 @dataclass(frozen=True)
 class ServerAnswers:
-    """url: HOST:PORT, or the whole address. name: of the model there; None is the server's."""
+    """url: HOST:PORT, or the complete address. name: the model to ask for; None: the server's default."""
 
     url: str
     name: str | None = None
@@ -29,8 +29,9 @@ class ServerAnswers:
     def answer(
         self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
-        """Errors: ValueError with the server's own text; OSError where none answers. What is neither given nor other
-        than its default is left to the server."""
+        """Stream the text of the answer. A sampling field that is not in `given` and has its default value is not sent,
+        so the server's default applies. Errors: ValueError with the server's message; OSError if no server answers.
+        """
         body: dict[str, object] = {"messages": list(messages), "max_tokens": tokens, "stream": True}
         body |= {name: value for name, value in vars(how).items() if name in given or value != getattr(DEFAULTS, name)}
         body |= {} if self.name is None else {"model": self.name}
@@ -52,14 +53,14 @@ class ServerAnswers:
             connection.close()
 
     def _texts(self, event: object) -> Iterator[str]:
-        """What an event adds: to the thoughts, to the answer."""
+        """The reasoning text and the answer text of one event."""
         if not isinstance(event, dict) or "error" in event:
             raise ValueError(f"--url {self.url}: {message_of(event)}")
         choices = event.get("choices")
         first = choices[0] if isinstance(choices, list) and choices else {}
         delta: Mapping[str, object] = below(first, "delta") if isinstance(first, dict) else {}
-        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-            yield Thought(thought)
+        if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+            yield Thought(reasoning)
         if text := delta.get("content"):
             yield str(text)
 

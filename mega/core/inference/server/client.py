@@ -1,6 +1,6 @@
-"""A client of PUT /api, ours or Megatron-LM's: one prompt, or one after the other as they are typed.
+"""A client of PUT /api, of a mega or Megatron-LM server: one prompt, or prompts typed at a terminal.
 
-It knows HTTP and no model: nothing is loaded here.
+No model is loaded here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 from mega.core.untrusted import Json
 
 MOST_BYTES = 64 << 20
-"""Of an answer."""
+"""Maximum size of an answer."""
 WAIT_SECONDS = 600.0
 
 
 def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
-    """The prompt and what follows it. url: HOST:PORT, or the whole address of a server; fields: others of PUT /api.
+    """The prompt and its continuation. url: HOST:PORT, or the complete address of a server; fields: further fields.
 
-    Errors: ValueError for an address that is not one, and with the server's own text; OSError where none answers.
+    Errors: ValueError for an invalid address, and with the server's message; OSError if no server answers.
     """
     reply = _put(url, {"prompts": [prompt], "tokens_to_generate": tokens, **fields})
     texts = reply.get("text") if isinstance(reply, dict) else None
@@ -31,7 +31,7 @@ def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
 
 
 def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] = input) -> None:
-    """Megatron-LM's text_generation_cli.py: asks for prompts and numbers of tokens until the input ends."""
+    """As Megatron-LM's text_generation_cli.py: read prompts and numbers of tokens until the input ends."""
     while True:
         try:
             prompt = read("Enter prompt: ")
@@ -46,8 +46,8 @@ def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] 
 
 
 def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float | None) -> dict[str, Json]:
-    """The flags of `mega generate` that were given as fields of PUT /api, which wants floats to be floats. What was not
-    given is the server's to choose.
+    """The given flags of `mega generate` as fields of PUT /api, which requires floats for some. The server chooses the
+    others.
 
     >>> fields_of({"temperature": 0.0, "seed": 0}, 0, None)
     {'top_k': 1}
@@ -58,11 +58,11 @@ def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float |
         return {"beam_width": beams, **({} if length_penalty is None else {"length_penalty": float(length_penalty)})}
     if sampling.get("temperature") == 0:
         return {"top_k": 1}
-    found: dict[str, Json] = {}
+    fields: dict[str, Json] = {}
     for name, value in sampling.items():
-        if value or name not in ("top_p_decay", "top_p_bound"):  # which that server knows only as more than 0
-            found["random_seed" if name == "seed" else name] = float(value) if name.startswith("top_p") else value
-    return found
+        if value or name not in ("top_p_decay", "top_p_bound"):  # Megatron-LM refuses 0 for these
+            fields["random_seed" if name == "seed" else name] = float(value) if name.startswith("top_p") else value
+    return fields
 
 
 def _whole(text: str) -> int:
@@ -72,7 +72,7 @@ def _whole(text: str) -> int:
 
 
 def connected(url: str, route: str) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
-    """A connection to a server, the path of a route there, and headers. Errors: ValueError for no address."""
+    """A connection to a server, the path of a route, and headers. Errors: ValueError for an invalid address."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         host, port = parts.hostname, parts.port
@@ -100,16 +100,16 @@ def _put(url: str, body: Mapping[str, object]) -> object:
     finally:
         connection.close()
     try:
-        found = json.loads(data)
+        answer = json.loads(data)
     except (ValueError, RecursionError):
         raise ValueError(f"--url {url}: {reply.status}: the answer is not JSON") from None
     if reply.status != 200:
-        raise ValueError(f"--url {url}: {reply.status}: {message_of(found)}")
-    return found
+        raise ValueError(f"--url {url}: {reply.status}: {message_of(answer)}")
+    return answer
 
 
 def message_of(found: object) -> str:
-    """The text of an error, in Flask's, OpenAI's or Megatron-LM's form."""
+    """The message of an error in Flask's, OpenAI's or Megatron-LM's format."""
     if isinstance(found, dict):
         found = found.get("error", found)
         found = found.get("message", found) if isinstance(found, dict) else found

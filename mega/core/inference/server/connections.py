@@ -1,5 +1,5 @@
-"""Connections within limits, on uvicorn: how many at a time, how long headers may take, and how long a client may read
-nothing. It knows no route.
+"""Limits on uvicorn's connections: their number, the time for headers and bodies, and clients that stop reading. It
+knows no route.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
-else:  # it is part of an extra; `protocol` puts it under the class below
+else:  # uvicorn is part of an extra: `protocol` adds the base class at run time
     H11Protocol = object
 
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -21,12 +21,12 @@ _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\n
 _BROKEN = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _FULL = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
 _LINGER = 2.0
-"""Seconds that a client has to read why it was sent away."""
+"""Seconds that a refused client has to read the reason."""
 
 
 @dataclass(eq=False)
 class OpenConnections:
-    """All of one server. waiting: those without a request in progress, the one that is idle for longest first."""
+    """The connections of one server. waiting: connections without a request in progress, longest idle first."""
 
     limits: ServerLimits
     waiting: dict[BoundedConnection, None] = field(default_factory=dict)
@@ -34,14 +34,14 @@ class OpenConnections:
 
 
 def protocol(limits: ServerLimits) -> type:
-    """uvicorn's protocol of one connection, within `limits`."""
+    """A subclass of uvicorn's protocol that enforces `limits`."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     return type("Connection", (BoundedConnection, H11Protocol), {"others": OpenConnections(limits)})
 
 
 class BoundedConnection(H11Protocol):
-    """One client."""
+    """One client connection."""
 
     others: OpenConnections
     _timer: asyncio.TimerHandle | None = None
@@ -50,12 +50,12 @@ class BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        others = self.others
-        others.count += 1
-        others.waiting[self] = None
-        self._restart(others.limits.header_seconds, lambda: self._end(_SLOW))
-        if others.count > others.limits.max_connections:
-            next(iter(others.waiting))._end(_FULL)
+        connections = self.others
+        connections.count += 1
+        connections.waiting[self] = None
+        self._restart(connections.limits.header_seconds, lambda: self._end(_SLOW))
+        if connections.count > connections.limits.max_connections:
+            next(iter(connections.waiting))._end(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.others.count -= not self._ended
@@ -72,13 +72,13 @@ class BoundedConnection(H11Protocol):
             self.others.waiting.pop(self, None)
 
     def handle_events(self) -> None:
-        before = self.cycle
+        previous_cycle = self.cycle
         super().handle_events()
-        if self.cycle is not before and self.cycle is not None:
+        if self.cycle is not previous_cycle and self.cycle is not None:
             self._restart(self.others.limits.body_seconds, self._check_body)
 
     def on_response_complete(self) -> None:
-        """The connection waits for its next request, or for the rest of a body that no one reads."""
+        """Wait for the next request, or for the rest of a body that the route did not read."""
         super().on_response_complete()
         if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
             self.others.waiting[self] = None
@@ -98,7 +98,7 @@ class BoundedConnection(H11Protocol):
         super().resume_writing()
 
     def _check_body(self) -> None:
-        """A body that is still coming ends the connection; before that, its request is answered with 408."""
+        """Abort the connection 5 s from now if its body is still incomplete; by then the route has answered 408."""
         if self.cycle is not None and self.cycle.more_body:
             self._restart(5.0, self.transport.abort)
 
@@ -117,8 +117,8 @@ class BoundedConnection(H11Protocol):
             self._writing = None
 
     def _end(self, answer: bytes) -> None:
-        """Close a connection that has no request in progress, reporting why. What still comes is read for a moment, and
-        not heeded: a client that is cut while it writes does not read why."""
+        """Send `answer`, the reason, and close a connection that has no request in progress. Its input is discarded for
+        a moment: a client whose connection is reset while it writes cannot read the reason."""
         self.others.waiting.pop(self, None)
         if self._ended or self.transport.is_closing():
             return
@@ -127,7 +127,7 @@ class BoundedConnection(H11Protocol):
         self._restart(_LINGER, self.transport.abort)
         if answer:
             self.transport.write(answer)
-        if answer in (b"", _FULL):  # room is needed now
+        if answer in (b"", _FULL):  # a new client needs the place now
             self.transport.close()
         else:
             self.transport.write_eof()

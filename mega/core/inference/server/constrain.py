@@ -1,7 +1,7 @@
-"""Answers that match a JSON schema or a regular expression, by llguidance: which tokens may follow those so far.
+"""Answers constrained to a JSON schema or a regular expression: llguidance computes the tokens that may come next.
 
-The library bounds the work of each step, so that no grammar of a client's keeps the others waiting. It knows no
-engine and no route.
+The library limits the work of each step, so one client's grammar cannot delay the others. This module knows no engine
+and no route.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORMS = (
 
 
 class Grammars:
-    """Compiles what clients ask for, for one tokenizer. vocab: of the model, at least the tokenizer's."""
+    """Compiles the grammars of requests for one tokenizer. vocab: the model's, at least the tokenizer's."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
@@ -49,7 +49,7 @@ class Grammars:
         return self._made(_FIELD, text)
 
     def lark(self, wanted: str) -> Grammar:
-        """The grammar of a call of functions (tools.py). Errors: BadField naming `tools`."""
+        """The grammar of function calls (tools.py). Errors: BadField naming `tools`."""
         return self._made("tools", lambda matcher: matcher.grammar_from_lark(wanted))
 
     def _made(self, field: str, text: Callable[[type[LLMatcher]], str]) -> Grammar:
@@ -73,7 +73,7 @@ def _one_line(error: object) -> str:
 
 
 class Grammar:
-    """A compiled grammar; `start` begins one sequence. Errors: ValueError where it is not one."""
+    """A compiled grammar; `start` begins one sequence. Errors: ValueError for an invalid grammar."""
 
     def __init__(self, library: LLTokenizer, text: str, vocab: int, end: int) -> None:
         from llguidance import LLMatcher
@@ -81,22 +81,22 @@ class Grammar:
         self._first = LLMatcher(library, text, log_level=0, limits=_limits())
         if self._first.is_error():
             raise ValueError(self._first.get_error())
-        begun = self._first.deep_copy()
-        begun.compute_bitmask()  # a schema that is nothing but a reference to itself has no first token
-        if begun.is_error():
-            raise ValueError(f"no answer can begin by it ({_one_line(begun.get_error())})")
+        trial = self._first.deep_copy()
+        trial.compute_bitmask()  # a schema that only refers to itself has no first token
+        if trial.is_error():
+            raise ValueError(f"no answer can begin by it ({_one_line(trial.get_error())})")
         self._vocab, self._end = vocab, end
 
     def start(self, ends: frozenset[int]) -> Allowed:
-        """What may follow, for one sequence. ends: tokens that end it; any of them where the grammar lets it end."""
+        """The mask function of one sequence. ends: tokens that end it, all allowed where the grammar may end."""
         matcher = self._first.deep_copy()
-        seen: list[int | None] = [None]
+        consumed: list[int | None] = [None]
         only_end = torch.zeros(self._vocab, dtype=torch.bool)
         only_end[list(ends | {self._end})] = True
 
         def allowed(ids: Sequence[int]) -> torch.Tensor:
-            before = len(ids) if seen[0] is None else seen[0]
-            seen[0] = len(ids)
+            before = len(ids) if consumed[0] is None else consumed[0]
+            consumed[0] = len(ids)
             new = [token for token in ids[before:] if not only_end[token]]
             if new:
                 matcher.consume_tokens(new)
@@ -106,7 +106,7 @@ class Grammar:
                 return only_end
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._vocab].bool()
-            if matcher.is_error():  # the step was more work than is allowed for
+            if matcher.is_error():  # the step exceeded the limit of work
                 raise ValueError(f"{_FIELD}: {_one_line(matcher.get_error())}")
             return mask | only_end if matcher.is_accepting() else mask & ~only_end
 
@@ -116,24 +116,29 @@ class Grammar:
 def _source(wanted: Mapping[str, object]) -> str | dict[str, object]:
     """A regular expression, or a JSON schema. Errors: BadField."""
     kind = wanted.get("type")
-    known = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"}}
-    if not isinstance(kind, str) or kind not in known or set(wanted) - known[kind]:
+    valid_keys = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"}}
+    if not isinstance(kind, str) or kind not in valid_keys or set(wanted) - valid_keys[kind]:
         raise BadField(_FIELD, f"{_FIELD}: must be {_FORMS}")
-    inner = wanted.get("json_schema", {})
-    found = {"json_object": {"type": "object"}, "regex": wanted.get("pattern")}.get(kind)
+    described_schema = wanted.get("json_schema", {})
+    source = {"json_object": {"type": "object"}, "regex": wanted.get("pattern")}.get(kind)
     if kind == "json_schema":
-        if not isinstance(inner, dict) or set(inner) - {"name", "schema", "strict", "description"}:
+        if not isinstance(described_schema, dict) or set(described_schema) - {
+            "name",
+            "schema",
+            "strict",
+            "description",
+        }:
             raise BadField(_FIELD, f"{_FIELD}: json_schema must hold a schema, and may hold name, strict, description")
-        found = inner.get("schema")
-    if not isinstance(found, str if kind == "regex" else dict):
+        source = described_schema.get("schema")
+    if not isinstance(source, str if kind == "regex" else dict):
         raise BadField(_FIELD, f"{_FIELD}: must be {_FORMS}")
-    if len(json.dumps(found)) > GRAMMAR_BYTES:
+    if len(json.dumps(source)) > GRAMMAR_BYTES:
         raise BadField(_FIELD, f"{_FIELD}: must be at most {GRAMMAR_BYTES} bytes")
-    return found
+    return source
 
 
 def _limits() -> LLParserLimits:
-    """Work and memory of one grammar; a step of the largest takes a few milliseconds."""
+    """Limits on the work and memory of one grammar; the most expensive step takes a few milliseconds."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -147,11 +152,11 @@ def _limits() -> LLParserLimits:
 
 
 _INSIDE = b"\x02"
-"""Stands in front of a text that is to be encoded as the inside of one."""
+"""Prepended to a text so that the tokenizer encodes it as the continuation of another."""
 
 
 class _Tokens:
-    """A tokenizer as llguidance asks for it."""
+    """A tokenizer in the form that llguidance requires."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         size = tokenizer.vocab_size
@@ -166,20 +171,20 @@ class _Tokens:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens whose bytes together are `text`, as the tokenizer has them within a text: the library takes what must
-        follow from here. Many tokenizers put a blank in front of a text, or of its first word."""
+        """Tokens whose bytes are `text`, encoded as within a longer text; the library encodes forced text with it. Many
+        tokenizers add a space before a text or its first word, so `text` is also tried after `_INSIDE`."""
         data = text if isinstance(text, bytes) else text.encode()
         for before in (b"", _INSIDE):
             ids = self._encode((before + data).decode(errors="replace"))[self._lead :]
             if before:
-                where = next((at for at, token in enumerate(ids) if self.tokens[token] == before), len(ids))
-                ids = ids[where + 1 :]
+                position = next((at for at, token in enumerate(ids) if self.tokens[token] == before), len(ids))
+                ids = ids[position + 1 :]
             if b"".join(self.tokens[token] for token in ids) == data:
                 return ids
         return self._by_length(data)
 
     def _by_length(self, data: bytes) -> list[int]:
-        """The longest token that fits, again and again; up to a byte that has none."""
+        """Repeatedly the longest matching token, up to the first byte that no token begins with."""
         ids: list[int] = []
         while data:
             sizes = range(min(len(data), self._longest), 0, -1)

@@ -1,11 +1,11 @@
-"""The one thread that calls the engine, and the bounded queue in front of it. It knows neither text nor HTTP.
+"""The only thread that calls the engine, and its bounded queue. It knows neither text nor HTTP.
 
-1. A route asks `add` for its sequences. Where they do not fit into the queue they are refused at once.
-2. The thread adds them to the engine; a request that can never fit is refused by it.
-3. The thread steps the engine as long as anything is in flight. Events reach the tickets on the loop's side.
-4. `cancel` of a ticket takes its sequence out of the engine.
-5. Where a step or a cancellation fails the engine is lost: every ticket hears of it, and so does `on_failure`.
-6. `lose` says the same of an engine whose step will never end, since another rank does not answer.
+1. A route calls `add` with its sequences. If they do not fit into the queue, they are refused at once.
+2. The thread adds them to the engine, which refuses a request that can never fit.
+3. The thread steps the engine while any sequence is in flight. Events are delivered to the tickets on the event loop.
+4. `cancel` of a ticket removes its sequence from the engine.
+5. If a step or a cancellation fails, the engine is lost: every ticket gets EngineLost, and `on_failure` is called.
+6. `lose` does the same for an engine whose step will never end because another rank does not answer.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from mega.core.inference.relay import LostRank
 from mega.core.inference.request import LOGITS_NOT_FINITE, Engine, Event, Request
 
 NOT_FINITE = 3
-"""Requests in a row without a finite logit, after which it is the model, and not one prompt."""
+"""Consecutive requests without finite logits after which the model is considered broken."""
 
 ENDING = 1.0
-"""Seconds in which a thread ends whose engine is lost; it may wait for a rank that is stopped."""
+"""Seconds to wait for the thread of a lost engine, which may be blocked on a stopped rank."""
 
 
 class QueueFull(Exception):
-    """No room for a request now; the same may fit later."""
+    """The queue has no room for a request now; a later attempt may succeed."""
 
 
 class EngineLost(Exception):
-    """The engine has failed, or is no more; the text is fit for a client."""
+    """The engine has failed or is closed. The message may be shown to clients."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One sequence on its way. events: of the engine, the last one has a finish; or EngineLost."""
+    """One sequence in flight. events: from the engine, until one with a finish, or EngineLost."""
 
     number: int
     _cancel: Callable[[Ticket], None]
@@ -46,78 +46,78 @@ class Ticket:
     done: bool = False
 
     def cancel(self) -> None:
-        """Take the sequence out of the engine, if it is still there."""
+        """Remove the sequence from the engine, if it has not ended."""
         if not self.done:
             self._cancel(self)
 
 
 class Driver:
-    """The engine on a thread of its own.
+    """Runs the engine on its own thread.
 
-    waiting: sequences that may wait beyond those that the engine runs at once. on_failure: called on the loop, once,
-    with what the failed step had to report.
+    waiting: sequences that may wait in addition to those that the engine runs at once. on_failure: called once, on the
+    event loop, with the exception of the failed step.
     """
 
     def __init__(self, engine: Engine, waiting: int, on_failure: Callable[[BaseException], None]) -> None:
         self.engine, self.most = engine, engine.limits.requests + waiting
         self._on_failure = on_failure
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[int, Ticket] = {}  # of the thread
+        self._tickets: dict[int, Ticket] = {}  # used on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self.in_flight = 0
         self.failure: BaseException | None = None
         self.not_finite = 0
-        """Requests that have failed since a token came, one after the other, because logits were not finite."""
+        """Consecutive requests that failed because logits were not finite, since the last generated token."""
 
     @property
     def unhealthy(self) -> str | None:
-        """Why no request is answered, or none was of late; None where they are."""
+        """Why requests fail: the engine is lost, or the last requests had no finite logits. None: they are answered."""
         if self.failure is not None:
             return _reason(self.failure)
         return LOGITS_NOT_FINITE if self.not_finite >= NOT_FINITE else None
 
     def start(self) -> None:
-        """Start the thread; events come to the running loop."""
+        """Start the thread; events are delivered to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     async def add(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Tickets of all requests, or of none.
+        """Add all requests or none, and return their tickets.
 
-        Errors: QueueFull; EngineLost; RequestError where one can never fit.
+        Errors: QueueFull; EngineLost; RequestError if one can never fit.
         """
         self.check_room(len(requests))
         assert self._loop is not None
-        added: asyncio.Future[list[Ticket]] = self._loop.create_future()
+        accepted: asyncio.Future[list[Ticket]] = self._loop.create_future()
         self.in_flight += len(requests)
-        self._calls.put(lambda: self._add(requests, added))
+        self._calls.put(lambda: self._add(requests, accepted))
         try:
-            return await asyncio.shield(added)
-        except asyncio.CancelledError:  # the client has left: not before the engine knows the sequences
-            added.add_done_callback(_cancel_all)
+            return await asyncio.shield(accepted)
+        except asyncio.CancelledError:  # the client disconnected; cancel once the engine has the sequences
+            accepted.add_done_callback(_cancel_all)
             raise
 
     def check_room(self, count: int) -> None:
-        """Whether so many sequences would be taken now. Errors: QueueFull, EngineLost."""
+        """Check that `count` more sequences would be accepted now. Errors: QueueFull, EngineLost."""
         if self.failure is not None:
             raise EngineLost(_reason(self.failure))
         if self.in_flight + count > self.most:
             raise QueueFull(f"{self.in_flight} of at most {self.most} sequences are in flight; try later")
 
     def close(self) -> None:
-        """End the thread, and wait for it; but not for a step that never ends."""
+        """Stop the thread and wait for it, except for a step that never ends."""
         self._calls.put(None)
         if self._thread is not None:
             self._thread.join(None if self.failure is None else ENDING)
 
     def lose(self, error: BaseException) -> None:
-        """The engine is lost: those in flight hear of it, and so do calls that are still to come. From any thread."""
+        """Mark the engine as lost: fail the sequences in flight and all later calls. May be called from any thread."""
         self._later(partial(self._spread, error))
 
     def abandon(self, reason: str) -> None:
-        """End all sequences in flight: their tickets hear EngineLost with this reason."""
+        """End all sequences in flight: their tickets get EngineLost with this reason."""
         for ticket in list(self._tickets.values()):
             ticket.cancel()
             self._end(ticket, EngineLost(reason))
@@ -127,11 +127,11 @@ class Driver:
     def _run(self) -> None:
         try:
             self._drive()
-        except BaseException as error:  # whatever it was, no one else would hear of it
+        except BaseException as error:  # no other thread would see the exception
             self._fail(error)
 
     def _drive(self) -> None:
-        """Call the engine until `close`. Errors: of the engine, which is lost."""
+        """Call the engine until `close`. Errors: those of the engine, which is then lost."""
         while True:
             try:
                 while (call := self._calls.get(block=self.engine.idle)) is not None:
@@ -144,16 +144,16 @@ class Driver:
                 self._later(partial(self._deliver, events))
 
     def _add(self, requests: Sequence[Request], added: asyncio.Future[list[Ticket]]) -> None:
-        made: list[Ticket] = []
+        tickets: list[Ticket] = []
         try:
             for request in requests:
-                made.append(Ticket(self.engine.add(request), self._cancel))
+                tickets.append(Ticket(self.engine.add(request), self._cancel))
         except Exception as error:
-            for ticket in made:
+            for ticket in tickets:
                 self.engine.cancel(ticket.number)
             self._later(partial(self._refused, len(requests), added, error))
             return
-        self._later(lambda: self._accepted(made, added))
+        self._later(lambda: self._accepted(tickets, added))
 
     def _fail(self, error: BaseException) -> None:
         self.lose(error)
@@ -163,7 +163,7 @@ class Driver:
 
     def _later(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no receiver
             self._loop.call_soon_threadsafe(call)
 
     # --- on the loop ----------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Driver:
     def _deliver(self, events: Sequence[Event]) -> None:
         for event in events:
             ticket = self._tickets.get(event.request)
-            if ticket is None:  # of a request that was refused as a whole
+            if ticket is None:  # the request was refused after some of its sequences were added
                 continue
             if event.token is not None:
                 self.not_finite = 0
@@ -218,7 +218,7 @@ def _cancel_all(added: asyncio.Future[list[Ticket]]) -> None:
 
 
 def _reason(error: BaseException | None) -> str:
-    """What a client may know: which rank was lost; of other errors, that there was one."""
-    if isinstance(error, LostRank | TimeoutError):  # the first part of it, not what a library had to add
+    """The message for clients: which rank was lost; of other errors only that there was one."""
+    if isinstance(error, LostRank | TimeoutError):  # without the details that a library adds
         return f"the model has failed: {str(error).split(': ')[0]}"
     return "the model has failed"

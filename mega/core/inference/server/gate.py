@@ -1,5 +1,5 @@
-"""What is checked before any route, and what is counted after it: who may ask, from where, how large, and whether
-the server still accepts anything. An ASGI application around another; it knows no route's fields.
+"""Checks before any route and counters after it: the token, the Host header, the size of the body, and whether the
+server still accepts requests. It is an ASGI application that wraps another and knows no fields of routes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Receive = Callable[[], Awaitable[Mapping[str, object]]]
 Send = Callable[[Mapping[str, object]], Awaitable[None]]
 
 OPEN = ("/", "/index.html", "/health", "/v1/health")
-"""What is answered without a token: the page, which holds nothing, and whether the server is ready."""
+"""Paths that need no token: the page, which holds no data, and the health check."""
 FAILED = "the server has failed"
 _WATCHED = ("/health", "/v1/health", "/metrics")
-"""What is answered while draining."""
+"""Paths that are answered while draining."""
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 _PAGE = (
     b"content-security-policy",
@@ -33,7 +33,7 @@ _PAGE = (
 
 
 class Gate:
-    """`inside`, for those who may ask. routes: paths that are counted under their own name."""
+    """Passes permitted requests to `inside`. routes: paths that are counted under their own name, others as "other"."""
 
     def __init__(
         self, inside: Callable[[Any, Any, Any], Awaitable[None]], service: Service, routes: frozenset[str]
@@ -60,7 +60,7 @@ class Gate:
                 await _send(counted, *refused)
             else:
                 await self._inside(scope, receive, counted)
-        except Exception as error:  # no text of it: it may hold a prompt
+        except Exception as error:  # without its message, which may contain a prompt
             print(f"mega: {path[:60]!r} failed: {_where(error)}", file=sys.stderr, flush=True)
             if not status[0]:
                 await _send(counted, 500, FAILED)
@@ -72,13 +72,17 @@ class Gate:
                 service.metrics.whole.observe(time.monotonic() - began)
 
     def _refused(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and text, where a request goes no further."""
+        """Status and message if the request is refused here, else None."""
         headers, path = {name: value for name, value in scope["headers"]}, scope["path"]
         token = self._service.options.token
         if token is None and not _is_local(headers.get(b"host", b"").decode("latin-1")):
             return 403, "Host: must be localhost or an address: without a token no other site is answered"
-        given = headers.get(b"authorization", b"")
-        if token is not None and path not in OPEN and not hmac.compare_digest(given, b"Bearer " + token.encode()):
+        authorization = headers.get(b"authorization", b"")
+        if (
+            token is not None
+            and path not in OPEN
+            and not hmac.compare_digest(authorization, b"Bearer " + token.encode())
+        ):
             return 401, "Authorization: must be Bearer and the server's token"
         if self._service.driver.failure is not None and path not in _WATCHED:
             return 503, "the model has failed; the server is ending"
@@ -91,7 +95,7 @@ class Gate:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a Host header names this machine or an address, and not a site that someone may point here.
+    """Whether a Host header is localhost or an IP address. The owner of a site could point its name at this machine.
 
     >>> [_is_local(host) for host in ("localhost:5000", "127.0.0.1", "[::1]:5000", "evil.example:5000")]
     [True, True, True, False]
@@ -107,7 +111,7 @@ def _is_local(host: str) -> bool:
 
 
 def failure_body(status: int, text: str) -> dict[str, Json]:
-    """OpenAI's form of an error."""
+    """An error in OpenAI's format."""
     kind = {401: "authentication_error", 503: "server_error", 500: "server_error"}.get(status, "invalid_request_error")
     return {"error": {"message": text, "type": kind, "param": None, "code": None}}
 
@@ -124,9 +128,9 @@ async def _send(send: Send, status: int, text: str) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """Kind and place of an error."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    place = f" in {at.tb_frame.f_code.co_name}:{at.tb_lineno}" if at is not None else ""
+    """Type of an exception and the line that raised it."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    place = f" in {innermost.tb_frame.f_code.co_name}:{innermost.tb_lineno}" if innermost is not None else ""
     return f"{type(error).__name__}{place}"

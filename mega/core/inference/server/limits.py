@@ -1,4 +1,4 @@
-"""How much is accepted of clients, in one place. It knows no route, and no torch."""
+"""All limits on requests and connections. It knows no route, and no torch."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import ClassVar
 from mega.core.config.option import COUNT, FROM_0, NOT_NEGATIVE, Range, VerbSection, option
 
 MOST_PROMPTS = 128
-"""Sequences of one request: Megatron-LM's limit on prompts; prompts x n of OpenAI's routes."""
+"""Maximum sequences of one request: prompts of PUT /api (Megatron-LM's limit), prompts x n of OpenAI's routes."""
 
 MOST_INPUTS = 2048
-"""Texts of one request of /v1/embeddings, as OpenAI's."""
+"""Maximum inputs of one request to /v1/embeddings: OpenAI's limit."""
 
 MOST_STOPS, STOP_CHARACTERS = 16, 256
-"""Stop strings of a request, and characters of one."""
+"""Maximum stop strings of a request, and characters of each."""
 
 MOST_BIASES = 1024
-"""Tokens of a request's logit_bias."""
+"""Maximum tokens of a request's logit_bias."""
 
 MOST_MESSAGES = 1024
-"""Messages of a conversation."""
+"""Maximum messages of a conversation."""
 
 GRAMMAR_BYTES = 1 << 16
-"""Of a JSON schema or a regular expression, as JSON."""
+"""Maximum size of a JSON schema or a regular expression, as JSON."""
 
 HEADER_BYTES = 1 << 16
-"""Of a request's line and headers together."""
+"""Maximum size of the request line and the headers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits(VerbSection):
-    """How much a server accepts, and for how long it waits."""
+    """Limits on requests, connections and times."""
 
     title: ClassVar[str] = "Limits"
 
@@ -47,12 +47,12 @@ class ServerLimits(VerbSection):
         30.0, "seconds that answers in flight get to finish after SIGTERM", within=NOT_NEGATIVE
     )
     bodies: int = 256 << 20
-    """Bytes of all requests that are being read."""
+    """Bytes of all bodies that are being read at a time."""
     header_seconds: float = 10.0
-    """To send the headers of a request."""
+    """Seconds that a client has to send the headers of a request."""
     body_seconds: float = 30.0
-    """To send the body of a request."""
+    """Seconds that a client has to send the body of a request."""
     write_seconds: float = 30.0
-    """A client that reads nothing for this long is disconnected."""
+    """A client that reads nothing for this many seconds is disconnected."""
     idle_seconds: float = 60.0
-    """A connection without a request is closed after this."""
+    """A connection without a request is closed after this many seconds."""

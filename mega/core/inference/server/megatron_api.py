@@ -1,8 +1,8 @@
 """PUT /api: Megatron-LM's text generation server of 2023, with its fields, limits, order of checks and error texts.
 
-Here every bad value is answered by 400, where that server answers many by 200 with the text as the answer
-(`--legacy-status`). A field that it would ignore is refused, and each prompt gets `tokens_to_generate` new tokens, also
-where it is shorter than another.
+Every invalid value is answered with 400, where Megatron-LM answers many with 200 and the message as the answer
+(`--legacy-status` does the same). A field that Megatron-LM would ignore is refused, and each prompt gets
+`tokens_to_generate` new tokens even if it is shorter than another.
 
 Source: megatron/text_generation_server.py and megatron/text_generation/ of Megatron-LM 23.06.
 """
@@ -25,29 +25,36 @@ from mega.core.untrusted import Json
 
 
 class MegatronRequest(Body):
-    """The fields, for OpenAPI too, with their defaults: None where a request says nothing. What is checked below is
-    checked in Megatron-LM's order, by its texts."""
+    """The fields and their defaults (None: absent), from which the OpenAPI schema is derived. The functions below check
+    them in the order and with the messages of Megatron-LM."""
 
     prompts: list[str] = Field(description=f"1 to {MOST_PROMPTS} texts", min_length=1, max_length=MOST_PROMPTS)
     tokens_to_generate: int = Field(64, ge=0, description="new tokens; 0 with logprobs scores")
-    logprobs: bool = Field(False, description="of every token but the first")
+    logprobs: bool = Field(False, description="return the log-probability of every token but the first")
     temperature: float | None = Field(None, gt=0, le=100, description="above 0")
-    top_k: int | None = Field(None, ge=0, le=1000, description="draw from the k likeliest; 1 is greedy; 0 is off")
-    top_p: float | None = Field(
-        None, ge=0, le=1, description="a float: draw from the likeliest that make up p; 0.0 is off"
+    top_k: int | None = Field(
+        None, ge=0, le=1000, description="sample from the k most likely tokens; 1 is greedy; 0 is off"
     )
-    top_p_decay: float | None = Field(None, ge=0, le=1, description="a float: top_p is multiplied by it each token")
-    top_p_bound: float | None = Field(None, gt=0, le=1, description="a float: top_p does not fall below it")
-    add_BOS: bool = Field(False, description="put the end of a document in front of each prompt")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="a float: sample from the most likely tokens with total probability p; 0.0 is off"
+    )
+    top_p_decay: float | None = Field(
+        None, ge=0, le=1, description="a float: top_p is multiplied by it after each token"
+    )
+    top_p_bound: float | None = Field(None, gt=0, le=1, description="a float: lower bound of the decayed top_p")
+    add_BOS: bool = Field(False, description="put the end-of-document token before each prompt")
     stop_on_double_eol: bool = Field(False, description="end at an empty line")
     stop_on_eol: bool = Field(False, description="end at the end of a line")
     prevent_newline_after_colon: bool = Field(False, description="no newline right after a colon")
-    random_seed: int | None = Field(None, ge=0, description="the same seed gives the same text")
-    no_log: bool = Field(False, description="not in the log that --log-prompts asks for")
+    random_seed: int | None = Field(None, ge=0, description="requests with the same seed get the same text")
+    no_log: bool = Field(False, description="do not print this request under --log-prompts")
     beam_width: int | None = Field(None, ge=1, description="beam search, for one prompt")
-    stop_token: int | None = Field(None, description="of beam search [the end of a document]")
+    stop_token: int | None = Field(None, description="token that ends a beam [the end of a document]")
     length_penalty: float = Field(
-        1.0, ge=-MOST_LENGTH_PENALTY, le=MOST_LENGTH_PENALTY, description="a float, of beam search"
+        1.0,
+        ge=-MOST_LENGTH_PENALTY,
+        le=MOST_LENGTH_PENALTY,
+        description="a float: exponent of the length in the score of a beam",
     )
 
 
@@ -57,7 +64,7 @@ _BEAMS = ("stop_token", "length_penalty")
 
 
 class Refused(ValueError):
-    """Megatron-LM's text for a bad request. always: it answers 400 itself."""
+    """An invalid request, with Megatron-LM's message. always: Megatron-LM itself answers 400."""
 
     def __init__(self, text: str, always: bool = False) -> None:
         super().__init__(text)
@@ -68,7 +75,7 @@ class Refused(ValueError):
 
 
 def check(body: object, *, ignore_unknown: bool = False) -> MegatronRequest:
-    """A body's fields. Errors: Refused with the text of the first check that fails.
+    """Check a body and return its fields. Errors: Refused with the message of the first check that fails.
 
     >>> check({"prompts": []})
     Traceback (most recent call last):
@@ -80,13 +87,13 @@ def check(body: object, *, ignore_unknown: bool = False) -> MegatronRequest:
     _prompts(body)
     for step in (_tokens, _temperature, _top_k, _top_p, _top_p_decay, _top_p_bound, _booleans, _seed, _beams):
         step(body)
-    known = MegatronRequest.model_fields
-    unknown = [name for name in body if name not in known]
+    valid_fields = MegatronRequest.model_fields
+    unknown = [name for name in body if name not in valid_fields]
     if unknown and not ignore_unknown:
-        raise Refused(f"{unknown[0][:60]} is not a field; valid: {', '.join(known)}", always=True)
+        raise Refused(f"{unknown[0][:60]} is not a field; valid: {', '.join(valid_fields)}", always=True)
     if not ignore_unknown:
         _without_effect(body)
-    return MegatronRequest.model_construct(**{name: value for name, value in body.items() if name in known})
+    return MegatronRequest.model_construct(**{name: value for name, value in body.items() if name in valid_fields})
 
 
 def _refuse(wrong: bool, text: str, always: bool = False) -> None:
@@ -190,7 +197,7 @@ def _beams(body: Mapping[str, object]) -> None:
 
 
 def _without_effect(body: Mapping[str, object]) -> None:
-    """Refuse what Megatron-LM would ignore in silence."""
+    """Refuse fields that Megatron-LM would silently ignore."""
     beams = "beam_width" in body
     for name in (*_SAMPLED, *_SAMPLED_STOPS) if beams else _BEAMS:
         if name in body and body[name] is not False:
@@ -201,7 +208,7 @@ def _without_effect(body: Mapping[str, object]) -> None:
 
 
 async def requests(service: Service, given: MegatronRequest) -> tuple[list[Request], int | None]:
-    """What the engine is asked for, and the token that ends an answer where it comes twice. Errors: Refused."""
+    """The engine's requests, and the token that ends an answer when it occurs twice in a row. Errors: Refused."""
     tokenizer, tokens = service.tokenizer, given.tokens_to_generate
     service.check_queue(len(given.prompts))
     prompts = [await _ids(service, text, given.add_BOS) for text in given.prompts]
@@ -216,16 +223,16 @@ async def requests(service: Service, given: MegatronRequest) -> tuple[list[Reque
         raise Refused(f"Too many tokens.  {size} is greater than {service.options.max_tokens_to_oom}")
     ends, pair = _ends(service, given)
     mask = _no_newline(tokenizer, service.driver.engine.limits.vocab) if given.prevent_newline_after_colon else None
-    made = []
+    engine_requests = []
     try:
         for index, prompt in enumerate(prompts):
-            how = Sampling() if given.beam_width else _sampling(service, given, index)
+            sampling = Sampling() if given.beam_width else _sampling(service, given, index)
             scored = 0 if given.logprobs else None
-            made.append(
+            engine_requests.append(
                 Request(
                     prompt=prompt,
                     tokens=tokens,
-                    sampling=how,
+                    sampling=sampling,
                     stop_ids=ends,
                     logprobs=scored,
                     prompt_logprobs=given.logprobs,
@@ -236,14 +243,14 @@ async def requests(service: Service, given: MegatronRequest) -> tuple[list[Reque
             )
     except (RequestError, BadField) as error:
         raise Refused(str(error), always=True) from None
-    return made, pair
+    return engine_requests, pair
 
 
 async def answer(service: Service, given: MegatronRequest) -> dict[str, Json]:
-    """The body of Megatron-LM's answer. Errors: Refused, QueueFull, EngineLost."""
-    asked, pair = await requests(service, given)
+    """The answer in Megatron-LM's format. Errors: Refused, QueueFull, EngineLost."""
+    engine_requests, pair = await requests(service, given)
     try:
-        running = await service.continuations(asked, pair=pair)
+        running = await service.continuations(engine_requests, pair=pair)
     except BadField as error:
         raise Refused(str(error), always=True) from None
     await all_whole(running)
@@ -274,13 +281,13 @@ def _beam_answer(tokenizer: Tokenizer, done: Continuation) -> dict[str, Json]:
 
 
 def _logprobs(done: Continuation) -> list[float]:
-    """Of every token but the first."""
-    known = (*done.prompt_logprobs[1:], *(each.logprob for each in done.scored))
-    return [-9999.0 if value is None else max(value, -9999.0) for value in known]
+    """The log-probability of every token but the first."""
+    logprobs = (*done.prompt_logprobs[1:], *(each.logprob for each in done.scored))
+    return [-9999.0 if value is None else max(value, -9999.0) for value in logprobs]
 
 
 async def _ids(service: Service, text: str, add_bos: bool) -> tuple[int, ...]:
-    """A prompt's ids, after the token that ends a document where that is asked for. Errors: Refused."""
+    """The ids of a prompt, with the end-of-document token before them if `add_bos`. Errors: Refused."""
     try:
         ids = await service.encode("prompts", text) if text else ()
     except BadField as error:
@@ -295,16 +302,17 @@ async def _ids(service: Service, text: str, add_bos: bool) -> tuple[int, ...]:
 
 
 def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
-    """top_p 0 is off, as it is where top_k is given."""
-    said: dict[str, Json] = {"temperature": given.temperature, "seed": given.random_seed}
+    """The sampling of one prompt. top_p 0 is off, also if top_k is given."""
+    settings: dict[str, Json] = {"temperature": given.temperature, "seed": given.random_seed}
     if given.top_k is not None or given.top_p is not None:
-        said |= {"top_k": given.top_k or 0, "top_p": given.top_p or 1.0}
-    said |= {"top_p_decay": given.top_p_decay, "top_p_bound": given.top_p_bound if given.top_p else None}
-    return service.sampling(said, index)
+        settings |= {"top_k": given.top_k or 0, "top_p": given.top_p or 1.0}
+    settings |= {"top_p_decay": given.top_p_decay, "top_p_bound": given.top_p_bound if given.top_p else None}
+    return service.sampling(settings, index)
 
 
 def _ends(service: Service, given: MegatronRequest) -> tuple[frozenset[int], int | None]:
-    """Tokens that end an answer, and one that does where it comes twice; the double line end has precedence."""
+    """Tokens that end an answer, and a token that ends it when it occurs twice in a row; stop_on_double_eol has
+    precedence over stop_on_eol."""
     tokenizer = service.tokenizer
     if given.beam_width and given.stop_token is not None:
         return frozenset([given.stop_token]), None
@@ -317,16 +325,16 @@ def _ends(service: Service, given: MegatronRequest) -> tuple[frozenset[int], int
 
 
 def _last(tokenizer: Tokenizer, text: str) -> int | None:
-    """The token that is `text` after a letter; None where no single one is."""
+    """The single token that `text` becomes after a letter; None if it becomes several."""
     try:
         ids = tokenizer.encode("a" + text)
-    except ValueError:  # a tokenizer of no language
+    except ValueError:  # a tokenizer without text, such as NullTokenizer
         return None
     return ids[-1] if ids and tokenizer.token_bytes(ids[-1]).decode(errors="replace") == text else None
 
 
 def _no_newline(tokenizer: Tokenizer, vocab: int) -> Allowed | None:
-    """No newline right after a colon."""
+    """A mask function that forbids a newline directly after a colon."""
     colon, newline = _last(tokenizer, ":"), _last(tokenizer, "\n")
     if colon is None or newline is None:
         return None

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus, by its client library. It knows no route and no engine."""
+"""The server's metrics for Prometheus. This module knows no route and no engine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Metrics:
-    """All that one server counts."""
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         every = self._registry = CollectorRegistry()
         self.requests = Counter("mega_requests", "Requests by route and status", ("route", "status"), registry=every)
         self.prompt_tokens = Counter("mega_prompt_tokens", "Tokens of accepted prompts", registry=every)
         self.new_tokens = Counter("mega_generated_tokens", "Tokens generated", registry=every)
-        self.cancelled = Counter("mega_cancelled", "Requests whose client left or that took too long", registry=every)
-        self.first = self._seconds("mega_time_to_first_token_seconds", "From a whole request to its first token")
+        self.cancelled = Counter(
+            "mega_cancelled", "Requests whose client disconnected or that took too long", registry=every
+        )
+        self.first = self._seconds("mega_time_to_first_token_seconds", "From the complete request to its first token")
         self.between = self._seconds("mega_time_between_tokens_seconds", "Between two tokens of a sequence")
-        self.whole = self._seconds("mega_request_seconds", "From a whole request to its whole answer")
+        self.whole = self._seconds("mega_request_seconds", "From the complete request to the complete answer")
 
     def gauge(self, name: str, about: str, read: Callable[[], float]) -> None:
-        """A value that is read whenever it is asked for."""
+        """Register a gauge whose value `read` returns at each scrape."""
         Gauge(name, about, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:

@@ -1,5 +1,5 @@
-"""/v1/completions and /v1/chat/completions: OpenAI's forms of requests, answers and streams, and no more fields than
-have an effect here. Log-probabilities and echo are as evaluation harnesses read them.
+"""/v1/completions and /v1/chat/completions: requests, answers and streams in OpenAI's format. Only fields with an
+effect are accepted. Log-probabilities and echo have the format that evaluation harnesses read.
 
 Source: OpenAI's API reference; what lm-eval's `local-completions` sends and reads.
 """
@@ -18,6 +18,7 @@ from pydantic import Field
 from pydantic.config import JsonDict, JsonValue
 
 from mega.core.inference.request import MOST_BIAS, MOST_PENALTY, Request, RequestError, Top
+from mega.core.inference.server.client_fields import ClientFields, resolved
 from mega.core.inference.server.fields import BadField, SamplingFields, read
 from mega.core.inference.server.limits import MOST_BIASES, MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, STOP_CHARACTERS
 from mega.core.inference.server.service import Service
@@ -39,7 +40,7 @@ from mega.core.text.chat.messages import Message
 from mega.core.untrusted import Json
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 _TEXT_PART: JsonDict = {
     "type": "object",
@@ -65,10 +66,10 @@ _MESSAGE: JsonDict = {
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]},
-        "name": {"type": ["string", "null"], "description": "for a template that reads it"},
-        "tool_calls": {"type": "array", "items": _CALL, "description": "the assistant's; content may be null"},
-        "tool_call_id": {"type": "string", "description": "of a tool's answer"},
-        "reasoning_content": {"type": "string", "description": "what the assistant thought"},
+        "name": {"type": ["string", "null"], "description": "passed to the chat template"},
+        "tool_calls": {"type": "array", "items": _CALL, "description": "only of an assistant; content may be null"},
+        "tool_call_id": {"type": "string", "description": "the call that a tool answers"},
+        "reasoning_content": {"type": "string", "description": "reasoning of an assistant"},
     },
     "required": ["role"],
     "additionalProperties": False,
@@ -88,52 +89,55 @@ _FORMAT: list[JsonDict] = [
     {"properties": {"type": {"enum": ["regex"]}, "pattern": {"type": "string"}}, "required": ["type", "pattern"]},
     {"properties": {"type": {"enum": ["json_schema"]}, "json_schema": {"type": "object", "required": ["schema"]}}},
 ]
-"""What the routes take within fields, for OpenAPI."""
+"""OpenAPI schemas of the values of structured fields."""
 
 
-class Common(SamplingFields):
-    """What both routes take."""
+class Common(SamplingFields, ClientFields):
+    """The fields of both routes."""
 
-    model: str | None = Field(None, description="the served model, or an adapter, by name")
-    n: int = Field(1, ge=1, le=MOST_PROMPTS, description="answers to each prompt")
+    model: str | None = Field(None, description="name of the served model or of an adapter")
+    n: int = Field(1, ge=1, le=MOST_PROMPTS, description="number of answers to each prompt")
     stop: str | list[object] | None = Field(
         None,
         description=f"strings that end the answer, at most {MOST_STOPS}",
         json_schema_extra={"anyOf": [_STOP, {"type": "array", "maxItems": MOST_STOPS, "items": _STOP}]},
     )
-    stream: bool = Field(False, description="answer by server-sent events")
+    stream: bool = Field(False, description="stream the answer as server-sent events")
     stream_options: dict[str, object] | None = Field(
         None,
-        description='{"include_usage": true}: a last event with the numbers of tokens',
+        description='{"include_usage": true}: a last event with the token counts',
         json_schema_extra={"properties": {"include_usage": {"type": "boolean"}}, "additionalProperties": False},
     )
-    ignore_eos: bool = Field(False, description="the end of the document does not end the answer")
+    ignore_eos: bool = Field(False, description="do not end the answer at an end-of-document token")
     response_format: dict[str, object] | None = Field(
         None,
         description="text, json_object, json_schema, or regex with its pattern",
         json_schema_extra={"anyOf": [{"type": "object", "required": ["type"], **each} for each in _FORMAT]},
     )
     presence_penalty: float | None = Field(
-        None, ge=-MOST_PENALTY, le=MOST_PENALTY, description="is taken from the logits of ids that are in the answer"
+        None,
+        ge=-MOST_PENALTY,
+        le=MOST_PENALTY,
+        description="subtracted from the logits of tokens that occur in the answer",
     )
     frequency_penalty: float | None = Field(
-        None, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, as often as the id is there"
+        None, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, once for each occurrence"
     )
     logit_bias: dict[str, object] | None = Field(
         None,
-        description=f"token id -> what is added to its logit, at most {MOST_BIASES}",
+        description=f"token id -> value added to its logit, at most {MOST_BIASES} tokens",
         json_schema_extra={"maxProperties": MOST_BIASES, "additionalProperties": _BIAS, "propertyNames": _ID_NAME},
     )
     stop_token_ids: list[object] | None = Field(
-        None, description="tokens that end the answer, too", json_schema_extra={**_IDS, "maxItems": MOST_STOPS}
+        None, description="additional tokens that end the answer", json_schema_extra={**_IDS, "maxItems": MOST_STOPS}
     )
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=20, description="of each token of the prompt, and of the n likeliest in its place"
+        None, ge=0, le=20, description="return log-probabilities of each prompt token and of the n most likely"
     )
     skip_special_tokens: Literal[True] | None = Field(None, description="only true: control tokens have no text")
     include_stop_str_in_output: Literal[False] | None = Field(None, description="only false")
-    cache_prompt: bool | None = Field(None, description="prompts are kept anyhow; without effect on the answer")
-    user: str | None = Field(None, description="who asks; without effect on the answer")
+    cache_prompt: bool | None = Field(None, description="prompts are always cached; without effect on the answer")
+    user: str | None = Field(None, description="name of the end user; without effect on the answer")
     metadata: dict[str, object] | None = Field(None, description="the client's records; without effect on the answer")
 
 
@@ -141,15 +145,20 @@ class Completion(Common):
     """The body of /v1/completions."""
 
     prompt: str | list[object] = Field(
-        description="a text, texts, token ids, or lists of token ids", json_schema_extra={"anyOf": _PROMPT}
+        description="a text, several texts, token ids, or lists of token ids", json_schema_extra={"anyOf": _PROMPT}
     )
-    max_tokens: int = Field(16, ge=0, le=1 << 62, description="most new tokens; 0 with echo scores")
-    logprobs: int | None = Field(None, ge=0, le=20, description="of each token, and of the n likeliest")
-    echo: bool = Field(False, description="the prompt is part of the answer")
+    max_tokens: int = Field(
+        16, ge=-1, le=1 << 62, description="maximum new tokens; -1: as many as fit; 0 with echo scores the prompt"
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="return log-probabilities of each token and of the n most likely"
+    )
+    echo: bool = Field(False, description="return the prompt as part of the answer")
+    add_special_tokens: Literal[True] | None = Field(None, description="only true")
     parse_special_tokens: bool | None = Field(
-        None, description="tokens that the prompt's text spells are tokens, not text [the server's]"
+        None, description="special tokens spelled in the prompt become tokens [the server's default]"
     )
-    best_of: int | None = Field(None, ge=1, le=1, description="only 1: see n")
+    best_of: int | None = Field(None, ge=1, le=1, description="only 1; use n for several answers")
     suffix: str | None = Field(None, max_length=0, description="only empty")
 
 
@@ -160,10 +169,16 @@ class Chat(Common):
         description='[{"role": "system" | "user" | "assistant", "content": text}]',
         json_schema_extra={"minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE},
     )
-    max_tokens: int | None = Field(None, ge=1, le=1 << 62, description="most new tokens [what fits]")
+    max_tokens: int | None = Field(
+        None,
+        ge=-1,
+        le=1 << 62,
+        description="maximum new tokens [-1: as many as fit]",
+        json_schema_extra={"not": {"const": 0}},
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 62, description="the same")
-    logprobs: bool = Field(False, description="of each token")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="and of the n likeliest; needs logprobs")
+    logprobs: bool = Field(False, description="return log-probabilities of each token")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="and of the n most likely; needs logprobs")
     tools: list[object] | None = Field(
         None,
         description='functions that the model may call: [{"type": "function", "function": {"name", "parameters"}}]',
@@ -172,28 +187,38 @@ class Chat(Common):
     tool_choice: str | dict[str, object] | None = Field(
         None, description='none, auto, required, or {"type": "function", "function": {"name"}}'
     )
-    parallel_tool_calls: bool | None = Field(None, description="false: the first call alone is in the answer")
+    add_special_tokens: Literal[False] | None = Field(None, description="only false: the chat template adds them")
+    add_generation_prompt: Literal[True] | None = Field(None, description="only true")
+    continue_final_message: Literal[False] | None = Field(None, description="only false")
+    include_reasoning: Literal[True] | None = Field(None, description="only true")
+    reasoning_format: Literal["auto", "deepseek"] | None = Field(None, description="as reasoning_content")
+    parallel_tool_calls: bool | None = Field(None, description="false: return only the first call")
 
 
 class PromptText(NamedTuple):
-    """A prompt as text where that is part of the answer. offsets: where in it each token of the prompt begins; None
-    where the tokenizer does not tell; note: for the client."""
+    """The text of a prompt, if it is part of the answer."""
 
     text: str = ""
     offsets: list[int] | None = None
+    """Offset of each token of the prompt in `text`; None if the tokenizer does not report offsets."""
     note: str | None = None
+    """A remark for the client."""
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, read: the engine's requests, n for each prompt, and what is done with their text."""
+    """A parsed request."""
 
     fields: Completion | Chat
     requests: tuple[Request, ...]
+    """The engine's requests, n for each prompt."""
     prompts: tuple[PromptText, ...]
     stops: tuple[str, ...]
+    """Strings that end an answer."""
     ends: frozenset[int]
+    """Tokens that end an answer and add no text."""
     usage: bool
+    """A stream ends with an event that holds the token counts."""
     calls: CallRules = field(default_factory=CallRules)
 
     @property
@@ -202,22 +227,22 @@ class ParsedRequest:
 
     @property
     def notes(self) -> dict[str, list[str]]:
-        """What the answer says of its prompts."""
-        found = list(dict.fromkeys(prompt.note for prompt in self.prompts if prompt.note is not None))
-        return {"notes": found} if found else {}
+        """Remarks about the prompts, as the field `notes` of the answer."""
+        unique_notes = list(dict.fromkeys(prompt.note for prompt in self.prompts if prompt.note is not None))
+        return {"notes": unique_notes} if unique_notes else {}
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Tokens of all prompts, each prompt counted once."""
         return sum(len(request.prompt) for request in self.requests[:: self.fields.n])
 
 
-# --- what is asked ------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------------------
 
 
 async def read_completion(service: Service, body: object) -> ParsedRequest:
-    """Errors: BadField."""
-    fields = read(body, Completion)
+    """Parse and check the body of /v1/completions. Errors: BadField."""
+    fields = resolved(read(body, Completion))
     if fields.max_tokens == 0 and not fields.echo:
         raise BadField("max_tokens", "max_tokens 0: needs echo, since nothing else would be in the answer")
     if fields.echo and fields.response_format:
@@ -225,17 +250,17 @@ async def read_completion(service: Service, body: object) -> ParsedRequest:
     adapter, special = service.adapter(fields.model), fields.parse_special_tokens
     special = service.options.parse_special_tokens if special is None else special
     prompts, texts = await _prompts(service, fields.prompt, fields.echo, special)
+    tokens = fields.max_tokens if fields.max_tokens >= 0 else max(1, service.longest - max(map(len, prompts)))
     for prompt in prompts:
-        service.check_room("max_tokens", prompt, fields.max_tokens)
+        service.check_room("max_tokens", prompt, tokens)
     scored = {"logprobs": fields.logprobs, "prompt_logprobs": fields.echo and fields.logprobs is not None}
-    return await _asked(
-        service, fields, prompts, texts, fields.max_tokens, scored, service.ends(fields.ignore_eos, adapter)
-    )
+    ends = service.ends(fields.ignore_eos, adapter)
+    return await _asked(service, fields, prompts, texts, tokens, scored, ends)
 
 
 async def read_chat(service: Service, body: object) -> ParsedRequest:
-    """Errors: BadField."""
-    fields = read(body, Chat)
+    """Parse and check the body of /v1/chat/completions. Errors: BadField."""
+    fields = resolved(read(body, Chat))
     adapter = service.adapter(fields.model)
     manner = service.manner(adapter)
     if (chat := manner.chat) is None:
@@ -250,18 +275,20 @@ async def read_chat(service: Service, body: object) -> ParsedRequest:
     if tools.forced and fields.response_format:
         raise BadField("tool_choice", "tool_choice: excludes response_format, which is about an answer in words")
     try:
-        given = parsed_messages(messages(fields.messages, service.characters))
-        prompt = await service.off_loop(chat.prompt, given, tools.offered)
+        conversation = parsed_messages(messages(fields.messages, service.characters))
+        prompt = await service.off_loop(chat.prompt, conversation, tools.offered)
     except BadField:
         raise
     except ValueError as error:
         raise BadField("messages", f"messages: {' '.join(str(error).split())[:300]}") from None
-    asked = fields.max_completion_tokens or fields.max_tokens
-    tokens = asked or max(1, service.longest - len(prompt))
+    token_limit = fields.max_completion_tokens or fields.max_tokens
+    if token_limit == 0:
+        raise BadField("max_tokens", "max_tokens 0: must be at least 1, or -1 for as many as fit")
+    tokens = token_limit if token_limit is not None and token_limit > 0 else max(1, service.longest - len(prompt))
     service.check_room("messages", prompt, tokens)
     scored = {"logprobs": (fields.top_logprobs or 0) if fields.logprobs else None}
     ends = frozenset() if fields.ignore_eos else service.ends(adapter=adapter) | chat.ends
-    # What may be written is limited from the first token on, so that no thought could end.
+    # A constrained answer is masked from its first token on, so it cannot contain reasoning.
     masked = bool(tools.forced) or (fields.response_format or {}).get("type", "text") != "text"
     rules = CallRules(
         form=form if tools.offered else None,
@@ -284,6 +311,8 @@ async def _asked(
     ends: frozenset[int],
     rules: CallRules | None = None,
 ) -> ParsedRequest:
+    """Build the engine's requests. tokens: maximum new tokens. scored: fields of `Request` about log-probabilities.
+    Errors: BadField."""
     rules = rules or CallRules()
     count = len(prompts) * fields.n
     if count > MOST_PROMPTS:
@@ -299,15 +328,15 @@ async def _asked(
         if fields.stream:
             raise BadField("prompt_logprobs", "prompt_logprobs: excludes stream true")
         scored = {"logprobs": max(scored.get("logprobs") or 0, fields.prompt_logprobs), "prompt_logprobs": True}
-    given = {**vars(fields), "logit_bias": _biases(fields.logit_bias)}
-    made: list[Request] = []
+    sampling_fields = {**vars(fields), "logit_bias": _biases(fields.logit_bias)}
+    engine_requests: list[Request] = []
     try:
         for index, mask in enumerate(masks):
-            made.append(
+            engine_requests.append(
                 Request(
                     prompt=prompts[index // fields.n],
                     tokens=tokens,
-                    sampling=service.sampling(given, index),
+                    sampling=service.sampling(sampling_fields, index),
                     stop_ids=ends,
                     adapter=adapter,
                     allowed=mask,
@@ -316,31 +345,33 @@ async def _asked(
             )
     except RequestError as error:
         raise BadField(error.field, str(error)) from None
-    return ParsedRequest(fields, tuple(made), tuple(texts), stops, ends, usage, rules)
+    return ParsedRequest(fields, tuple(engine_requests), tuple(texts), stops, ends, usage, rules)
 
 
 def _biases(given: Mapping[str, object] | None) -> tuple[tuple[int, float], ...]:
-    """Errors: BadField."""
-    found: list[tuple[int, float]] = []
+    """A logit_bias as pairs in the order of ids. Errors: BadField."""
+    biases: list[tuple[int, float]] = []
     if len(given or {}) > MOST_BIASES:
         raise BadField("logit_bias", f"logit_bias: {len(given or {})} tokens, at most {MOST_BIASES}")
     for token, bias in (given or {}).items():
         if not token.isdecimal() or not isinstance(bias, int | float) or isinstance(bias, bool):
             raise BadField("logit_bias", f"logit_bias {token[:40]}: must be a token id, and its value a number")
-        found.append((int(token[:20]), float(bias)))
-    return tuple(sorted(found))
+        biases.append((int(token[:20]), float(bias)))
+    return tuple(sorted(biases))
 
 
 def _markers(service: Service) -> dict[int, str]:
-    """Control tokens that a call consists of, which decoding leaves out."""
-    found = {service.tokenizer.control(name): name for name in MARKERS}
-    return {token: name for token, name in found.items() if token is not None and not service.tokenizer.decode([token])}
+    """Id -> text of the control tokens in calls, which decoding leaves out."""
+    markers = {service.tokenizer.control(name): name for name in MARKERS}
+    return {
+        token: name for token, name in markers.items() if token is not None and not service.tokenizer.decode([token])
+    }
 
 
 async def _prompts(
     service: Service, given: str | list[object], echo: bool, special: bool
 ) -> tuple[list[tuple[int, ...]], list[PromptText]]:
-    """Prompts as ids, and as text where that is part of the answer. special: tokens stand in them by name.
+    """The ids of the prompts, and their text if `echo`. special: special tokens that a text spells become tokens.
     Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("prompt", "prompt: must not be empty")
@@ -367,43 +398,43 @@ async def _prompts(
 
 
 def _note(service: Service, text: str, special: bool) -> str | None:
-    """What became of special tokens that a prompt spells."""
+    """A remark about special tokens that a prompt spells; None if it spells none."""
     if (name := service.special.first_in(text)) is None:
         return None
-    how = "tokens, by parse_special_tokens" if special else "text; parse_special_tokens true makes tokens of them"
-    return f"the prompt spells special tokens such as {name}, which are {how}"
+    treatment = "tokens, by parse_special_tokens" if special else "text; parse_special_tokens true makes tokens of them"
+    return f"the prompt spells special tokens such as {name}, which are {treatment}"
 
 
 def messages(given: Sequence[object], characters: int) -> list[Message]:
-    """The messages of a conversation, `characters` at most together. Errors: BadField.
+    """Check the messages of a conversation, at most `characters` together. Errors: BadField.
 
     >>> messages([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], 100)
     [{'role': 'user', 'content': 'Hello'}]
     """
     if not given or len(given) > MOST_MESSAGES:
         raise BadField("messages", f"messages: must be 1 to {MOST_MESSAGES}, not {len(given)}")
-    found: list[Message] = []
+    conversation: list[Message] = []
     for index, each in enumerate(given):
-        where = f"messages[{index}]"
-        if isinstance(each, dict):  # as clients send an answer back
+        label = f"messages[{index}]"
+        if isinstance(each, dict):  # clients send answers back with null fields
             each = {key: value for key, value in each.items() if value is not None}
         if not isinstance(each, dict) or "role" not in each or set(each) - set(_KEYS):
-            raise BadField("messages", f"{where}: must be an object with role and content; valid: {', '.join(_KEYS)}")
+            raise BadField("messages", f"{label}: must be an object with role and content; valid: {', '.join(_KEYS)}")
         role = {"developer": "system"}.get(str(each["role"]), each["role"])
         if role not in ("system", "user", "assistant", "tool"):
-            raise BadField("messages", f"{where}: role must be system, developer, user, assistant or tool")
-        said = {key: each[key] for key in _TEXTS if key in each}
-        for key, text in said.items():
+            raise BadField("messages", f"{label}: role must be system, developer, user, assistant or tool")
+        texts = {key: each[key] for key in _TEXTS if key in each}
+        for key, text in texts.items():
             if not isinstance(text, str):
-                raise BadField("messages", f"{where}: {key} must be a string")
-        calls = _called(each["tool_calls"], where) if each.get("tool_calls") else []
+                raise BadField("messages", f"{label}: {key} must be a string")
+        calls = _called(each["tool_calls"], label) if each.get("tool_calls") else []
         if calls and role != "assistant":
-            raise BadField("messages", f"{where}: tool_calls are the assistant's, and not of role {role}")
-        content = "" if calls and each.get("content") is None else _content(each.get("content"), where)
-        found.append({"role": role, "content": content, **said, **({"tool_calls": calls} if calls else {})})
-    if sum(len(str(part)) for each in found for part in each.values()) > characters:
+            raise BadField("messages", f"{label}: tool_calls are the assistant's, and not of role {role}")
+        content = "" if calls and each.get("content") is None else _content(each.get("content"), label)
+        conversation.append({"role": role, "content": content, **texts, **({"tool_calls": calls} if calls else {})})
+    if sum(len(str(part)) for each in conversation for part in each.values()) > characters:
         raise BadField("messages", f"messages: must be at most {characters} characters together")
-    return found
+    return conversation
 
 
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
@@ -411,8 +442,8 @@ _KEYS = ("role", "content", "tool_calls", *_TEXTS)
 
 
 def _called(given: object, where: str) -> list[dict[str, object]]:
-    """The calls of an assistant's message, as templates read them. Errors: BadField."""
-    found: list[dict[str, object]] = []
+    """Check the calls of an assistant's message. Errors: BadField."""
+    calls: list[dict[str, object]] = []
     for call in given if isinstance(given, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
         texts = [function.get(key) for key in ("name", "arguments")] if isinstance(function, dict) else [None]
@@ -420,12 +451,12 @@ def _called(given: object, where: str) -> list[dict[str, object]]:
             raise BadField(
                 "messages", f'{where}: tool_calls must be [{{"id", "type", "function": {{name, arguments}}}}]'
             )
-        found.append({"id": str(call.get("id", "")), "type": "function", "function": function})
-    return found
+        calls.append({"id": str(call.get("id", "")), "type": "function", "function": function})
+    return calls
 
 
 def _content(given: object, where: str) -> str:
-    """A text, or parts of type text."""
+    """The content of a message: a text, or parts of type text, which are joined."""
     if isinstance(given, str):
         return given
     parts = given if isinstance(given, list) else []
@@ -437,11 +468,11 @@ def _content(given: object, where: str) -> str:
 
 
 def _stops(given: str | Sequence[object] | None) -> tuple[str, ...]:
-    listed = () if given is None else (given,) if isinstance(given, str) else given
-    if len(listed) > MOST_STOPS:
-        raise BadField("stop", f"stop: {len(listed)} strings, at most {MOST_STOPS}")
+    strings = () if given is None else (given,) if isinstance(given, str) else given
+    if len(strings) > MOST_STOPS:
+        raise BadField("stop", f"stop: {len(strings)} strings, at most {MOST_STOPS}")
     stops: list[str] = []
-    for stop in listed:
+    for stop in strings:
         if not isinstance(stop, str) or not 1 <= len(stop) <= STOP_CHARACTERS:
             raise BadField("stop", f"stop {repr(stop)[:40]}: must be a string of 1 to {STOP_CHARACTERS} characters")
         stops.append(stop)
@@ -457,16 +488,16 @@ def _include_usage(fields: Common) -> bool:
     return bool(options.get("include_usage", False))
 
 
-# --- what is answered ---------------------------------------------------------------------------------------------
+# --- answers ------------------------------------------------------------------------------------------------------
 
 
 async def start(service: Service, asked: ParsedRequest) -> list[Continuation]:
-    """All sequences on their way. Errors: BadField, QueueFull, EngineLost."""
+    """Add the sequences to the engine. Errors: BadField, QueueFull, EngineLost."""
     return await service.continuations(asked.requests, stops=asked.stops, end_ids=asked.ends)
 
 
 async def answer(service: Service, asked: ParsedRequest) -> dict[str, Json]:
-    """The whole answer. Errors: as of `start`; AnswerFailed."""
+    """The complete answer. Errors: as of `start`; AnswerFailed."""
     running = await start(service, asked)
     await all_whole(running)
     choices = [{**_choice(service, asked, index, each), **cited(each)} for index, each in enumerate(running)]
@@ -476,7 +507,7 @@ async def answer(service: Service, asked: ParsedRequest) -> dict[str, Json]:
 async def events(
     service: Service, asked: ParsedRequest, running: Sequence[Continuation]
 ) -> AsyncGenerator[dict[str, Json], None]:
-    """The chunks of a streamed answer, those of several sequences as they come."""
+    """The chunks of a streamed answer; the chunks of several sequences are interleaved."""
     head = _head(service, asked, _id(asked), chunk=True)
     merged: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=256)
 
@@ -491,9 +522,9 @@ async def events(
     readers = [asked.calls.reader() for _ in running]
     tasks = [asyncio.create_task(forward(index, each)) for index, each in enumerate(running)]
     first = [True] * len(running)
-    left = len(running)
+    unfinished = len(running)
     try:
-        while left:
+        while unfinished:
             index, delta = await merged.get()
             if isinstance(delta, Exception):
                 raise delta
@@ -505,7 +536,7 @@ async def events(
             choice |= {} if delta.finish is None else cited(running[index])
             yield {**head, "choices": [choice], **notes}
             first[index] = False
-            left -= delta.finish is not None
+            unfinished -= delta.finish is not None
         if asked.usage:
             yield {**head, "choices": [], "usage": _usage(asked, running)}
     finally:
@@ -530,7 +561,7 @@ def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False
 
 
 def cited(done: Continuation) -> dict[str, Json]:
-    """What the model has read of a database of neighbours."""
+    """The neighbours that a model with a retriever has read, as a field of the answer."""
     return {"neighbours": [dict(each._asdict()) for each in done.cited]} if done.cited else {}
 
 
@@ -540,10 +571,10 @@ def _usage(asked: ParsedRequest, running: Sequence[Continuation]) -> dict[str, i
 
 
 def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuation) -> dict[str, Json]:
-    found: dict[str, Json] = {"index": index, "finish_reason": done.finish}
+    choice: dict[str, Json] = {"index": index, "finish_reason": done.finish}
     fields = asked.fields
     if fields.prompt_logprobs is not None:
-        found["prompt_logprobs"] = _prompt_logprobs(service, done, fields.prompt_logprobs)
+        choice["prompt_logprobs"] = _prompt_logprobs(service, done, fields.prompt_logprobs)
     if isinstance(fields, Chat):
         piece = asked.calls.reader().push(asked.calls.marked(done.text, done.scored, 0), end=True)
         calls = piece.calls[:1] if fields.parallel_tool_calls is False else piece.calls
@@ -552,80 +583,80 @@ def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuati
             message["reasoning_content"] = piece.reasoning.strip("\n")
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls]
-            found["finish_reason"] = "tool_calls" if done.finish == "stop" else done.finish
-        found["message"] = message
-        found["logprobs"] = _chat_logprobs(service, done.scored, fields.top_logprobs or 0) if fields.logprobs else None
-        return found
+            choice["finish_reason"] = "tool_calls" if done.finish == "stop" else done.finish
+        choice["message"] = message
+        choice["logprobs"] = _chat_logprobs(service, done.scored, fields.top_logprobs or 0) if fields.logprobs else None
+        return choice
     prompt = asked.prompts[index // fields.n]
     echoed = prompt.text if fields.echo else ""
-    found["text"] = echoed + done.text
-    found["logprobs"] = None
+    choice["text"] = echoed + done.text
+    choice["logprobs"] = None
     if fields.logprobs is not None:
         before = prompt_scored(service, done, prompt) if fields.echo else []
-        found["logprobs"] = _logprobs(service, before, done.scored, len(echoed), fields.logprobs)
-    return found
+        choice["logprobs"] = _logprobs(service, before, done.scored, len(echoed), fields.logprobs)
+    return choice
 
 
 def _chunk(
     service: Service, asked: ParsedRequest, index: int, running: Continuation, delta: Delta, first: bool
 ) -> dict[str, Json]:
-    found: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
+    choice: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
     fields = asked.fields
     assert isinstance(fields, Completion)
     prompt = asked.prompts[index // fields.n]
     echoed = prompt.text if fields.echo else ""
-    found["text"] = (echoed if first else "") + delta.text
+    choice["text"] = (echoed if first else "") + delta.text
     if fields.logprobs is not None:
         before = prompt_scored(service, running, prompt) if first and fields.echo else []
-        found["logprobs"] = _logprobs(service, before, delta.tokens, len(echoed), fields.logprobs)
-    return found
+        choice["logprobs"] = _logprobs(service, before, delta.tokens, len(echoed), fields.logprobs)
+    return choice
 
 
 def _chat_chunk(
     service: Service, asked: ParsedRequest, index: int, delta: Delta, first: bool, reader: AnswerReader
 ) -> dict[str, Json]:
-    """A call is in one chunk, when it is whole."""
-    found: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
+    """A chunk of a streamed chat. A call is sent in one chunk once it is complete."""
+    choice: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
     fields = asked.fields
     assert isinstance(fields, Chat)
-    before = reader.called
+    calls_before = reader.called
     marked = asked.calls.marked(delta.text, delta.tokens, reader.read)
     reader.read += len(delta.text)
     piece = reader.push(marked, end=delta.finish is not None)
-    calls = piece.calls[: max(0, 1 - before)] if fields.parallel_tool_calls is False else piece.calls
-    said: dict[str, Json] = {"role": "assistant"} if first else {}
-    said |= {"content": piece.content} if piece.content or not (calls or piece.reasoning) else {}
-    said |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    calls = piece.calls[: max(0, 1 - calls_before)] if fields.parallel_tool_calls is False else piece.calls
+    message_delta: dict[str, Json] = {"role": "assistant"} if first else {}
+    message_delta |= {"content": piece.content} if piece.content or not (calls or piece.reasoning) else {}
+    message_delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
     if calls:
-        said["tool_calls"] = [call.as_json(before + at) for at, call in enumerate(calls)]
-    found["delta"] = said
+        message_delta["tool_calls"] = [call.as_json(calls_before + at) for at, call in enumerate(calls)]
+    choice["delta"] = message_delta
     if delta.finish == "stop" and reader.called:
-        found["finish_reason"] = "tool_calls"
+        choice["finish_reason"] = "tool_calls"
     if fields.logprobs:
-        found["logprobs"] = _chat_logprobs(service, delta.tokens, fields.top_logprobs or 0)
-    return found
+        choice["logprobs"] = _chat_logprobs(service, delta.tokens, fields.top_logprobs or 0)
+    return choice
 
 
 def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[Json]:
-    """For each token of the prompt: id -> log-probability, of it and of the likeliest; as vLLM has them."""
-    found: list[Json] = []
+    """For each token of the prompt: id -> log-probability of it and of the most likely tokens, in vLLM's format."""
+    entries: list[Json] = []
     tops = done.prompt_top or ((),) * len(done.prompt)
     for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):
         if logprob is None:
-            found.append(None)
+            entries.append(None)
             continue
         ranked = {one: (each, rank) for rank, (one, each) in enumerate(top[:count], 1)}
-        found.append(
+        entries.append(
             {
                 str(one): {"logprob": _real(each), "rank": rank, "decoded_token": service.token_text(one)}
                 for one, (each, rank) in {token: (logprob, None), **ranked}.items()
             }
         )
-    return found
+    return entries
 
 
 def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> list[Scored]:
-    """The prompt's tokens; offsets are into its text."""
+    """The tokens of a prompt with their scores; offsets refer to the prompt's text."""
     tops = done.prompt_top or ((),) * len(done.prompt)
     offsets = prompt.offsets
     if offsets is None:
@@ -642,7 +673,7 @@ def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> l
 def _logprobs(
     service: Service, prompt: Sequence[Scored], new: Sequence[Scored], shift: int, count: int
 ) -> dict[str, Json]:
-    """OpenAI's form for completions: parallel lists. The likeliest are none where `count` is 0."""
+    """Log-probabilities in OpenAI's format for completions: parallel lists. top_logprobs is null if `count` is 0."""
     whole = [*prompt, *(Scored(each.id, each.logprob, each.top, each.offset + shift) for each in new)]
     tops = [_by_text(service, each, count) if each.logprob is not None else None for each in whole]
     return {
@@ -654,17 +685,18 @@ def _logprobs(
 
 
 def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
-    """text -> log-probability, likeliest first; of tokens with the same text the likeliest counts. With the token."""
-    found: dict[str, float] = {}
+    """text -> log-probability of the token and of the `count` most likely, which come first. Tokens with the same text
+    share an entry with the highest value."""
+    by_text: dict[str, float] = {}
     assert scored.logprob is not None
     for token, logprob in (*scored.top[:count], (scored.id, scored.logprob)):
         text = service.token_text(token)
-        found[text] = max(found.get(text, LEAST_LOGPROB), logprob, LEAST_LOGPROB)
-    return found
+        by_text[text] = max(by_text.get(text, LEAST_LOGPROB), logprob, LEAST_LOGPROB)
+    return by_text
 
 
 def _chat_logprobs(service: Service, tokens: Sequence[Scored], count: int) -> dict[str, Json]:
-    """OpenAI's form for chats: a list of objects."""
+    """Log-probabilities in OpenAI's format for chats: a list of objects."""
 
     def one(token: int, logprob: float | None) -> dict[str, Json]:
         data = service.tokenizer.token_bytes(token)

@@ -1,6 +1,6 @@
-"""The sections of `mega serve`: where it listens, which model answers, and how. They are what the server takes.
+"""The option sections of `mega serve`: the address, the model and the answers. The server uses these sections directly.
 
-Limits are in limits.py, the engine and its ranks in inference/options.py. No torch.
+Limits are in limits.py, options of the engine and its ranks in inference/options.py. No torch.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -19,7 +19,7 @@ from mega.core.inference.server.limits import ServerLimits
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions(VerbSection):
-    """Where a server listens, to whom, and for how long it waits for its ranks."""
+    """The address and token of a server, and how long it waits for its ranks."""
 
     title: ClassVar[str] = "Address"
 
@@ -36,17 +36,18 @@ class ListenOptions(VerbSection):
     )
 
     def token(self) -> str | None:
-        """The token of --token-file, or of MEGA_TOKEN. Errors: ValueError for one that is short or cannot be sent."""
+        """The token of --token-file or MEGA_TOKEN. Errors: ValueError if it is too short, or has characters that cannot
+        be sent."""
         from mega.core.untrusted import read_limited
 
-        what = f"--token-file {self.token_file}" if self.token_file is not None else "MEGA_TOKEN"
+        source_name = f"--token-file {self.token_file}" if self.token_file is not None else "MEGA_TOKEN"
         text = os.environ.get("MEGA_TOKEN")
         if self.token_file is not None:
-            text = read_limited(self.token_file, 4096, what).decode("latin-1").strip()
+            text = read_limited(self.token_file, 4096, source_name).decode("latin-1").strip()
         if text is None:
             return None
         if not 16 <= len(text) <= 1024 or not all("!" <= letter <= "~" for letter in text):
-            raise ValueError(f"{what}: must be 16 to 1024 letters, digits or signs, without blanks")
+            raise ValueError(f"{source_name}: must be 16 to 1024 letters, digits or signs, without blanks")
         return text
 
 
@@ -74,7 +75,7 @@ class ServedModel(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(VerbSection):
-    """How requests are answered where they do not say it themselves."""
+    """Defaults and limits of answers, which requests may override."""
 
     title: ClassVar[str] = "Answers"
 
@@ -96,13 +97,13 @@ class ServerOptions(VerbSection):
     log_prompts: bool = option(False, "log each request, with its prompt")
     legacy_status: bool = option(False, "answer most mistakes in PUT /api with status 200, as Megatron-LM does")
     no_chat: str = "the model has no chat template"
-    """Why the model does not converse."""
+    """Why the model cannot chat."""
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters."""
     token: str | None = None
-    """Without it only health and the page are answered."""
+    """Required for all paths but the page and the health check; None: not required."""
     stop_ids: frozenset[int] = frozenset()
-    """Of the model, in addition to its tokenizer's end."""
+    """The model's end tokens in addition to its tokenizer's."""
     vector_width: int = 0
     """Numbers of an embedding; 0: the model continues text and gives no embeddings."""
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -1,9 +1,10 @@
-"""Listening until it is asked to stop, or until the engine fails; and how it ends.
+"""Run the server until it receives a signal or the engine fails, then shut it down in three phases:
 
-1. SIGTERM or SIGINT: nothing new is accepted (503), what is in flight is finished, for `drain_seconds`
-2. what is still in flight then gets 503, or an error as the last event of its stream
-3. connections close, the engine closes: its other ranks end
-A failed engine begins with 2, and its error is raised in the end.
+1. SIGTERM or SIGINT: new requests get 503; requests in flight may finish within `drain_seconds`.
+2. Requests still in flight get 503, or an error as the last event of their stream.
+3. Connections close, then the engine, which ends the other ranks.
+
+After a failure of the engine the shutdown starts with phase 2, and the engine's error is raised at the end.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from mega.core.text.chat.format import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
 
 _FILES = 128
-"""File descriptors for all but connections."""
+"""File descriptors reserved for other uses than connections."""
 _UNACCEPTED = 2048
-"""Connections that the system holds until they are accepted."""
+"""Connections that the operating system queues until they are accepted."""
 
 
 class HttpServer:
@@ -54,15 +55,15 @@ class HttpServer:
         self.service = Service(self.driver, tokenizer, options, chat, manners)
 
     def stop(self) -> None:
-        """Drain, and end."""
+        """Drain and shut down."""
         if self._loop is not None and self._stop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has already ended
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     def run(self, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-        """Answer until asked to stop. ready: called when the first request would be answered.
+        """Answer requests until `stop` or a signal. ready: called once requests are accepted.
 
-        Errors: that of the engine, where it fails.
+        Errors: those of the engine.
         """
         asyncio.run(self._run(listening, ready))
         if self.failure is not None:
@@ -84,7 +85,9 @@ class HttpServer:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.005)
             if server.started:
-                listening.listen(_UNACCEPTED)  # longer than uvicorn's, which is also how many are accepted at a time
+                listening.listen(
+                    _UNACCEPTED
+                )  # uvicorn's backlog is shorter, since it also limits the accepts per loop turn
                 ready()
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -96,13 +99,13 @@ class HttpServer:
             self.engine.close()
 
     async def _drain(self) -> None:
-        """Until nothing is in flight, or patience is over."""
+        """Phases 1 and 2 of the shutdown."""
         self.service.draining = True
         seconds = 0.0 if self.failure is not None else self.options.limits.drain_seconds
         await self._idle(seconds)
         self.driver.abandon("the server is shutting down")
         await self._idle(2.0)
-        await asyncio.sleep(0.2 if self.failure is None else 0.05)  # requests that are on their way hear 503
+        await asyncio.sleep(0.2 if self.failure is None else 0.05)  # requests that arrive now get 503
         await self._idle(2.0)
 
     async def _idle(self, seconds: float) -> None:
@@ -112,23 +115,23 @@ class HttpServer:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound, and does not listen yet. port 0: any. Errors: ValueError naming flag and address."""
+    """A bound socket that does not listen yet. port 0: any free port. Errors: ValueError naming flag and address."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, number)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        listening = socket.socket(family, kind, number)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
     except (OSError, UnicodeError) as error:
         raise ValueError(
             f"--host {host} --port {port}: cannot listen there: {getattr(error, 'strerror', error)}"
         ) from None
-    return found
+    return listening
 
 
 def _config(app: Any, limits: ServerLimits) -> Any:
     import uvicorn
 
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a traceback may hold a prompt
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a traceback may contain a prompt
     return uvicorn.Config(
         app,
         http=protocol(limits),
@@ -138,7 +141,7 @@ def _config(app: Any, limits: ServerLimits) -> Any:
         log_config=None,
         access_log=False,
         server_header=False,
-        # What a connection has sent is read before so many newer ones have come that it would have to make room.
+        # Small enough that a connection's first request is read before newer connections can displace it.
         backlog=max(1, min(128, limits.max_connections // 8)),
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=int(limits.idle_seconds),
@@ -147,20 +150,20 @@ def _config(app: Any, limits: ServerLimits) -> Any:
 
 
 def raise_file_limit(connections: int) -> int:
-    """How many connections this process may have at a time, at most `connections`: each is a file descriptor."""
+    """Raise the limit on file descriptors, and return how many connections fit into it, at most `connections`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + _FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    needed = connections + _FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        new_limit = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
+            resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
+            soft = new_limit
     return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, soft - _FILES))
 
 
 @contextlib.contextmanager
 def _heeding(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`, in a process's main thread."""
+    """SIGTERM and SIGINT set `stop`; without effect outside of the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

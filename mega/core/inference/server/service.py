@@ -1,6 +1,6 @@
-"""What every route needs: the model's name, its tokenizer, template, grammar and limits, and the driver of its engine.
+"""The state that all routes share: the model's names, tokenizer, chat template, grammars, limits and engine driver.
 
-It turns texts into requests of the engine, and bodies into JSON. It knows no route and no form of answer.
+It converts texts to requests of the engine and bodies to JSON. It knows no route and no format of answers.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
 
 _DISCARDED = 8
-"""How many times the most bytes of a body are read, before the connection is closed."""
+"""Multiple of the maximum body size that is read and discarded before the connection is closed."""
 _SHORT = 1 << 10
-"""Characters of a text up to which it is encoded on the thread that answers."""
+"""Texts of at most this many characters are encoded on the event loop's thread."""
 _LARGE = 1 << 16
-"""Bytes of JSON from which on they are read on another thread than the one that answers."""
+"""JSON of more bytes is parsed on the text thread instead of the event loop's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How a model or an adapter converses, and where its answers end. chat: None where it does not converse, for the
-    reason `no_chat`. stop_ids: in addition to the tokenizer's end."""
+    """The chat template and end tokens of a model or an adapter. chat: None if it cannot chat; `no_chat` says why.
+    stop_ids: end tokens in addition to the tokenizer's."""
 
     chat: ChatFormat | None = None
     no_chat: str = ServerOptions.no_chat
@@ -51,8 +51,8 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """One model that answers. draining: nothing new is accepted. busy: requests that are not answered yet. manners: of
-    the adapters that have their own."""
+    """One served model. draining: new requests are refused. busy: requests in progress. manners: of adapters that have
+    their own."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Service:
         return self.driver.failure is None and not self.draining
 
     async def off_loop(self, work: Callable[[*Given], Result], *given: *Given) -> Result:
-        """`work(*given)` on the thread for texts, so that other requests are answered meanwhile."""
+        """Run `work(*given)` on the text thread, which keeps the event loop responsive."""
         return await asyncio.get_running_loop().run_in_executor(self._text, work, *given)
 
     # --- bodies ---------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Service:
                     if size <= self.options.limits.max_body:
                         data += part
                         self.body_bytes += len(part)
-                    # What is too much is read without being kept: a client that still writes would not read why.
+                    # An excess is read and discarded: a client that is still writing would not read the error.
                     elif size > _DISCARDED * self.options.limits.max_body:
                         break
                     self._check_bodies()
@@ -126,13 +126,13 @@ class Service:
     # --- prompts --------------------------------------------------------------------------------------------------
 
     def check_queue(self, count: int) -> None:
-        """Refuse what would find the queue full before work is done for it. Errors: QueueFull, EngineLost."""
-        if count <= self.driver.most:  # more can never fit, and are refused for that
+        """Refuse a request that would find the queue full before work is done for it. Errors: QueueFull, EngineLost."""
+        if count <= self.driver.most:  # a larger count can never fit, and is refused with that reason later
             self.driver.check_room(count)
 
     async def encode(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
-        """The ids of a prompt; of an empty one, what begins a document. special: tokens stand in it by name.
-        Errors: BadField."""
+        """The ids of a prompt. An empty prompt becomes the token that begins a document. special: special tokens that
+        the text spells become tokens. Errors: BadField."""
         return await self.ids_of(name, text, special) or (self.start(name),)
 
     async def ids_of(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ class Service:
         if len(text) > self.characters:
             raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
         try:
-            # A thread costs more than a short text.
+            # Handing a short text to the other thread costs more than encoding it.
             short = len(text) <= _SHORT
             encode = self.tokenizer.encode_special if special else self.tokenizer.encode
             ids = encode(text) if short else await self.off_loop(encode, text)
@@ -154,27 +154,27 @@ class Service:
         return tuple(ids) if roles is None else (roles.cls, *ids, roles.sep)
 
     def checked(self, name: str, ids: Iterable[object]) -> tuple[int, ...]:
-        """Ids of a client's, or of the tokenizer's, as a prompt. Errors: BadField."""
-        found: list[int] = []
+        """Check the ids of a prompt, given by a client or the tokenizer. Errors: BadField."""
+        token_ids: list[int] = []
         for token in ids:
-            if isinstance(token, float) and token.is_integer():  # which JSON schema takes for a whole number
+            if isinstance(token, float) and token.is_integer():  # an integer by JSON Schema
                 token = int(token)
             if type(token) is not int or not 0 <= token < self.known:
                 raise BadField(
                     name, f"{name}: token {repr(token)[:40]}: must be a whole number from 0 to {self.known - 1}"
                 )
-            found.append(token)
-        return tuple(found)
+            token_ids.append(token)
+        return tuple(token_ids)
 
     def start(self, name: str) -> int:
-        """What begins a document. Errors: BadField."""
+        """The token that begins a document. Errors: BadField if the tokenizer has none."""
         start = self.tokenizer.start
         if start is None:
             raise BadField(name, f"{name}: must not be empty: this tokenizer has no token that begins a text")
         return start
 
     def token_text(self, token: int) -> str:
-        """A token on its own as OpenAI writes it: as text; part of a character as bytes; a control token by name."""
+        """A single token in OpenAI's notation: text, `bytes:` for part of a character, the name of a control token."""
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode() if data else self.tokenizer.piece(token)
@@ -185,7 +185,7 @@ class Service:
         return f"This model's maximum context length is {self.longest} tokens."
 
     def check_room(self, name: str, prompt: Sequence[int], tokens: int) -> None:
-        """Errors: BadField where prompt and answer do not fit together."""
+        """Errors: BadField if prompt and answer together exceed the context length."""
         if len(prompt) + tokens > self.longest:
             raise BadField(
                 name,
@@ -195,10 +195,10 @@ class Service:
     # --- requests of the engine -----------------------------------------------------------------------------------
 
     def sampling(self, given: Mapping[str, Any], index: int = 0) -> Sampling:
-        """How sequence `index` of a request is drawn: each has a seed of its own. Errors: BadField."""
-        own = {name: getattr(self.options, name) for name in ("temperature", "top_k", "top_p", "seed")}
-        said = {name: given[name] for name in Sampling.__dataclass_fields__ if given.get(name) is not None}
-        merged = own | said
+        """The sampling of sequence `index` of a request; each sequence has its own seed. Errors: BadField."""
+        defaults = {name: getattr(self.options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        overrides = {name: given[name] for name in Sampling.__dataclass_fields__ if given.get(name) is not None}
+        merged = defaults | overrides
         if merged["top_k"] == -1:
             merged["top_k"] = 0
         if merged["seed"] is not None and index:
@@ -209,7 +209,7 @@ class Service:
             raise BadField(error.field, str(error)) from None
 
     def adapter(self, model: str | None) -> str | None:
-        """The adapter that `model` names. Errors: BadField for a name that is not served."""
+        """The adapter that `model` names; None: the model itself. Errors: BadField if the name is not served."""
         if model is None or model == self.options.name or model in self.options.served_model_name:
             return None
         if model in self.options.adapters:
@@ -219,18 +219,18 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the model, the first one, its aliases and its adapters."""
+        """The model's name, then its aliases and its adapters."""
         options = self.options
         return tuple(dict.fromkeys((options.name, *options.served_model_name, *options.adapters)))
 
     def manner(self, adapter: str | None) -> Manner:
-        """An adapter's own manner, else the model's."""
+        """The manner of an adapter if it has its own, else the model's."""
         options = self.options
         whole = Manner(chat=self.chat, no_chat=options.no_chat, stop_ids=options.stop_ids)
         return whole if adapter is None else self.manners.get(adapter, whole)
 
     async def add(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Tickets of all, or of none. Errors: BadField, QueueFull, EngineLost."""
+        """Add all requests or none, and return their tickets. Errors: BadField, QueueFull, EngineLost."""
         if len(requests) > self.driver.most:
             raise BadField("n", f"{len(requests)} sequences: at most {self.driver.most} are accepted at a time")
         try:
@@ -241,7 +241,7 @@ class Service:
         return tickets
 
     async def continuations(self, requests: Sequence[Request], **how: Any) -> list[Continuation]:
-        """The requests on their way. how: as of `Continuation`. Errors: as of `add`."""
+        """Add requests and follow their text. how: arguments of `Continuation`. Errors: as of `add`."""
         tickets = await self.add(requests)
         return [
             Continuation(ticket, self.tokenizer, request.prompt, self.metrics, **how)
@@ -255,13 +255,13 @@ class Service:
     async def allowed(
         self, wanted: Mapping[str, object] | None, ends: frozenset[int], count: int
     ) -> list[Allowed | None]:
-        """For each of `count` sequences what may follow, as response_format has it. Errors: BadField."""
+        """The mask function of each of `count` sequences under a response_format, or None. Errors: BadField."""
         if wanted is None or wanted.get("type") == "text":
             return [None] * count
         grammar = await self.off_loop(self.grammars.compile, wanted)
         return [grammar.start(ends) for _ in range(count)]
 
     async def calling(self, wanted: str, ends: frozenset[int], count: int) -> list[Allowed | None]:
-        """The same by a grammar of tools.py. Errors: BadField."""
+        """The mask function of each of `count` sequences under a grammar of tools.py. Errors: BadField."""
         grammar = await self.off_loop(self.grammars.lark, wanted)
         return [grammar.start(ends) for _ in range(count)]

@@ -1,6 +1,6 @@
-"""Text above the engine: one sequence as pieces of text and tokens, up to a stop string; and when its client leaves.
+"""The text of one sequence: pieces of text and tokens, up to a stop string; cancellation when the client disconnects.
 
-It knows neither routes nor forms of answers.
+It knows neither routes nor formats of answers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has closed the connection: no one reads an answer."""
+    """The client has closed the connection."""
 
 
 class AnswerFailed(Exception):
-    """The engine gives up on one sequence; the text is fit for a client.
+    """One sequence failed. The message may be shown to clients.
 
-    by_request: because of what the request itself lets follow, and not of the model's numbers.
+    by_request: the request's own constraints are the cause, not the model's numbers.
     """
 
     def __init__(self, reason: str, *, by_request: bool) -> None:
@@ -36,12 +36,12 @@ class AnswerFailed(Exception):
 
 
 class TooLong(Exception):
-    """The answer was not there in time."""
+    """The answer took longer than --request-timeout."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A token, its log-probability and the likeliest in its place, where they were asked for; where its text starts."""
+    """A token, its log-probability, the most likely alternatives if requested, and the offset of its text."""
 
     id: int
     logprob: float | None
@@ -51,7 +51,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new: text, the tokens that began in it, and how the sequence ended if it has."""
+    """New text, the tokens that begin in it, and the reason why the sequence ended, if it did."""
 
     text: str
     tokens: tuple[Scored, ...] = ()
@@ -59,10 +59,10 @@ class Delta:
 
 
 class Continuation:
-    """One sequence that the engine continues, as text.
+    """The text of one sequence that the engine continues.
 
-    stops: strings that end it; neither they nor what follows are part of the text. end_ids: tokens that end it and
-    have no text. pair: a token that ends it where it comes twice in a row.
+    stops: strings that end it; the text stops before them. end_ids: tokens that end it and add no text. pair: a token
+    that ends it when it occurs twice in a row.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Continuation:
         self._stream = TextStream(tokenizer, prompt)
         self._metrics, self._since, self._last = metrics, time.monotonic(), 0.0
         self._stops, self._end_ids, self._pair = tuple(stops), end_ids, pair
-        self._held, self._given = "", 0  # text that may begin a stop string; characters that were given out
+        self._held, self._given = "", 0  # text that may begin a stop string; characters already released
         self._waiting: list[Scored] = []
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What is new, as it comes; the last one has a finish.
+        """Yield new text as it is generated; the last delta has a finish.
 
         Errors: EngineLost; AnswerFailed.
         """
@@ -106,7 +106,7 @@ class Continuation:
             self.ticket.cancel()
 
     async def whole(self) -> Continuation:
-        """This, when it has ended. Errors: as of `deltas`."""
+        """Wait until the sequence has ended, and return it. Errors: as of `deltas`."""
         async for _ in self.deltas():
             pass
         return self
@@ -125,7 +125,7 @@ class Continuation:
         return self._cut(new + self._stream.finish(), "length" if event.finish == "length" and not twice else "stop")
 
     def _push(self, event: Event) -> str:
-        """The text that is certain with a new token."""
+        """Add a token, and return the text that is now certain."""
         assert event.token is not None
         self._count()
         self.ids.append(event.token)
@@ -134,34 +134,34 @@ class Continuation:
         return "" if event.token in self._end_ids else self._stream.push(event.token)
 
     def _count(self) -> None:
-        now = time.monotonic()
+        current_time = time.monotonic()
         self._metrics.new_tokens.inc()
         if self.ids:
-            self._metrics.between.observe(now - self._last)
+            self._metrics.between.observe(current_time - self._last)
         else:
-            self._metrics.first.observe(now - self._since)
-        self._last = now
+            self._metrics.first.observe(current_time - self._since)
+        self._last = current_time
 
     def _cut(self, new: str, finish: Literal["stop", "length", ""]) -> Delta | None:
-        """What may be given out of the text so far: all but what may begin a stop string, and nothing from one on."""
+        """Release text up to a stop string, except an end that may be the beginning of one."""
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            text, finish = text[: min(found)], "stop"
-        kept = 0 if finish else max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - kept :] if kept else ""
-        out = text[: len(text) - kept]
-        self._given += len(out)
-        self.text += out
+        stop_offsets = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if stop_offsets:
+            text, finish = text[: min(stop_offsets)], "stop"
+        held_back = 0 if finish else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held_back :] if held_back else ""
+        released = text[: len(text) - held_back]
+        self._given += len(released)
+        self.text += released
         self.finish = finish
-        ready = [each for each in self._waiting if each.offset < self._given or (finish and not found)]
+        ready = [each for each in self._waiting if each.offset < self._given or (finish and not stop_offsets)]
         self._waiting = [each for each in self._waiting if each not in ready] if not finish else []
         self.scored += ready
-        return Delta(out, tuple(ready), finish or None) if out or ready or finish else None
+        return Delta(released, tuple(ready), finish or None) if released or ready or finish else None
 
 
 async def all_whole(running: Sequence[Continuation]) -> None:
-    """Read several sequences to their ends; where one fails, the engine leaves all. Errors: as of `deltas`."""
+    """Wait until all sequences have ended; if one fails, all are cancelled. Errors: as of `deltas`."""
     try:
         async with asyncio.TaskGroup() as group:
             for each in running:
@@ -174,7 +174,7 @@ async def all_whole(running: Sequence[Continuation]) -> None:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that begin `stop`, but are not all of it.
+    """Number of characters at the end of `text` that are a proper prefix of `stop`.
 
     >>> _overlap("to be or n", "not")
     1
@@ -183,17 +183,17 @@ def _overlap(text: str, stop: str) -> int:
 
 
 async def until_gone(work: Awaitable[T], gone: Callable[[], Awaitable[None]], seconds: float) -> T:
-    """The result of `work`, which is cancelled when the client has gone, or after `seconds`.
+    """The result of `work`, which is cancelled when the client disconnects, or after `seconds`.
 
     Errors: ClientGone, TooLong, and those of `work`.
     """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait({doing, leaving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return doing.result()
-        raise ClientGone if leaving.done() else TooLong(f"no whole answer within {seconds:g} s")
+        await asyncio.wait({working, disconnect}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone if disconnect.done() else TooLong(f"no whole answer within {seconds:g} s")
     finally:
-        for task in (doing, leaving):
+        for task in (working, disconnect):
             task.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
+        await asyncio.gather(working, disconnect, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""From a directory of weights to a server that listens, on every rank: rank 0 hears, the others follow its engine.
+"""Start a server on every rank from a directory of weights: rank 0 listens, the other ranks follow its engine.
 
 It knows neither flags nor routes.
 """
@@ -45,29 +45,31 @@ from mega.core.text.chat.format import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 
 _RENDER_SECONDS = 1
-"""Of processor time to render a conversation."""
+"""Processor time to render one conversation."""
 _SWITCH_SECONDS = 0.001
-"""How long the engine's thread may keep the one that answers waiting."""
+"""Python's thread switch interval: how long the engine's thread may delay the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
-    """What is served where. path: of the model. adapters: the directories of the options' adapters, by name.
-    retriever: opens what finds neighbours in --retro."""
+    """The model, its layout and the options of one server."""
 
     path: str
+    """Directory of the model."""
     listen: ListenOptions = field(default_factory=ListenOptions)
     model: ServedModel = field(default_factory=ServedModel)
     layout: DecodingLayout = field(default_factory=DecodingLayout)
     engine: EngineOptions = field(default_factory=EngineOptions)
     options: ServerOptions
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    """Name of an adapter -> its directory."""
     retriever: OpenRetriever | None = None
+    """Opens the search in the database `retro`."""
     retro: str | None = None
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Errors: ValueError where others than this machine could ask without a token."""
+    """Errors: ValueError if other machines could reach the server and it has no token."""
     if token is not None or host == "localhost":
         return
     try:
@@ -82,33 +84,37 @@ def check_host(host: str, token: str | None) -> None:
 
 
 def serve_rank(plan: ServePlan) -> int:
-    """This rank's part, until the server is asked to stop. Exit code 0; errors: those of loading, and of the engine."""
+    """Run this rank until the server stops, and return exit code 0. Errors: those of loading and of the engine."""
     began = time.monotonic()
-    first = world_from_env().rank == 0
-    listening = bind(plan.listen.host, plan.listen.port) if first else None  # known to be free before it loads
-    if not first:
-        for number in STOPPING:  # rank 0 ends the others when it has drained
+    is_first = world_from_env().rank == 0
+    listening = (
+        bind(plan.listen.host, plan.listen.port) if is_first else None
+    )  # a used port is reported before the model is loaded
+    if not is_first:
+        for number in STOPPING:  # rank 0 ends the other ranks after it has drained
             signal.signal(number, signal.SIG_IGN)
-    opened = open_model(plan.path)
-    adapters = open_adapters(plan.adapters, opened)
-    tokenizer = opened.tokenizer()
-    check_tokenizer(opened, tokenizer)
-    stop_ids = opened.stop_ids()
+    opened_model = open_model(plan.path)
+    adapters = open_adapters(plan.adapters, opened_model)
+    tokenizer = opened_model.tokenizer()
+    check_tokenizer(opened_model, tokenizer)
+    stop_ids = opened_model.stop_ids()
     for each in adapters:
-        for line in check_adapter_tokenizer("serve", opened, tokenizer, each) if first else ():
+        for line in check_adapter_tokenizer("serve", opened_model, tokenizer, each) if is_first else ():
             print(f"mega: {line}", file=sys.stderr)
-    chat, no_chat = _chat(plan, opened, tokenizer) if first else (None, None)
+    chat, no_chat = _chat(plan, opened_model, tokenizer) if is_first else (None, None)
     whole = Manner(chat=chat, no_chat=no_chat or plan.options.no_chat, stop_ids=stop_ids)
     manners = {
-        each.name: _manner(each, whole, tokenizer, opened.architecture.input.vocab) for each in adapters if first
+        each.name: _manner(each, whole, tokenizer, opened_model.architecture.input.vocab)
+        for each in adapters
+        if is_first
     }
-    _check_model(plan, opened, tokenizer)
+    _check_model(plan, opened_model, tokenizer)
     world, device, groups = connect(plan.layout.device, timeout_minutes=plan.listen.timeout_minutes)
     keep_asking()
     ACTIVITY.phase = "serving"
     mesh = decoding_mesh(plan.layout, world.rank, groups)
-    dtype = compute_dtype(opened, device, plan.layout.dtype)
-    engine = _engine(plan, opened, mesh, device, tokenizer, dtype, adapters)
+    dtype = compute_dtype(opened_model, device, plan.layout.dtype)
+    engine = _engine(plan, opened_model, mesh, device, tokenizer, dtype, adapters)
     if engine is None:
         return 0
     assert listening is not None
@@ -121,10 +127,10 @@ def serve_rank(plan: ServePlan) -> int:
     server = HttpServer(engine, tokenizer, answers, chat, manners)
     keep_asking(lambda line: server.driver.lose(TimeoutError(line)))
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
-    about = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
-    about += f"; loaded in {loaded - began:.1f} s{warm}"
-    notes = (*opened.notes, *(note for each in adapters for note in each.notes))
-    for line in (*notes, *_lines(plan, opened, dtype, about, server)):
+    device_text = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
+    device_text += f"; loaded in {loaded - began:.1f} s{warm}"
+    notes = (*opened_model.notes, *(note for each in adapters for note in each.notes))
+    for line in (*notes, *_lines(plan, opened_model, dtype, device_text, server)):
         print(line)
     server.run(listening, lambda: print(f"ready: {_address(listening)}", flush=True))
     print("every accepted request has been answered", flush=True)
@@ -163,30 +169,33 @@ def _check_model(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> 
 
 
 def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[ChatFormat | None, str | None]:
-    """The template that was asked for, or the model's. A bad one of the model's is reported, there is no chat, and
-    requests are told why."""
+    """The chat format of --chat-template or of the model's template, or None and the reason. An invalid template of the
+    model is reported on stderr; chat requests get the reason."""
     if plan.model.chat_template is not None:
         for line in chosen_template("serve", opened, opened.path, plan.model.chat_template).notes:
             print(f"mega: {line}", file=sys.stderr)
         return chat_format(plan.model.chat_template, tokenizer, seconds=_RENDER_SECONDS), None
     try:
-        own = opened.chat_template()
-        return None if own is None else ChatFormat(own, tokenizer, "the chat template", seconds=_RENDER_SECONDS), None
+        template = opened.chat_template()
+        return None if template is None else ChatFormat(
+            template, tokenizer, "the chat template", seconds=_RENDER_SECONDS
+        ), None
     except ValueError as error:
         print(f"mega: no chat: {error}", file=sys.stderr)
         return None, str(error)
 
 
 def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: int) -> Manner:
-    """That of an adapter: the chat template and the ends that came with it, else the model's, `whole`. A template that
-    cannot be used is reported. Errors: CheckpointError."""
+    """The chat template and end tokens of an adapter; those of the model, `whole`, if its files have none. An invalid
+    template is reported on stderr. Errors: CheckpointError."""
     ends = declared_ends(adapter.source.attachments, vocab)
     manner = whole if ends is None else replace(whole, stop_ids=ends)
     try:
-        own, notes = adapter_template(adapter, None if whole.chat is None else whole.chat.source)
-        if own is not None:
+        template, notes = adapter_template(adapter, None if whole.chat is None else whole.chat.source)
+        if template is not None:
             manner = replace(
-                manner, chat=ChatFormat(own, tokenizer, f"{adapter.flag}: its chat template", seconds=_RENDER_SECONDS)
+                manner,
+                chat=ChatFormat(template, tokenizer, f"{adapter.flag}: its chat template", seconds=_RENDER_SECONDS),
             )
     except ValueError as error:
         notes, manner = (f"no chat: {error}",), replace(manner, chat=None, no_chat=str(error))
@@ -196,7 +205,7 @@ def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: 
 
 
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
-    """What was loaded, and how many requests of how many tokens fit, as `mega memory-estimate --serve` has it."""
+    """Lines about the model and how many requests fit, with the figures of `mega memory-estimate --serve`."""
     model, service, limits = opened.architecture, server.service, server.engine.limits
     loaded = f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}"
     waiting = f"{server.options.limits.max_waiting} more may wait"
@@ -206,15 +215,15 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
     weights = max(weight_bytes(opened.model, dtype.itemsize, tp=plan.layout.tp, pp=plan.layout.pp, fp8_weights=fp8))
     layers = max(even_layers(len(model.layers), plan.layout.pp))
     token = cache_bytes(model, dtype.itemsize, tp=plan.layout.tp, layers=layers)
-    held = Capacity(limits, weights, (limits.cache + plan.engine.block) * token)
-    asked = plan.options.max_length or 0
-    beyond = f"--max-length {asked}: the model has {limits.longest} positions, so that is the longest"
+    capacity = Capacity(limits, weights, (limits.cache + plan.engine.block) * token)
+    requested_length = plan.options.max_length or 0
+    beyond = f"--max-length {requested_length}: the model has {limits.longest} positions, so that is the longest"
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
     adapters = server.options.adapters
     return [
         loaded,
-        *([beyond] if asked > limits.longest else []),
-        *held.lines(service.longest),
+        *([beyond] if requested_length > limits.longest else []),
+        *capacity.lines(service.longest),
         f"{waiting}; {chat}",
         *([f"adapters, by name as the model: {', '.join(adapters)}"] if adapters else []),
     ]

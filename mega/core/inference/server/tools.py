@@ -1,9 +1,9 @@
-"""Functions that a model may call, and what it thinks before it answers: from a request to a prompt, and from an
-answer's text to calls. The form in which a model calls is read off its chat template.
+"""Function calling and reasoning: tools of a request in the prompt, calls and reasoning parsed from the answer. The
+model's chat template determines the format of calls.
 
     tags       <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them       Qwen, Hermes
     list       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}     Mistral
-    object     {"name": ..., "parameters": {...}}, the whole answer, several parted by ;          Llama 3
+    object     {"name": ..., "parameters": {...}} as the complete answer, several separated by ;  Llama 3
 
 It knows no engine and no route. Source: OpenAI's API reference; the templates of these models.
 """
@@ -23,7 +23,7 @@ from mega.core.text.chat.messages import Message
 from mega.core.untrusted import Json, parse_json
 
 MOST_TOOLS = 128
-"""As OpenAI has it."""
+"""Maximum tools of a request, OpenAI's limit."""
 
 Form = Literal["tags", "list", "object"]
 
@@ -33,25 +33,26 @@ _LIST, _ARGS = "[TOOL_CALLS]", "[ARGS]"
 _PYTHON = "<|python_tag|>"
 THINK, _THOUGHT = "<think>", "</think>"
 MARKERS = (_LIST, _ARGS, _PYTHON)
-"""Control tokens of calls."""
+"""Control tokens that occur in calls."""
 
 
 class Call(NamedTuple):
-    """One call. arguments: a JSON object as text, as OpenAI has it."""
+    """One call. arguments: the text of a JSON object, as in OpenAI's API."""
 
     name: str
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Json]:
-        """index: its number within a streamed answer. The id is as long as Mistral's template has it."""
-        place: dict[str, Json] = {} if index is None else {"index": index}
-        said: dict[str, Json] = {"name": self.name, "arguments": self.arguments}
-        return {**place, "id": uuid.uuid4().hex[:9], "type": "function", "function": said}
+        """index: the number of the call within a streamed answer. The id has 9 characters, which Mistral's template
+        requires."""
+        position: dict[str, Json] = {} if index is None else {"index": index}
+        function: dict[str, Json] = {"name": self.name, "arguments": self.arguments}
+        return {**position, "id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions of a request, and which of them must be called. choice: a name, or none, auto or required."""
+    """The functions of a request. choice: none, auto, required, or the name of the function that must be called."""
 
     described: tuple[dict[str, object], ...] = ()
     choice: str = "auto"
@@ -62,47 +63,47 @@ class Tools:
 
     @property
     def forced(self) -> tuple[dict[str, object], ...]:
-        """The functions of which one must be called; none where the model may answer in words."""
+        """The functions of which one must be called; empty if the model may answer with text."""
         if self.choice in ("none", "auto"):
             return ()
         return tuple(each for each in self.described if self.choice in ("required", _function(each)["name"]))
 
     @property
     def offered(self) -> list[dict[str, object]] | None:
-        """What the template is given."""
+        """The functions that the template gets; None if there are none."""
         return None if self.choice == "none" or not self.described else [dict(each) for each in self.described]
 
 
 def _function(tool: Mapping[str, object]) -> dict[str, str]:
-    found = tool["function"]
-    assert isinstance(found, dict)
-    return found
+    function = tool["function"]
+    assert isinstance(function, dict)
+    return function
 
 
 def read_tools(tools: Sequence[object] | None, choice: object) -> Tools:
     """Errors: BadField naming `tools` or `tool_choice`."""
-    listed = list(tools or ())
-    if len(listed) > MOST_TOOLS:
-        raise BadField("tools", f"tools: {len(listed)} functions, at most {MOST_TOOLS}")
-    described: list[dict[str, object]] = []
-    for index, each in enumerate(listed):
-        where = f"tools[{index}]"
-        known = isinstance(each, dict) and each.get("type") == "function" and not set(each) - {"type", "function"}
-        function = each.get("function") if isinstance(each, dict) and known else None
+    tool_list = list(tools or ())
+    if len(tool_list) > MOST_TOOLS:
+        raise BadField("tools", f"tools: {len(tool_list)} functions, at most {MOST_TOOLS}")
+    descriptions: list[dict[str, object]] = []
+    for index, each in enumerate(tool_list):
+        label = f"tools[{index}]"
+        well_formed = isinstance(each, dict) and each.get("type") == "function" and not set(each) - {"type", "function"}
+        function = each.get("function") if isinstance(each, dict) and well_formed else None
         if not isinstance(function, dict) or set(function) - {"name", "description", "parameters", "strict"}:
             rule = 'must be {"type": "function", "function": {"name", "description", "parameters"}}'
-            raise BadField("tools", f"{where}: {rule}")
+            raise BadField("tools", f"{label}: {rule}")
         name, schema = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise BadField("tools", f"{where}: name must be 1 to 64 letters, digits, dots, - or _")
+            raise BadField("tools", f"{label}: name must be 1 to 64 letters, digits, dots, - or _")
         if not isinstance(function.get("description"), str | None) or not isinstance(schema, dict | None):
-            raise BadField("tools", f"{where}: description must be a string, and parameters a JSON schema")
-        kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
-        described.append({"type": "function", "function": {"parameters": {"type": "object"}, **kept}})
-    names = [_function(each)["name"] for each in described]
+            raise BadField("tools", f"{label}: description must be a string, and parameters a JSON schema")
+        function_fields = {key: value for key, value in function.items() if value is not None and key != "strict"}
+        descriptions.append({"type": "function", "function": {"parameters": {"type": "object"}, **function_fields}})
+    names = [_function(each)["name"] for each in descriptions]
     if len(set(names)) < len(names):
         raise BadField("tools", "tools: two functions have one name")
-    return Tools(tuple(described), _choice(choice, names))
+    return Tools(tuple(descriptions), _choice(choice, names))
 
 
 def _choice(given: object, names: Sequence[str]) -> str:
@@ -120,7 +121,7 @@ def _choice(given: object, names: Sequence[str]) -> str:
 
 
 def form_of(template: str) -> Form | None:
-    """How a model calls functions, by its chat template; None where that does not say.
+    """The format of calls that a chat template shows; None if it shows none.
 
     >>> form_of("{{ '<tool_call>' }}"), form_of("[TOOL_CALLS]"), form_of("{{ message.content }}")
     ('tags', 'list', None)
@@ -135,12 +136,12 @@ def form_of(template: str) -> Form | None:
 
 
 def thinks(template: str) -> bool:
-    """Whether a model's template has a place for what it thinks."""
+    """Whether a chat template has a place for reasoning."""
     return _THOUGHT in template
 
 
 def grammar(form: Form, tools: Sequence[Mapping[str, object]]) -> str:
-    """One call of one of these functions, as a grammar of llguidance."""
+    """A grammar of llguidance for one call of one of these functions."""
     key = "parameters" if form == "object" else "arguments"
     kinds = [
         {
@@ -158,20 +159,23 @@ def grammar(form: Form, tools: Sequence[Mapping[str, object]]) -> str:
 
 @dataclass(frozen=True)
 class CallRules:
-    """How the text of an answer is read. form: None where no function may be called. markers: control tokens by id that
-    a call consists of, and that decoding leaves out. reasons, thinking: as of `AnswerReader`."""
+    """How the text of an answer is parsed."""
 
     form: Form | None = None
+    """Format of calls; None: no function may be called."""
     tools: Tools = field(default_factory=Tools)
     markers: Mapping[int, str] = field(default_factory=dict)
+    """Id -> text of the control tokens in calls, which decoding leaves out."""
     reasons: bool = False
+    """The answer may begin with reasoning."""
     thinking: bool = False
+    """The prompt ends within the reasoning."""
 
     def reader(self) -> AnswerReader:
         return AnswerReader(self.form, self.tools.names, self.thinking, self.reasons)
 
     def marked(self, text: str, tokens: Sequence[Scored], begin: int) -> str:
-        """A text with its markers by name. begin: where it begins in the answer, as offsets of tokens count."""
+        """Insert the text of markers. begin: offset of `text` in the answer, in the units of the tokens' offsets."""
         for each in reversed(tokens):
             if (name := self.markers.get(each.id)) is not None:
                 at = min(max(each.offset - begin, 0), len(text))
@@ -180,14 +184,14 @@ class CallRules:
 
 
 def parsed_messages(given: Sequence[Message]) -> list[Message]:
-    """Messages as templates read them: a call's arguments are an object. Errors: BadField."""
-    found: list[Message] = []
+    """Messages with the arguments of calls parsed to objects, as templates expect them. Errors: BadField."""
+    parsed: list[Message] = []
     for message in given:
         calls = message.get("tool_calls")
         if calls is not None:
             message = {**message, "tool_calls": [_parsed_call(call) for call in calls]}
-        found.append(message)
-    return found
+        parsed.append(message)
+    return parsed
 
 
 def _parsed_call(call: Mapping[str, object]) -> dict[str, object]:
@@ -195,19 +199,21 @@ def _parsed_call(call: Mapping[str, object]) -> dict[str, object]:
     assert isinstance(function, dict)
     arguments = function.get("arguments")
     try:
-        read = parse_json(arguments, "arguments") if isinstance(arguments, str) and arguments.strip() else {}
+        parsed_arguments = (
+            parse_json(arguments, "arguments") if isinstance(arguments, str) and arguments.strip() else {}
+        )
     except ValueError:
-        read = None
-    if not isinstance(read, dict):
+        parsed_arguments = None
+    if not isinstance(parsed_arguments, dict):
         raise BadField("messages", f"messages: arguments of {function.get('name')} must be a JSON object as a string")
-    return {**call, "function": {**function, "arguments": read}}
+    return {**call, "function": {**function, "arguments": parsed_arguments}}
 
 
-# --- what is answered ---------------------------------------------------------------------------------------------
+# --- the answer ---------------------------------------------------------------------------------------------------
 
 
 class AnswerPiece(NamedTuple):
-    """New text of an answer: said, thought, or whole calls."""
+    """New content, reasoning and complete calls of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -216,10 +222,8 @@ class AnswerPiece(NamedTuple):
 
 @dataclass
 class AnswerReader:
-    """The text of an answer as it comes -> what is said, thought and called. What may still become a call or a tag is
-    kept back. form: None where no function may be called. names: of those that may. thinking: whether the prompt ends
-    within what the model thinks. reasons: whether it may think at all. called: calls so far; read: characters, as their
-    reader counts them.
+    """Splits the text of an answer, while it is generated, into content, reasoning and calls. Text that may still be
+    part of a call or a tag is held back.
 
     >>> reader = AnswerReader("tags", ("add",))
     >>> reader.push("Let us see. <tool"), reader.push('_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
@@ -229,17 +233,23 @@ class AnswerReader:
     """
 
     form: Form | None = None
+    """Format of calls; None: no function may be called."""
     names: tuple[str, ...] = ()
+    """Functions that may be called."""
     thinking: bool = False
+    """The text so far ends within the reasoning."""
     reasons: bool = False
+    """The answer may begin with reasoning."""
     called: int = 0
+    """Calls so far."""
     read: int = 0
+    """Characters so far, counted by the caller."""
     _held: str = field(default="", init=False)
     _begun: bool = field(default=False, init=False)
     _after: bool = field(default=False, init=False)
 
     def push(self, text: str, *, end: bool = False) -> AnswerPiece:
-        """end: nothing follows."""
+        """Add text and return what is certain. end: the answer is complete."""
         self._held += text
         content, reasoning, calls = "", "", list[Call]()
         if self.reasons and not self._begun and not self.thinking:
@@ -249,11 +259,11 @@ class AnswerReader:
             elif THINK.startswith(start) and not end:
                 return AnswerPiece()
         if self.thinking:
-            thought, closed, rest = self._held.partition(_THOUGHT)
-            kept = 0 if closed or end else _overlap(thought, _THOUGHT)
-            reasoning = thought[: len(thought) - kept]
+            reasoning_text, closed, rest = self._held.partition(_THOUGHT)
+            held_back = 0 if closed or end else _overlap(reasoning_text, _THOUGHT)
+            reasoning = reasoning_text[: len(reasoning_text) - held_back]
             if not closed:
-                self._held = thought[len(thought) - kept :]
+                self._held = reasoning_text[len(reasoning_text) - held_back :]
                 return AnswerPiece(reasoning=reasoning)
             self.thinking, self._after, self._held = False, True, rest
         if self._after:
@@ -272,56 +282,56 @@ class AnswerReader:
     def _tagged(self, calls: list[Call], end: bool) -> str:
         content = ""
         while True:
-            before, opened, rest = self._held.partition(_OPEN)
-            inner, closed, after = rest.partition(_CLOSE)
-            if not opened:
-                kept = 0 if end else _overlap(before, _OPEN)
-                kept += 0 if end else _blank(before[: len(before) - kept])
-                content += before[: len(before) - kept]
-                self._held = before[len(before) - kept :]
+            before, open_tag, rest = self._held.partition(_OPEN)
+            inner, close_tag, after = rest.partition(_CLOSE)
+            if not open_tag:
+                held_back = 0 if end else _overlap(before, _OPEN)
+                held_back += 0 if end else _blank(before[: len(before) - held_back])
+                content += before[: len(before) - held_back]
+                self._held = before[len(before) - held_back :]
                 break
-            if not closed and not end:
-                said = before.rstrip()
-                content += said
-                self._held = before[len(said) :] + opened + rest
+            if not close_tag and not end:
+                content_before = before.rstrip()
+                content += content_before
+                self._held = before[len(content_before) :] + open_tag + rest
                 break
-            found = _calls(inner, self.names)
-            if not found:  # words, after all
-                content += before + opened + inner + closed
+            tag_calls = _calls(inner, self.names)
+            if not tag_calls:  # not a call: content
+                content += before + open_tag + inner + close_tag
             else:
                 content += before.rstrip()
-                calls += found
-            self._held = after.lstrip() if found else after
-            if not closed:
+                calls += tag_calls
+            self._held = after.lstrip() if tag_calls else after
+            if not close_tag:
                 break
         return content
 
     def _whole(self, calls: list[Call], end: bool) -> str:
-        """Of forms in which a call ends with the answer."""
+        """Content before a call in the formats list and object, whose calls extend to the end of the answer."""
         before, marked, rest = self._held.partition(_LIST if self.form == "list" else _PYTHON)
         bare = not marked and before.lstrip()[:1] in ("[", "{")
         if not end and (marked or bare or not before.strip()):
-            said = before.rstrip() if marked else ""
-            self._held = self._held[len(said) :]
-            return said
+            content_before = before.rstrip() if marked else ""
+            self._held = self._held[len(content_before) :]
+            return content_before
         if not end:
-            kept = _overlap(before, _LIST if self.form == "list" else _PYTHON)
-            kept += _blank(before[: len(before) - kept])
-            self._held = before[len(before) - kept :]
-            return before[: len(before) - kept]
+            held_back = _overlap(before, _LIST if self.form == "list" else _PYTHON)
+            held_back += _blank(before[: len(before) - held_back])
+            self._held = before[len(before) - held_back :]
+            return before[: len(before) - held_back]
         text, self._held = self._held, ""
-        found = _calls(rest if marked else before, self.names) if marked or bare else []
-        calls += found
-        return (before.rstrip() if marked else "") if found else text.replace(_PYTHON, "").replace(_LIST, "")
+        answer_calls = _calls(rest if marked else before, self.names) if marked or bare else []
+        calls += answer_calls
+        return (before.rstrip() if marked else "") if answer_calls else text.replace(_PYTHON, "").replace(_LIST, "")
 
 
 def _calls(text: str, names: Sequence[str]) -> list[Call]:
-    """The calls that a text consists of; none where it is anything else, or names another function."""
+    """Parse calls; empty if the text contains anything else, or names an unknown function."""
     text = text.strip()
     if _ARGS in text:
         parts = [part.partition(_ARGS) for part in text.split(_LIST) if part]
-        found = [{"name": name.strip(), "arguments": arguments} for name, _, arguments in parts]
-        text = json.dumps([{**each, "arguments": _read(each["arguments"])} for each in found])
+        segments = [{"name": name.strip(), "arguments": arguments} for name, _, arguments in parts]
+        text = json.dumps([{**each, "arguments": _read(each["arguments"])} for each in segments])
     objects = list(_objects(text))
     calls: list[Call] = []
     for each in objects:
@@ -335,7 +345,7 @@ def _calls(text: str, names: Sequence[str]) -> list[Call]:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it has no half of a character, which no answer can hold but by its number."""
+    """Whether the text has no lone surrogate, which UTF-8 cannot encode."""
     return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
@@ -344,18 +354,18 @@ def _number(name: str) -> float:
 
 
 def _objects(text: str) -> Iterator[dict[str, Json]]:
-    """JSON objects, or one list of them, with blanks or semicolons between; nothing where the text is not that."""
-    decoder, at, found = json.JSONDecoder(parse_constant=_number), 0, list[Json]()
+    """Parse JSON objects, or a list of them, separated by white space or semicolons; empty for any other text."""
+    decoder, at, values = json.JSONDecoder(parse_constant=_number), 0, list[Json]()
     while at < len(text):
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             return
-        found += value if isinstance(value, list) else [value]
+        values += value if isinstance(value, list) else [value]
         while at < len(text) and text[at] in " \n\r\t;":
             at += 1
-    if all(isinstance(each, dict) for each in found):
-        yield from (each for each in found if isinstance(each, dict))
+    if all(isinstance(each, dict) for each in values):
+        yield from (each for each in values if isinstance(each, dict))
 
 
 def _read(text: str) -> Json:
@@ -366,10 +376,10 @@ def _read(text: str) -> Json:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Characters at the end of `text` that begin `tag`."""
+    """Number of characters at the end of `text` that are a prefix of `tag`."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def _blank(text: str) -> int:
-    """Blanks at the end, which a call that follows swallows."""
+    """Number of white-space characters at the end, which are dropped before a call."""
     return len(text) - len(text.rstrip())
