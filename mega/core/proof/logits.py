@@ -71,6 +71,7 @@ def continues_text(one: Path, other: Path) -> bool:
     return family(model_of(checkpoint.meta, str(checkpoint.path))).prompt is not None
 
 
+@torch.no_grad()
 def compare_logits(one: Path, other: Path) -> LogitComparison:
     """Compare a Hugging Face folder and a checkpoint, in either order, on random tokens, both in fp32.
 
