@@ -44,12 +44,12 @@ WORDS = "Once upon a time there was a little dog and a big red ball in the park"
 
 
 @contextlib.contextmanager
-def served(*flags: str) -> Iterator[Target]:
-    """A server of its own on a free port."""
-    command = [sys.executable, "-m", "mega", "serve", str(shared("stories260K_hf")), "--port", "0", *flags]
-    process = subprocess.Popen(
-        [*command, "--chat-template", "plain"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
+def served(*flags: str, model: str = "stories260K_hf") -> Iterator[Target]:
+    """A server of its own on a free port. model: a folder of the shared data."""
+    command = [sys.executable, "-m", "mega", "serve", str(shared(model)), "--port", "0", *flags]
+    if model == "stories260K_hf":
+        command += ["--chat-template", "plain"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
         for line in process.stdout:

@@ -5,7 +5,8 @@ No 5xx, no 200 for what the schema forbids, no status or type that is not docume
     python -m venv st && st/bin/pip install schemathesis          in an environment of its own; 4.32 was tried
     SCHEMATHESIS=st/bin/schemathesis python tests/battery/serve_schemathesis.py
 
-An item a route and seed. On stories260K of the shared data. Needs the extra `serve`.
+An item a route and seed. On stories260K of the shared data, and /v1/embeddings on its random BERT. Needs the extra
+`serve`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tests.battery.serve_load import served
 
 TOOL = os.environ.get("SCHEMATHESIS", "schemathesis")
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/api", "/tokenize", "/detokenize")
-SEEDS, EXAMPLES, OTHERS = 4, 1000, 100
+EMBEDDINGS = "/v1/embeddings"
+SEEDS, EXAMPLES, OTHERS = 16, 250, 100
 """Items of a route; cases of one by schemathesis's fuzzing (its coverage adds some); the same of other routes."""
 
 CHECKS = (
@@ -39,7 +41,11 @@ CHECKS = (
 
 def prove(selection: tuple[str, ...], examples: int, seed: int) -> dict[str, Any]:
     """Errors: AssertionError with what schemathesis found."""
-    with served("--max-length", "64") as target, tempfile.TemporaryDirectory() as kept:  # its notes on what failed
+    model = "bert_hf_random" if EMBEDDINGS in selection else "stories260K_hf"
+    with (
+        served("--max-length", "64", model=model) as target,
+        tempfile.TemporaryDirectory() as kept,
+    ):  # its notes on what failed
         url = f"http://127.0.0.1:{target.port}/openapi.json"
         tool = shutil.which(TOOL)
         assert tool is not None, f"{TOOL}: not found"
@@ -56,7 +62,8 @@ def prove(selection: tuple[str, ...], examples: int, seed: int) -> dict[str, Any
         )
         cases = re.search(r"([\d,]+) generated", made.stdout)
         _, metrics = target.ask("GET", "/metrics", b"")
-        assert made.returncode == 0 and cases is not None, made.stdout[-400:] + made.stderr[-100:]
+        failures = made.stdout.partition("= FAILURES =")[2] or made.stdout[-400:]
+        assert made.returncode == 0 and cases is not None, failures[:400] + made.stderr[-100:]
     statuses: dict[str, int] = {}
     for line in metrics.decode().splitlines():
         if found := re.match(r'mega_requests_total\{.*status="(\d+)"\} (\d+)', line):
@@ -73,7 +80,7 @@ def _with_hooks() -> str:
 def items() -> Iterator[Item]:
     """Name and work of every item."""
     for seed in range(SEEDS):
-        for route in ROUTES:
+        for route in (*ROUTES, EMBEDDINGS):
             yield f"{route} {seed}", partial(prove, ("--include-path", route), EXAMPLES, seed)
     others = tuple(part for route in ROUTES for part in ("--exclude-path", route))
     yield "others", partial(prove, others, OTHERS, 0)
