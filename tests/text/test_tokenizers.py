@@ -174,3 +174,9 @@ def test_what_is_asked_in_vain_is_reported(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().err
     assert "--model-type word: needs --kind sentencepiece" in printed
     assert f"--output-dir {text}: {text} is not a directory" in printed and not (tmp_path / "other").exists()
+
+
+def test_a_directory_without_a_tokenizer_json_names_what_reads_its_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json; tokenizer\.model is read by --tokenizer Llama2"):
+        build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path)

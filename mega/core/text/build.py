@@ -157,8 +157,22 @@ def _hugging_face(given: TokenizerFiles) -> Tokenizer:
     from mega.core.text.huggingface import HuggingFaceTokenizer
 
     path = given.tokenizer_model
-    inside = path / "tokenizer.json" if path is not None and path.is_dir() else path
-    return HuggingFaceTokenizer(given._replace(tokenizer_model=inside).model())
+    if path is None or not path.is_dir():
+        return HuggingFaceTokenizer(given.model())
+    if not (path / "tokenizer.json").is_file():
+        hints = [
+            f"{name} is read by --tokenizer {kinds}" for name, kinds in _OTHER_FILES.items() if (path / name).is_file()
+        ]
+        raise ValueError("; ".join([f"--tokenizer-model {path}: has no tokenizer.json", *hints]))
+    return HuggingFaceTokenizer(given._replace(tokenizer_model=path / "tokenizer.json").model())
+
+
+_OTHER_FILES = {
+    "tokenizer.model": "Llama2Tokenizer or Llama3Tokenizer",
+    "vocab.txt": "BertWordPieceLowerCase or BertWordPieceCase, as --vocab-file",
+    "vocab.json": "GPT2BPETokenizer, as --vocab-file with --merge-file",
+}
+"""A tokenizer file of a Hugging Face directory -> the kinds of tokenizer that read it."""
 
 
 def _null(given: TokenizerFiles) -> Tokenizer:
