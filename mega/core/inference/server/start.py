@@ -86,35 +86,31 @@ def check_host(host: str, token: str | None) -> None:
 def serve_rank(plan: ServePlan) -> int:
     """Run this rank until the server stops, and return exit code 0. Errors: those of loading and of the engine."""
     began = time.monotonic()
-    is_first = world_from_env().rank == 0
-    listening = (
-        bind(plan.listen.host, plan.listen.port) if is_first else None
-    )  # a used port is reported before the model is loaded
-    if not is_first:
+    leads = world_from_env().rank == 0
+    # A port that is in use is reported before the model is loaded.
+    listening = bind(plan.listen.host, plan.listen.port) if leads else None
+    if not leads:
         for number in STOPPING:  # rank 0 ends the other ranks after it has drained
             signal.signal(number, signal.SIG_IGN)
-    opened_model = open_model(plan.path)
-    adapters = open_adapters(plan.adapters, opened_model)
-    tokenizer = opened_model.tokenizer()
-    check_tokenizer(opened_model, tokenizer)
-    stop_ids = opened_model.stop_ids()
+    source = open_model(plan.path)
+    adapters = open_adapters(plan.adapters, source)
+    tokenizer = source.tokenizer()
+    check_tokenizer(source, tokenizer)
+    stop_ids = source.stop_ids()
     for each in adapters:
-        for line in check_adapter_tokenizer("serve", opened_model, tokenizer, each) if is_first else ():
+        for line in check_adapter_tokenizer("serve", source, tokenizer, each) if leads else ():
             print(f"mega: {line}", file=sys.stderr)
-    chat, no_chat = _chat(plan, opened_model, tokenizer) if is_first else (None, None)
+    chat, no_chat = _chat(plan, source, tokenizer) if leads else (None, None)
     whole = Manner(chat=chat, no_chat=no_chat or plan.options.no_chat, stop_ids=stop_ids)
-    manners = {
-        each.name: _manner(each, whole, tokenizer, opened_model.architecture.input.vocab)
-        for each in adapters
-        if is_first
-    }
-    _check_model(plan, opened_model, tokenizer)
+    vocab = source.architecture.input.vocab
+    manners = {each.name: _manner(each, whole, tokenizer, vocab) for each in adapters if leads}
+    _check_model(plan, source, tokenizer)
     world, device, groups = connect(plan.layout.device, timeout_minutes=plan.listen.timeout_minutes)
     keep_asking()
     ACTIVITY.phase = "serving"
     mesh = decoding_mesh(plan.layout, world.rank, groups)
-    dtype = compute_dtype(opened_model, device, plan.layout.dtype)
-    engine = _engine(plan, opened_model, mesh, device, tokenizer, dtype, adapters)
+    dtype = compute_dtype(source, device, plan.layout.dtype)
+    engine = _engine(plan, source, mesh, device, tokenizer, dtype, adapters)
     if engine is None:
         return 0
     assert listening is not None
@@ -129,8 +125,8 @@ def serve_rank(plan: ServePlan) -> int:
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
     device_text = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
     device_text += f"; loaded in {loaded - began:.1f} s{warm}"
-    notes = (*opened_model.notes, *(note for each in adapters for note in each.notes))
-    for line in (*notes, *_lines(plan, opened_model, dtype, device_text, server)):
+    notes = (*source.notes, *(note for each in adapters for note in each.notes))
+    for line in (*notes, *_lines(plan, source, dtype, device_text, server)):
         print(line)
     server.run(listening, lambda: print(f"ready: {_address(listening)}", flush=True))
     print("every accepted request has been answered", flush=True)
