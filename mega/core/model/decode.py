@@ -164,6 +164,7 @@ def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]
     fast = [branch_function(branch) for branch in fused if branch is not None]
     if len(fast) < len(run):
         return run
+    # The last weight of the layer decides for all its branches, so that they make the same choice.
     takes, widest = parts.few.takes, all_factors[-1].outer
 
     def either(few: StreamFunction, any_number: StreamFunction) -> StreamFunction:
@@ -349,6 +350,8 @@ def _attention_function(
 
     def run(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         fused, cache, rotary = project(x), context.cache, context.rotary[rope]
+        # A norm of queries and keys must be applied between projection and rotation, and a factor of scores before the
+        # attention. So the fused kernel, which does everything after the projection, is used only without them.
         if q_norm is None and few is not None and multiplier == 1.0:
             return cache.attend_new(layer, fused.view(len(fused), fused_heads, -1), rotary, few.place)
         if q_norm is None and ops.spread:

@@ -242,6 +242,7 @@ def forward_context(
     batch_size, seq = positions.shape
     keys = row_keys = region_keys = None
     if dropout_seed is not None and model.drops:
+        # Keys depend on the sample and the column in the whole row, so masks are the same in every parallel layout.
         whole = torch.arange(seq * row_shards, device=samples.device)
         row_keys = token_keys(dropout_seed, samples, whole)
         keys = region_keys = (row_keys if columns is None else row_keys[:, columns]).flatten()

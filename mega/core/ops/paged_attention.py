@@ -250,6 +250,7 @@ def split_attention(
     q = q.reshape(tokens, kv_heads, -1, width)
     largest = torch.full((*q.shape[:-1], 1), -1e30, dtype=sum_dtype, device=q.device)
     total, output = torch.zeros_like(largest), torch.zeros(q.shape, dtype=sum_dtype, device=q.device)
+    # Splits of constant size, merged one after the other: the order of sums does not depend on the other sequences.
     for number, blocks in enumerate(pages.tables.split(SPLIT // block, dim=1)):
         gathered = pool.index_select(0, blocks.flatten()).view(tokens, SPLIT, 2, kv_heads, width)
         k, v = gathered.transpose(1, 3).unbind(2)

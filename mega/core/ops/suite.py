@@ -113,6 +113,7 @@ def choose(
     ops = _base_ops(device, dtype, reference, shapes)
     if recompute:
         ops = replace(ops, attention=attention.recomputing(ops.attention))
+    # Kernels of packages do not support meta tensors.
     if package is not None and not shapes:
         ops = replace(ops, reason=f"{ops.reason}; --ops {package}", **packages.package(package, ops.attention))
     if not fp8:

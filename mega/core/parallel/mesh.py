@@ -142,6 +142,7 @@ class Mesh:
         self.world = prod(self.sizes.values())
         assert 0 <= rank < self.world, (rank, self.sizes)
         self._groups = groups
+        # All ranks must create all groups in this order. So axes are created here, even those that a run does not use.
         self.tp = self.axis("tp")
         self.cp = self.axis("cp")
         self.dp = self.axis("dp")

@@ -223,6 +223,7 @@ def verified(
 
     After each phase all ranks agree whether to continue. If they do not, a warning is logged with the reason.
     """
+    # Every rank takes part in every agreement below, also one that has failed itself; otherwise the others would hang.
     small, problem = by_group(axis), None
     if len(set(gather_json(socket.gethostname(), axis, device))) > 1:
         problem = "the ranks are on several hosts"

@@ -68,6 +68,7 @@ class ReplayedPipeline(Pipeline):
         if scales is None or grads is None or not self._begun:
             self._begun = self._begun or grads is not None
             return super().run(plan, batches, scales, grads)
+        # Hooks do not run in a replay, so wait for all weights before it, and mark all gradients as complete after it.
         grads.wait_param_gather()
         sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
         eager = eager_microbatches(grads.data_ranks, len(batches))
@@ -101,6 +102,7 @@ class _Recorded:
         peers: Peers | None,
         record: Callable[[Callable[[], None]], Replayable],
     ):
+        # The graph reads and writes fixed addresses: these copies of the inputs, and the sums.
         self._batch = batch.map(torch.clone)
         self._scale, self._peers = scale.clone(), peers
         names = (*stage.terms, *stage.metrics)

@@ -249,6 +249,7 @@ def token_loss(
     the whole vocabulary, one pass over the logits computes the loss and its gradient. Other arguments: as in
     `cross_entropy`.
     """
+    # With a sharded vocabulary the gradient needs sums over ranks first, so the loss and its gradient are two passes.
     if scale is None or region.size > 1:
         nll = cross_entropy(x, labels, weight, region, bias, shape)
         weights = weights.to(nll.dtype)

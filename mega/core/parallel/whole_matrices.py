@@ -111,6 +111,8 @@ def _plan(bucket: Bucket) -> _Plan:
             holders[block].append(rank)
     elements = [sum(prod(block.size) for block in holders if block.matrix == number) for number in range(len(names))]
     assert elements == [prod(shapes[name]) for name in names], f"{axis.name}: holds no whole matrices"
+    # (sender, owner) -> blocks. Of several holders of a block the owner itself sends it, if it is one of them; else the
+    # choice depends on the matrix, so that the senders share the work.
     table: dict[tuple[int, int], list[Rectangle]] = defaultdict(list)
     for block, ranks in holders.items():
         owner = owners[block.matrix]

@@ -65,6 +65,7 @@ def _rope_scaling(options: ModelConfig) -> RopeScaling | YarnScaling | LongScali
             magnitude=max(1.0, 0.1 * log(factor) + 1.0) if magnitude is None else magnitude,
         )
     if options.rope_scaling == "longrope":
+        # The default factor of cosines and sines depends on the ratio of the extended to the original positions.
         longer = options.positions / original
         if magnitude is None:
             magnitude = sqrt(1 + log(longer) / log(original)) if longer > 1 and original > 1 else 1.0

@@ -122,6 +122,7 @@ def _keys_seen(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """The bounds of the keys for a tile of queries: first visible, first and end of those visible to all, end."""
+    # Positions of the first and last query among the keys. All bounds except `end` are multiples of COLUMNS.
     low = tile * ROWS + seen.offset
     high = tl.minimum(tile * ROWS + ROWS, seen.s) - 1 + seen.offset
     first, whole_first, whole_end, end = 0, 0, seen.t // COLUMNS * COLUMNS, seen.t
@@ -150,6 +151,7 @@ def _queries_seeing(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """The bounds of the queries for a tile of keys, as in `_keys_seen`."""
+    # Positions of the first and last key among the queries. All bounds except `end` are multiples of ROWS.
     low = tile * COLUMNS - seen.offset
     high = tl.minimum(tile * COLUMNS + COLUMNS, seen.t) - 1 - seen.offset
     first, whole_first, whole_end, end = 0, 0, seen.s // ROWS * ROWS, seen.s
@@ -203,6 +205,7 @@ def _attend(
             visible = _visible(seen, batch, query[:, None], key[None, :], CAUSAL, WINDOW, DOCUMENTS)
             scores = tl.where(visible, scores, -float("inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+        # A query without visible keys so far has -inf; subtracting it from itself would give NaN.
         base = new_largest if WHOLE else tl.where(new_largest == -float("inf"), 0.0, new_largest)
         weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(largest - base)
@@ -297,6 +300,7 @@ def _key_gradients(
         if not WHOLE:
             visible = _visible(seen, batch, query[None, :], key[:, None], CAUSAL, WINDOW, DOCUMENTS)
             weights = tl.where(visible, weights, 0.0)
+        # Dropout's factor 1 / keep is applied at the end, by k_scale and v_scale; `delta` includes `keep` for this.
         grad_weights = tl.dot(values, tl.trans(grads))
         if DROP:
             rows = tl.load(rows_at + offset) if WHOLE else tl.load(rows_at + offset, query < seen.s, 0)
@@ -325,6 +329,7 @@ def _attention_backward_keys(
     first, whole_first, whole_end, end = _queries_seeing(seen, batch, tile, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
     grad_k = tl.zeros([COLUMNS, BLOCK], tl.float32)
     grad_v = tl.zeros([COLUMNS, BLOCK], tl.float32)
+    # One program sums over all query heads of its key/value head: a fixed order, and no atomics.
     for head in range(kv_head * group, kv_head * group + group):
         grad_k, grad_v = _key_gradients(
             grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
@@ -526,6 +531,8 @@ def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePl
         )
     dropped, aligned, keep = None, False, 1.0
     if drop is not None:
+        # ALIGNED lets two elements share a draw: every tile of keys must start at a multiple of 16 columns and must not
+        # contain the border between two runs of columns.
         early, border, late = drop.shifts()
         keys = _last(drop.keys)
         dropped = DropoutValues(

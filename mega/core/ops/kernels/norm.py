@@ -39,6 +39,7 @@ def _norm_forward(
         if DROP:
             branch = dropped(branch, drop, row, offset)
         x += branch
+        # The norm must use the rounded sum, which is what the backward pass reads.
         x = x.to(sum_at.dtype.element_ty)
         tl.store(sum_at + row * width + offset, x, mask)
         x = x.to(tl.float32)
@@ -75,6 +76,7 @@ def _norm_backward(
     grad_weight = tl.zeros([BLOCK], tl.float32)
     grad_bias = tl.zeros([BLOCK], tl.float32)
     grad_branch = tl.zeros([BLOCK], tl.float32)
+    # A fixed set of rows for each program, in a fixed order: the sums do not depend on scheduling.
     for number in tl.range(program, rows, programs, num_stages=STAGES):
         row = tl.cast(number, tl.int64)
         x = tl.load(x_at + row * width + offset, mask, 0.0).to(tl.float32)

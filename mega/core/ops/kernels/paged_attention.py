@@ -403,6 +403,7 @@ def _attend_singles(
     (rows, heads, d), (block, kv_heads, _) = q.shape, runs.shape
     heads -= 2 * kv_heads if new else 0
     rows = min(rows, len(runs.lengths))
+    # Enough shares to occupy the device. Their number depends only on the number of runs, as a graph requires.
     shares = min(cdiv(PROGRAMS, rows * kv_heads), MOST_SHARES)
     assert shares == 1 or rows * kv_heads <= len(runs.ended)
     part, stats, (cos, sin) = None, None, rotary or (None, None)
