@@ -48,10 +48,13 @@ class YarnScaling:
     """The scaling of rotary frequencies in YaRN (Peng et al. 2023); see ops/rotary.py."""
 
     factor: float
+    """Divisor of the slow frequencies."""
     original: int
     """Positions before the scaling."""
     beta_fast: float
+    """Frequencies with more rotations than this over `original` positions are unchanged."""
     beta_slow: float
+    """Frequencies with fewer rotations than this are divided by `factor`."""
     truncate: bool
     """Whether the bounds of the partially interpolated frequencies are rounded outwards to integers."""
     magnitude: float
@@ -294,8 +297,11 @@ class Branch:
 
     mixer: Mixer
     before: Norm | None
+    """A norm of the input."""
     after: Norm | None
+    """A norm of the output."""
     after_of: Literal["sum", "branch"]
+    """The tensor that `after` normalizes: the sum of stream and branch, or the branch."""
     onto: Literal["stream", "normed"]
     """The tensor that the branch is added to: the stream, or its norm."""
     dropout: float

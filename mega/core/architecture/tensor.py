@@ -24,6 +24,7 @@ class Cut:
     dim: int
     axis: str
     parts: int
+    """The number of parts that must not be split, for example heads."""
     multiple: int = 0
     """0: the axis size must divide `parts`. Otherwise the dim is first padded to a multiple of `multiple x axis size`,
     and the last ranks hold padding."""

@@ -71,11 +71,11 @@ class DecodeBranch:
     """`BranchSteps` whose steps are functions."""
 
     value: Branch
-    before: NormStep | None
+    before: NormStep | None  # adds the previous branch to the stream and normalizes the sum
     after: NormStep | None
-    mix: Callable[[torch.Tensor, DecodeContext], torch.Tensor]
-    add: Callable[[torch.Tensor, torch.Tensor, DecodeContext], ResidualState]
-    alone: Callable[[torch.Tensor, DecodeContext], torch.Tensor]
+    mix: Callable[[torch.Tensor, DecodeContext], torch.Tensor]  # x -> input of the last linear layer
+    add: Callable[[torch.Tensor, torch.Tensor, DecodeContext], ResidualState]  # (stream, that input) -> new stream
+    alone: Callable[[torch.Tensor, DecodeContext], torch.Tensor]  # that input -> output of the branch
 
 
 class DecodeStep:

@@ -32,16 +32,16 @@ class Objective(Protocol):
 class Preference:
     """Direct preference optimisation (Rafailov et al. 2023, equation 7), with label smoothing (Mitchell 2023).
 
-        d = beta (log p(chosen) - log p(rejected) - the same difference under the reference)
-        loss = -(1 - smoothing) log sigmoid(d) - smoothing log sigmoid(-d)
-
-    accuracy: share of pairs with d > 0. margin: mean d. chosen, rejected: mean beta (log p - reference).
+    d = beta (log p(chosen) - log p(rejected) - the same difference under the reference)
+    loss = -(1 - smoothing) log sigmoid(d) - smoothing log sigmoid(-d)
     """
 
     beta: float
     smoothing: float = 0.0
+    """The assumed probability that the labels of a pair are swapped."""
     terms: tuple[str, ...] = ("dpo",)
     metrics: tuple[str, ...] = ("accuracy", "margin", "chosen", "rejected")
+    """accuracy: share of pairs with d > 0. margin: mean d. chosen, rejected: mean beta (log p - reference)."""
 
     def __call__(self, nll: torch.Tensor, batch: DecoderBatch) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
         assert isinstance(batch, PreferenceBatch) and batch.reference is not None

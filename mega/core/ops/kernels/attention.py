@@ -42,13 +42,13 @@ class Heads(NamedTuple):
 class Visibility(NamedTuple):
     """The parts of an `AttentionMask` that hide keys, as a kernel argument."""
 
-    s: int
-    t: int
-    offset: int
+    s: int  # queries
+    t: int  # keys
+    offset: int  # position of the first query among the keys
     window: int | None
-    q_documents: torch.Tensor | None = None
+    q_documents: torch.Tensor | None = None  # int64 [b, s]
     q_stride: int | None = None  # stride of a row
-    k_documents: torch.Tensor | None = None
+    k_documents: torch.Tensor | None = None  # int64 [b, t]
     k_stride: int | None = None
     bounds: torch.Tensor | None = None  # from `_attention_documents`: the four bounds of each tile
 
