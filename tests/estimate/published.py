@@ -168,7 +168,7 @@ def tables() -> str:
     """The tables of docs/planning.md, as Markdown."""
     on = hardware("a100")
     lines = [
-        "| model | GPUs | recompute | theirs, s | ours, s | their MFU | our MFU |",
+        "| model | GPUs | recompute | published, s | predicted, s | published MFU | predicted MFU |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in UTILISATION:
@@ -181,7 +181,7 @@ def tables() -> str:
                 f"| {row.preset} | {row.gpus} | {'full' if full else 'selective'} | {seconds:.2f} | {ours:.2f} "
                 f"| {share / seconds:.1%} | {share / ours:.1%} |"
             )
-    lines += ["", "| model | GPUs | theirs, TFLOP/s per GPU | ours | difference |", "|---|---|---|---|---|"]
+    lines += ["", "| model | GPUs | published, TFLOP/s per GPU | predicted | difference |", "|---|---|---|---|---|"]
     for line in SCALING:
         run = scaling_run(line)
         seconds = megatron_seconds(run, line.gpus, on)

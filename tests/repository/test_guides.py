@@ -169,6 +169,15 @@ def test_a_guide_works_as_typed(guide: str, folder: Path, capfd: pytest.CaptureF
             lines = text.replace("\\\n", " ").splitlines()
             printed = "".join(_type(line) for line in (_typed(guide, line) for line in lines) if line)
             printed += "".join(capfd.readouterr())
+    _check_metrics(folder)
+
+
+def _check_metrics(folder: Path) -> None:
+    """Fields and events of the runs of a guide are those of docs/metrics.md."""
+    words = set(re.findall(r"`([\w ]+)`", text_of("docs/metrics.md")))
+    for path in folder.glob("runs/*/metrics*.jsonl"):
+        for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            assert {*row} - {"event"} <= words and row.get("event", "step") in words, row
 
 
 @pytest.mark.parametrize("guide", GUIDES)
