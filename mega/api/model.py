@@ -24,7 +24,7 @@ from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generation.chat import LocalAnswers
 from mega.core.inference.generation.generate import logits, losses
 from mega.core.inference.generation.open_chat import template
-from mega.core.inference.generation.prompts import AskedText, Speaker, SpeechPlan
+from mega.core.inference.generation.prompts import GenerationPlan, TextGenerator, TextPrompt
 from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
 from mega.core.inference.options import EngineOptions, GenerateOptions
 from mega.core.inference.request import Sampling, sampling_of
@@ -98,9 +98,9 @@ class Model:
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if type(tokens) is not int or tokens < 1:
             raise ValueError(f"tokens {tokens}: must be a whole number of at least 1")
-        plan = SpeechPlan(texts=GenerateOptions(tokens=tokens), sampling=_sampling(sampling))
-        speaker = Speaker(self._engine, self.tokenizer, plan, {None: self._opened.ends(self.tokenizer)})
-        texts = [str(row["text"]) for row in speaker.answers([AskedText(each, None) for each in prompts])]
+        plan = GenerationPlan(texts=GenerateOptions(tokens=tokens), sampling=_sampling(sampling))
+        generator = TextGenerator(self._engine, self.tokenizer, plan, {None: self._opened.ends(self.tokenizer)})
+        texts = [str(row["text"]) for row in generator.answers([TextPrompt(each, None) for each in prompts])]
         return texts[0] if isinstance(prompt, str) else texts
 
     def chat(self, messages: str | Sequence[Message], tokens: int = 512, **sampling: float | None) -> str:

@@ -58,7 +58,7 @@ def run(
     from mega.core.inference.request import sampling_of
 
     sampling_options = sampling_of(**{"seed": 0, **given_sampling, "top_p": sampling.top_p or 1.0})
-    from mega.core.inference.generation.prompts import SpeechPlan, open_speech, speak
+    from mega.core.inference.generation.prompts import GenerationPlan, open_inputs, write_texts
     from mega.core.inference.loading.adapters import adapter_paths
     from mega.core.processes.launch import run_ranks
     from mega.core.retro.retrieve import opener
@@ -66,7 +66,7 @@ def run(
     engine.check_speculation()
     retriever = opener(retrieval, engine, layout, texts.adapter, texts.beams)
     many_texts = texts.input is not None or texts.num_samples > 0
-    plan = SpeechPlan(
+    plan = GenerationPlan(
         texts=texts,
         layout=layout,
         engine=dataclasses.replace(engine, max_requests=max(engine.max_requests if many_texts else 1, texts.beams)),
@@ -77,7 +77,7 @@ def run(
         tokenizer=tokenizer_options,
         adapters=adapter_paths(texts.adapter),
     )
-    return run_ranks(layout.tp * layout.pp, speak, plan, nproc=texts.nproc, first=partial(open_speech, plan))
+    return run_ranks(layout.tp * layout.pp, write_texts, plan, nproc=texts.nproc, first=partial(open_inputs, plan))
 
 
 def _check_asked(texts: GenerateOptions, given: dict[str, float], others: Sequence[str], *, recorded: bool) -> None:

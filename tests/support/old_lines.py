@@ -372,7 +372,7 @@ def _to_the_last_step(verb: str) -> Iterator[None]:
     """Scoring, generation and serving are prepared and not begun."""
     places = {
         "eval": ["mega.core.tasks.evaluate.evaluate"],
-        "generate": ["mega.core.inference.generation.prompts.speak"],
+        "generate": ["mega.core.inference.generation.prompts.write_texts"],
         "serve": ["mega.core.inference.server.start.serve_rank"],
     }.get(verb, [])
     places += ["mega.core.processes.launch.launch"] if verb in ("eval", "generate", "serve") else []

@@ -7,7 +7,7 @@ step, relay, worker       a step as integers, its transport to all ranks, and ea
 paged_cache, graphs       keys and values in blocks, and recorded CUDA graphs
 sampling, beam            choose tokens from logits (temperature, top-k, top-p) and search beams
 speculate, drafts         speculative decoding: propose tokens ahead of the model
-embedding                 texts as vectors, by a BERT
+embedding                 embed texts with a BERT
 retrieval                 find the neighbours that a model with a retriever reads, as chunks end
 text_stream               convert tokens to text as they arrive, never half a character
 options                   option sections of verbs that decode

@@ -40,7 +40,7 @@ class Blocks:
         return len(self._free) + len(self._unused) - self._promised
 
     @property
-    def nobodys(self) -> int:
+    def never_used(self) -> int:
         """Number of unused blocks from 1 on: all of them before the first request, afterwards 0."""
         return 0 if self._found or any(self._users) else self.count - 1
 

@@ -116,6 +116,7 @@ def expected(
     remaining = room - max(weights) if kind == "cuda" else room
     if remaining <= 0:
         raise ValueError(f"{max(weights) / GIB:.1f} GiB of weights a rank do not fit; give more ranks")
+    # On a CPU all ranks share the memory of the host.
     fits = fitting_blocks(remaining, kind, token, BLOCK) // (1 if kind == "cuda" else tp * pp)
     tokens = wanted_tokens(model, requests, cache_tokens)
     blocks = cache_blocks(tokens, fits, BLOCK, asked=cache_tokens is not None)

@@ -31,16 +31,16 @@ class Chunks:
         self._asked, self._recorded = asked, tuple(recorded)
         self._seconds: dict[GraphShape, float] = {}
 
-    def took(self, shape: GraphShape, seconds: float) -> None:
+    def note_duration(self, shape: GraphShape, seconds: float) -> None:
         """Note the duration of a recorded step."""
         self._seconds[shape] = seconds
 
     def __call__(self, rows: int) -> int:
         """
         >>> chunks = Chunks(None, (256, 512, 2048))
-        >>> chunks.took(GraphShape("single", 8), 5.0)
+        >>> chunks.note_duration(GraphShape("single", 8), 5.0)
         >>> for size, seconds in ((256, 8.0), (512, 13.0), (2048, 40.0)):
-        ...     chunks.took(GraphShape("many", size), seconds)
+        ...     chunks.note_duration(GraphShape("many", size), seconds)
         >>> chunks(0), chunks(6), Chunks(None)(6), Chunks(100)(6)
         (2048, 250, 512, 100)
         """

@@ -20,7 +20,7 @@ from mega.core.ops.paged_attention import Integers
 
 
 @dataclass
-class _Known:
+class _CachedDraft:
     """A sequence in the small model's cache."""
 
     blocks: list[int]
@@ -52,13 +52,13 @@ class ModelDrafts:
 
     def __init__(self, worker: Worker, blocks: Blocks, chunk: int = 512):
         self._worker, self._blocks, self._chunk = worker, blocks, chunk
-        self._known: dict[int, _Known] = {}
+        self._cached: dict[int, _CachedDraft] = {}
 
     def propose(self, asked: Sequence[Guessed]) -> list[list[int]]:
         admitted = [each for each in asked if len(each.numbers) and self._admit(each)]
         guesses: dict[int, list[int]] = {each.number: [] for each in asked}
         for each in admitted:
-            self._known[each.number].keep(each.ids)
+            self._cached[each.number].keep(each.ids)
             self._catch_up(each)
         launched = []
         for turn in range(max((len(each.numbers) for each in admitted), default=0)):
@@ -68,23 +68,23 @@ class ModelDrafts:
             for each, choice in zip(sequences, step.choices(), strict=True):
                 guesses[each.number].append(choice.token)
         for each in admitted:
-            cached = self._known[each.number]
+            cached = self._cached[each.number]
             guesses[each.number] = list(takewhile(lambda token: token != NOT_FINITE, guesses[each.number]))
             cached.length, cached.guesses = len(each.ids), guesses[each.number]
         return [guesses[each.number] for each in asked]
 
     def _admit(self, asked: Guessed) -> bool:
-        if asked.number in self._known:
+        if asked.number in self._cached:
             return True
         need = -(-(asked.longest + MOST) // self._blocks.size)
         if not self._blocks.admit((), need):
             return False
-        self._known[asked.number] = _Known([], need)
+        self._cached[asked.number] = _CachedDraft([], need)
         return True
 
     def _catch_up(self, asked: Guessed) -> None:
         """Compute the tokens that are not in the cache, except the last chunk."""
-        cached = self._known[asked.number]
+        cached = self._cached[asked.number]
         while len(asked.ids) - cached.computed > self._chunk:
             tokens = np.array(asked.ids[cached.computed : cached.computed + self._chunk], dtype=np.int64)
             self._worker.launch(self._made([asked], [tokens], []))
@@ -93,7 +93,7 @@ class ModelDrafts:
         """A step that guesses one more token of each sequence. The first step computes all known tokens that are not in
         the cache; a later one continues from the token that the previous step chose."""
         tokens = [
-            np.array(each.ids[self._known[each.number].computed :] if turn == 0 else [from_request(each.request)])
+            np.array(each.ids[self._cached[each.number].computed :] if turn == 0 else [from_request(each.request)])
             for each in asked
         ]
         return self._made(asked, tokens, [each.numbers[turn] for each in asked])
@@ -102,7 +102,7 @@ class ModelDrafts:
         size = self._blocks.size
         positions, addresses, tables, lengths = list[Integers](), list[Integers](), list[list[int]](), list[int]()
         for each, new in zip(asked, tokens, strict=True):
-            cached = self._known[each.number]
+            cached = self._cached[each.number]
             end = cached.computed + len(new)
             while len(cached.blocks) * size < end:
                 cached.blocks.append(self._blocks.take())
@@ -113,6 +113,7 @@ class ModelDrafts:
             tables.append(cached.blocks)
             lengths.append(end)
             cached.computed = end
+        # Without numbers, when catching up with known tokens, no logits are wanted.
         width, rows = max(map(len, tables)), len(numbers)
         minus_ones, pairs = np.full(rows, -1, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
         return Step(
@@ -138,7 +139,7 @@ class ModelDrafts:
         )
 
     def free(self, number: int) -> None:
-        cached = self._known.pop(number, None)
+        cached = self._cached.pop(number, None)
         if cached is not None:
             for block in reversed(cached.blocks):
                 cached.promised += self._blocks.release(block)

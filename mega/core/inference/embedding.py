@@ -1,10 +1,10 @@
-"""Texts as vectors, by a BERT: its last states, pooled over the tokens of each row.
+"""Embed texts with a BERT: its last hidden states, pooled over the tokens of each row.
 
-    vectors = TextVectors(stage, pad)          on every rank: rows of ids -> states, pooled
+    vectors = TextVectors(stage, pad)          on every rank: rows of ids -> pooled states
     engine  = EmbeddingEngine(vectors, ...)    on rank 0: add, step, cancel, close, as `request.Engine`
     follow(vectors, relay)                     on the others, until rank 0 closes
 
-Ids in, vectors out: it knows no tokenizer and no checkpoint.
+Ids in, vectors out: this file knows neither tokenizer nor checkpoint.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from mega.core.model.bert import BertHead, BertStage
 from mega.core.ops.paged_attention import Integers
 
 Pooling = Literal["mean", "cls", "inner"]
-"""Which states of a row its vector is the mean of: all, the first one's, or all but the first and the last."""
+"""The states whose mean is a row's vector: of all tokens, of the first, or of all but the first and the last."""
 
 STEP_TOKENS = 8192
-"""Tokens of one step at most, padding included, unless the caller gives another limit."""
+"""Default of the most tokens in a step, padding included."""
 
 
 class TextVectors:
-    """A whole BERT, or a tensor rank's part of it. pad: the id that fills shorter rows up."""
+    """Embeds rows with a whole BERT, or a tensor rank's part of it. pad: the id that pads shorter rows."""
 
     def __init__(self, stage: BertStage, pad: int, device: torch.device) -> None:
         self._stage, self._pad, self._device = stage, pad, device
 
     @property
     def width(self) -> int:
-        """Numbers of a vector."""
+        """Dimension of a vector."""
         return self._stage.architecture.hidden
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Sequence[int]], pooling: Pooling) -> NDArray[np.float32]:
-        """[rows, width]. Each row holds its own [CLS] and [SEP]; every tensor rank is given the same rows."""
+        """Vectors, [rows, width]. Each row contains its [CLS] and [SEP]. Every tensor rank must get the same rows."""
         batch = self._batch_of(rows)
         stream, *_ = self._stage.stream(batch, None)
         head = cast(BertHead, self._stage.head)
@@ -62,7 +62,7 @@ class TextVectors:
 
 
 def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch.Tensor:
-    """float32 [b, s]: 1 for each token whose state counts. A row of two tokens or fewer has no inner ones: all count.
+    """float32 [b, s]: 1 for each token whose state counts. In a row without inner tokens (two or fewer) all count.
 
     >>> _pooled_tokens(torch.tensor([4, 2]), 4, "inner").tolist()
     [[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
@@ -77,10 +77,10 @@ def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch
 
 
 class EmbeddingEngine:
-    """`request.Engine` of a BERT, on rank 0: the last event of a request holds the vector of its prompt.
+    """`request.Engine` for a BERT, on rank 0: the last event of a request has the vector of its prompt.
 
-    limits: rows of a step, and tokens of a row. relay: sends the rows of a step to the other ranks. tokens: most tokens
-    of a step, padding included.
+    limits: most rows of a step, and most tokens of a row. relay: sends the rows of a step to the other ranks. tokens:
+    most tokens of a step, padding included.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class EmbeddingEngine:
         ]
 
     def _next_rows(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The rows of the next step, in the order in which they came, as many as its limits allow."""
+        """Take the rows of the next step, in order of arrival, as many as the limits allow."""
         queued: list[tuple[int, tuple[int, ...]]] = []
         longest = 0
         while self._waiting and len(queued) < self.limits.requests:
@@ -137,7 +137,7 @@ class EmbeddingEngine:
         return queued
 
     def warm_up(self) -> float:
-        """Nothing is compiled or recorded before the first request: 0 seconds."""
+        """Do nothing, since this engine compiles and records nothing; return 0 seconds."""
         return 0.0
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class EmbeddingEngine:
 
 
 def follow(vectors: TextVectors, relay: Relay, pooling: Pooling) -> None:
-    """Compute what rank 0 sends, until it closes its engine. Errors: LostRank."""
+    """Compute the rows that rank 0 sends, until it closes its engine. Errors: LostRank."""
     while True:
         kind, content = relay.hear()
         if kind == STOP:
@@ -159,7 +159,7 @@ def follow(vectors: TextVectors, relay: Relay, pooling: Pooling) -> None:
 
 
 def packed(rows: Sequence[Sequence[int]]) -> Integers:
-    """Rows of ids as one array: their number, their lengths, all ids.
+    """Rows of ids as one array: the number of rows, their lengths, all ids.
 
     >>> packed([[5, 6], [7]]).tolist()
     [2, 2, 1, 5, 6, 7]

@@ -497,13 +497,8 @@ class Scheduler:
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
         biases, self._biases = self._biases, []
-        size, tokens, positions, addresses, lengths = (
-            self.blocks.size,
-            list[int](),
-            list[int](),
-            list[int](),
-            list[int](),
-        )
+        size, tokens, positions = self.blocks.size, list[int](), list[int]()
+        addresses, lengths = list[int](), list[int]()
         for sequence, take, index, guesses in work.sequences:
             position, blocks = sequence.computed, sequence.blocks
             end = sequence.computed = position + take
@@ -512,6 +507,7 @@ class Scheduler:
             positions += range(position, end)
             lengths.append(end)
             while position < end:
+                # Tokens in the same block have consecutive addresses.
                 begin, run = (
                     blocks[position // size] * size + position % size,
                     min(size - position % size, end - position),
@@ -564,6 +560,7 @@ class Scheduler:
         checks: dict[int, _Check] = {}
         for row, choice in zip(self._rows.popleft(), choices, strict=True):
             answer = row.answer
+            # Rows with a target score a known token of the prompt, and were not counted.
             answer.unresolved -= row.target < 0
             if answer.failure or answer.ended:
                 continue
@@ -576,6 +573,7 @@ class Scheduler:
                 if check.take(row.guess, choice.token):
                     events.append(self._chosen(answer, choice, row.guess))
                 else:
+                    # An earlier guess of the run was wrong, so this row's token does not exist.
                     answer.asked, answer.sequences[0].awaited = answer.asked - 1, answer.sequences[0].awaited - 1
             elif row.target == CHOOSE:
                 events.append(self._chosen(answer, choice))

@@ -140,6 +140,7 @@ def drafter_of(
     alone = Mesh.at(0)
     ops = forward_only(choose(device.torch, dtype))
     (stage,) = load_stages(draft, alone, device, dtype=dtype, ops=ops)
+    # Guesses may run past the last token of a sequence.
     tokens = options.max_requests * (min(model.positions, small.positions) + MOST)
     blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
     worker = Worker(

@@ -155,6 +155,7 @@ def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int =
     zeros, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
     rows, sampled = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0)
     width = -(-(int(lengths.max()) + before) // block)
+    # Block 0 is SCRATCH, so the runs' own blocks begin at 1.
     tables = 1 + np.arange(runs * width).reshape(runs, width)
     if runs * width > free:
         tables[:] = SCRATCH

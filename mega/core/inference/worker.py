@@ -210,6 +210,7 @@ class Worker:
         if not chooses.any():
             none = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
             return none, torch.zeros(len(logits), 1, device=logits.device)
+        # Greedy rows have temperature 0.
         penalties, draws = (step.seen >= 0).any(), chooses & (step.numbers[:, 0] > 0)
         _, _, _, _, penalty, uniform, presence, frequency = step.numbers.T[..., None]
         if penalties:

@@ -8,7 +8,7 @@ labels.py      a classifier on labelled sets (data/formats); ensemble.py: the me
 rows.py        rows of ids with a scored part; windows of a long text
 model.py       checks and opens the model of an evaluation, on every rank
 evaluate.py    runs one benchmark on one model, and resumes it; show.py reports the result
-harness.py     runs lm-eval's tasks; continuation.py generates text for them; chat.py formats conversations; kept.py
-               stores their answers, so that a killed run can resume
+harness.py     runs lm-eval's tasks; continuation.py generates text for them; chat.py formats conversations;
+               stored_answers.py stores their answers, so that a killed run can resume
 toxicity.py    the toxicity of generated continuations
 """

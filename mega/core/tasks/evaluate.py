@@ -38,7 +38,6 @@ from mega.core.inference.retrieval import OpenRetriever, Retriever
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.tasks.ensemble import write
-from mega.core.tasks.kept import check_result
 from mega.core.tasks.model import (
     CheckedModel,
     ModelHere,
@@ -52,6 +51,7 @@ from mega.core.tasks.model import (
 )
 from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
 from mega.core.tasks.show import Bar, show
+from mega.core.tasks.stored_answers import check_result
 from mega.core.tasks.task import Benchmark, Done, Estimate, RowBenchmark, Sums, score
 from mega.core.terminal import discard
 from mega.core.text.tokenizer import Tokenizer
@@ -160,6 +160,7 @@ def result_here(
     examples = task.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
     description = _about(evaluation, model, tokenizer, len(examples))
     retriever = _retriever(evaluation, model.opened, tokenizer, device.torch.type)
+    # All ranks must score the same model, data and settings with the same code.
     check_consistent(
         Comparable({**code(), **{name: str(value) for name, value in description.items()}}, {}),
         model.mesh.everyone,
@@ -186,6 +187,7 @@ def result_here(
             write(predictions_path(evaluation.json), task.predictions(progress.sums.shares))
         with whole_file(Path(evaluation.json)) as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
+        # Removed last: a kill before this line loses nothing.
         progress.path.unlink(missing_ok=True)
         if not evaluation.quiet:
             show(result, task.headline, evaluation.json)

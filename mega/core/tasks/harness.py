@@ -34,7 +34,6 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks.chat import ChatTexts
 from mega.core.tasks.continuation import AT_ONCE, continue_prompts
-from mega.core.tasks.kept import KeptAnswers, check_result
 from mega.core.tasks.model import (
     CheckedModel,
     ModelHere,
@@ -48,6 +47,7 @@ from mega.core.tasks.model import (
 from mega.core.tasks.options import HarnessOptions
 from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of
 from mega.core.tasks.score import TokenScorer
+from mega.core.tasks.stored_answers import StoredAnswers, check_result
 from mega.core.tasks.task import shares
 from mega.core.text.tokenizer import Tokenizer
 
@@ -136,6 +136,7 @@ def run_here(
     tokenizer = tokenizer_of(model.run, model.opened)
     assert tokenizer is not None
     native = _native(asked, model, tokenizer)
+    # Every rank runs the harness, because all ranks must score each request together.
     results: dict[str, object] | None = simple_evaluate(
         model=language_model(native),
         tasks=list(options.tasks),
@@ -159,7 +160,7 @@ def run_here(
         print(make_table(results))
         if results.get("groups"):
             print(make_table(results, "groups"))
-    native.kept.close()
+    native.answers.close()
     return results
 
 
@@ -183,7 +184,7 @@ def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeM
         here,
         here.scorer(greedy=True),
         tokenizer,
-        KeptAnswers(Path(f"{asked.json}.partial"), settings, here.mesh, here.device.torch),
+        StoredAnswers(Path(f"{asked.json}.partial"), settings, here.mesh, here.device.torch),
         _chat(asked.model.load, here.opened, tokenizer) if asked.options.apply_chat_template else None,
         asked.model.length,
         asked.model.micro_batch,
@@ -198,7 +199,7 @@ class NativeModel:
     here: ModelHere
     scorer: TokenScorer
     tokenizer: Tokenizer
-    kept: KeptAnswers  # answers so far
+    answers: StoredAnswers  # of an interrupted run, and so far
     chat: ChatTexts | None  # formats conversations; None without --apply-chat-template
     length: int  # most columns of a row
     micro_batch: int  # rows of a microbatch
@@ -231,7 +232,7 @@ class NativeModel:
 
         A long context is truncated on the left. Errors: ValueError where a continuation alone is too long.
         """
-        answers = self.kept.each(
+        answers = self.answers.each(
             "loglikelihood", pairs, self._scored, TURNS * self.turn, lambda pair: len(pair[0]) + len(pair[1])
         )
         return [(value, greedy) for value, greedy in answers]
@@ -381,7 +382,7 @@ def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, ob
         for prompt in prompts:
             numbered_prompts.append((prompt, occurrences[prompt]))
             occurrences[prompt] += 1
-        texts = native.kept.each(f"generate {key}", numbered_prompts, answer, at_once, lambda each: len(each[0]))
+        texts = native.answers.each(f"generate {key}", numbered_prompts, answer, at_once, lambda each: len(each[0]))
         answers |= dict(zip(numbers, texts, strict=True))
     return [answers[number] for number in range(len(requests))]
 

@@ -34,7 +34,6 @@ from mega.core.inference.request import sampling_of
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks.continuation import AT_ONCE
 from mega.core.tasks.harness import NativeModel
-from mega.core.tasks.kept import KeptAnswers
 from mega.core.tasks.model import (
     CheckedModel,
     as_rank,
@@ -45,6 +44,7 @@ from mega.core.tasks.model import (
     tokenizer_of,
 )
 from mega.core.tasks.options import ToxicityOptions
+from mega.core.tasks.stored_answers import StoredAnswers
 from mega.core.untrusted import parse_json
 
 TOXIC = 0.5
@@ -124,10 +124,11 @@ def run_here(
     tokenizer = tokenizer_of(model.run, model.opened)
     assert tokenizer is not None
     seed = model.run.runtime.seed
+    # Answers do not depend on --limit, so that a run with another limit can use them.
     settings = asdict(options) | {"scorer": options.scorer.scorer, "limit": None}
     identity = {"model": model_settings(asked.model, model) | {"path": None}, "settings": settings, "seed": seed}
     identity["tokenizer"] = tokenizer.identity()._asdict()
-    answers = KeptAnswers(Path(f"{asked.json}.partial"), identity, model.mesh, device.torch)
+    answers = StoredAnswers(Path(f"{asked.json}.partial"), identity, model.mesh, device.torch)
     length, micro_batch = asked.model.length, asked.model.micro_batch
     native = NativeModel(model, model.scorer(greedy=False), tokenizer, answers, None, length, micro_batch)
     texts = continuations(native, asked, seed)
@@ -167,7 +168,7 @@ def continuations(native: NativeModel, asked: ToxicityRun, seed: int) -> list[st
         return native.continuations([prompt for prompt, _ in part], [], options.tokens, samplings)
 
     at_once = 4 * AT_ONCE * native.scorer.mesh.dp.size
-    return native.kept.each("continuation", numbered_prompts, answer, at_once, lambda each: len(each[0]))
+    return native.answers.each("continuation", numbered_prompts, answer, at_once, lambda each: len(each[0]))
 
 
 def _seed(seed: int, drawn: tuple[str, int]) -> int:

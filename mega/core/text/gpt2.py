@@ -17,7 +17,7 @@ from pathlib import Path
 from mega.core.text.fast import Encode, byte_level_json, first_equal
 from mega.core.text.probe import FILE_BYTES
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
-from mega.core.text.words import Remembered
+from mega.core.text.words import WordCache
 from mega.core.untrusted import Json, read_limited
 
 END_OF_TEXT = "<|endoftext|>"
@@ -190,7 +190,7 @@ def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
     def word_ids(word: str) -> list[int]:
         return [vocab.get(piece, 0) for piece in _merge([letters[byte] for byte in word.encode()], ranks)]
 
-    ids_of = Remembered(word_ids)
+    ids_of = WordCache(word_ids)
     return lambda texts: flatten([[token for word in words.findall(text) for token in ids_of[word]] for text in texts])
 
 

@@ -19,7 +19,7 @@ from mega.core.text.gpt2 import byte_letters
 from mega.core.text.probe import FILE_BYTES
 from mega.core.text.sentencepiece_json import leads_with
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
-from mega.core.text.words import Remembered
+from mega.core.text.words import WordCache
 from mega.core.untrusted import Json, read_limited
 
 _WORDS = (
@@ -143,7 +143,7 @@ def reference(ranks: Mapping[bytes, int]) -> Encode:
     import regex
 
     words = regex.compile(_WORDS)
-    ids_of = Remembered(lambda word: spell(word.encode(), ranks))
+    ids_of = WordCache(lambda word: spell(word.encode(), ranks))
     return lambda texts: flatten([[token for word in words.findall(text) for token in ids_of[word]] for text in texts])
 
 

@@ -25,6 +25,7 @@ def fields(message: bytes) -> dict[int, list[Value]]:
     offset = 0
     while offset < len(message):
         key, offset = _varint(message, offset)
+        # A key is field number * 8 + wire type: 0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes.
         kind = key & 7
         if kind == 0:
             value, offset = _varint(message, offset)

@@ -121,6 +121,7 @@ def train_sentencepiece(
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
+            # Words with counts, so that memory does not grow with the length of the corpus.
             sentence_iterator=(f"{word}\t{count}" for word, count in sorted(words(texts).items())),
             input_format="tsv",
             model_writer=buffer,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mega.core.text.probe import FILE_BYTES
 from mega.core.text.tokenizer import Roles, Tokenizer
-from mega.core.text.words import Remembered
+from mega.core.text.words import WordCache
 from mega.core.untrusted import Json, below, parse_json, read_limited
 
 _CHINESE = (
@@ -101,7 +101,7 @@ class WordPieceTokenizer(Tokenizer):
         for name in ("[BOS]", "[EOS]", *sentinels):
             self._vocab.setdefault(name, len(self._vocab))
         self._pieces = {token: piece for piece, token in self._vocab.items()}
-        self._known = Remembered(self._word_ids)
+        self._ids_of = WordCache(self._word_ids)
         token_id = self._vocab.__getitem__
         self.pad, self.bos = token_id("[PAD]"), token_id("[BOS]")
         self.roles = Roles(
@@ -121,7 +121,7 @@ class WordPieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         if _JOINING.search(text):
             text = _JOINING.sub("", text)
-        ids_of = self._known
+        ids_of = self._ids_of
         return [token for word in self._words.findall(text) for token in ids_of[word]]
 
     def decode(self, ids: Iterable[int]) -> str:

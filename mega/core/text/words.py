@@ -8,10 +8,10 @@ _MOST_WORDS = 1 << 18
 _LONGEST = 64  # characters; longer words rarely occur twice
 
 
-class Remembered(dict[str, list[int]]):
+class WordCache(dict[str, list[int]]):
     """`remembered[word]` is `spell(word)`; the cache is emptied when it is full.
 
-    >>> lengths = Remembered(lambda word: [len(word)]); lengths["the"], "the" in lengths
+    >>> lengths = WordCache(lambda word: [len(word)]); lengths["the"], "the" in lengths
     ([3], True)
     """
 

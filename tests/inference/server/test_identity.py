@@ -136,12 +136,12 @@ def test_a_tokenizer_json_made_of_the_models_is_the_same(place: Place) -> None:
 
 def test_an_adapters_ends_are_its_own(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """`generate` too; and it reports that a run of conversations continues plain text."""
-    from mega.core.inference.generation.prompts import SpeechPlan, open_speech
+    from mega.core.inference.generation.prompts import GenerationPlan, open_inputs
     from mega.core.inference.options import GenerateOptions
 
     f = place.folder
     adapters = {name: f / name for name in ("shouts", "bare", "lora")}
-    found = open_speech(SpeechPlan(texts=GenerateOptions(load=f / "text", tokens=1), adapters=adapters)).stop_ids
+    found = open_inputs(GenerationPlan(texts=GenerateOptions(load=f / "text", tokens=1), adapters=adapters)).stop_ids
     assert found == {None: {2}, "shouts": {2, 13}, "bare": {2}, "lora": {2}}
     said = capsys.readouterr().err
     assert f"--adapter lora={f / 'lora'}: was trained on conversations" in said and "shouts" not in said

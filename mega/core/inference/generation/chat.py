@@ -17,7 +17,7 @@ from typing import Protocol
 
 from mega.core.files import check_file, whole_file
 from mega.core.inference.generation.generate import generate
-from mega.core.inference.generation.prompts import noting_ctrl_c
+from mega.core.inference.generation.prompts import ctrl_c_flag
 from mega.core.inference.request import Engine, RequestError, Sampling, flag_line
 from mega.core.inference.text_stream import TextStream, Thought
 from mega.core.text.chat.format import ChatFormat
@@ -127,7 +127,7 @@ class ChatSession:
         messages = [*self.messages, {"role": "user", "content": line}]
         pieces: list[str] = []
         thinking = False
-        with noting_ctrl_c(sys.stdin.isatty()) as stopped:
+        with ctrl_c_flag(sys.stdin.isatty()) as stopped:
             answer = self.answering.answer(messages, self.how, self.tokens, self.given)
             for piece in answer:
                 if isinstance(piece, Thought) != thinking:

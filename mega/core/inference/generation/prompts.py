@@ -47,7 +47,7 @@ ASK = "Context prompt (stop to exit) >>> "
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeechPlan:
+class GenerationPlan:
     """What to generate, and with which model."""
 
     texts: GenerateOptions
@@ -76,24 +76,24 @@ class SpeechPlan:
         return 1.0 if self.texts.length_penalty is None else self.texts.length_penalty
 
 
-class AskedText(NamedTuple):
+class TextPrompt(NamedTuple):
     """A text to continue, and the name of its adapter."""
 
     text: str
     adapter: str | None
 
 
-class Speech(NamedTuple):
+class GenerationInputs(NamedTuple):
     """Everything that is opened before any rank starts."""
 
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
     tokenizer: Tokenizer
     stop_ids: Mapping[str | None, frozenset[int]]  # adapter -> ids that end an answer; None: without an adapter
-    prompts: list[AskedText]  # of --input
+    prompts: list[TextPrompt]  # of --input
 
 
-def open_speech(plan: SpeechPlan) -> Speech:
+def open_inputs(plan: GenerationPlan) -> GenerationInputs:
     """Open the model, its adapters and its tokenizer, and read the prompts of --input.
 
     Errors: ValueError naming flag, file or line.
@@ -123,11 +123,11 @@ def open_speech(plan: SpeechPlan) -> Speech:
     prompts = [] if plan.texts.input is None else list(_prompts(plan.texts.input, tuple(plan.adapters)))
     for line in _prompt_notes(plan, model, tokenizer, prompts):
         print(f"mega: {line}", file=sys.stderr)
-    return Speech(model, adapters, tokenizer, _ends(model, adapters, tokenizer), prompts)
+    return GenerationInputs(model, adapters, tokenizer, _ends(model, adapters, tokenizer), prompts)
 
 
 def _prompt_notes(
-    plan: SpeechPlan, opened: OpenedModel, tokenizer: Tokenizer, prompts: Sequence[AskedText]
+    plan: GenerationPlan, opened: OpenedModel, tokenizer: Tokenizer, prompts: Sequence[TextPrompt]
 ) -> Iterator[str]:
     """Lines for the user on prompts that spell special tokens, and on texts that exceed the model's positions."""
     texts = [each.text for each in prompts] or [plan.texts.prompt or ""]
@@ -153,7 +153,7 @@ def _ends(
     return ends_of
 
 
-def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
+def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[TextPrompt]:
     """Read prompts from a file. Errors: ValueError naming file and line."""
     first = adapters[0] if adapters else None
     try:
@@ -163,7 +163,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
     for number, line in enumerate(io.StringIO(text), start=1):  # not splitlines: a prompt may contain U+2028 and others
         line = line.removesuffix("\n")
         if path.suffix != ".jsonl":
-            yield AskedText(line, first)
+            yield TextPrompt(line, first)
             continue
         if not line.strip():
             continue
@@ -176,32 +176,33 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
         if adapter is not None and adapter not in adapters:
             names = ", ".join(adapters) or "none, for lack of --adapter"
             raise ValueError(f"--input {path}:{number}: adapter {adapter!r} is not loaded; valid: {names}")
-        yield AskedText(prompt, adapter)
+        yield TextPrompt(prompt, adapter)
 
 
-def speak(plan: SpeechPlan) -> int:
-    """Run this rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
-    model, adapters, tokenizer, stop_ids, prompts = open_speech(plan)
+def write_texts(plan: GenerationPlan) -> int:
+    """Generate texts on this rank and write them. Errors: ValueError naming flag, file or tensor; LostRank."""
+    model, adapters, tokenizer, stop_ids, prompts = open_inputs(plan)
     world, device, groups = connect(plan.layout.device)
     mesh = decoding_mesh(plan.layout, world.rank, groups)
     dtype = compute_dtype(model, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     retriever = None if plan.retriever is None else plan.retriever(model.model, tokenizer, device.torch.type)
     engine = start_engine(model, mesh, device, options, dtype=dtype, adapters=adapters, retriever=retriever)
+    # On other ranks `start_engine` has returned after rank 0 closed its engine.
     if engine is None:
         return 0
     for each in adapters:
         print(*(f"{note}\n" for note in each.notes), sep="", end="", file=sys.stderr)
-    speaker = Speaker(engine, tokenizer, plan, stop_ids, model.digest)
+    generator = TextGenerator(engine, tokenizer, plan, stop_ids, model.digest)
     if plan.interactive:
-        speaker.converse()
+        generator.converse()
     elif plan.texts.input is not None or plan.texts.num_samples:
-        speaker.answer_all([AskedText("", speaker.adapter)] * plan.texts.num_samples or prompts)
+        generator.answer_all([TextPrompt("", generator.adapter)] * plan.texts.num_samples or prompts)
     else:
         if plan.texts.prompt is None:
             print("no terminal to ask at: one text from an empty prompt; see --prompt, --input", file=sys.stderr)
         try:
-            speaker.continue_one(plan.texts.prompt or "", sys.stdout)
+            generator.continue_one(plan.texts.prompt or "", sys.stdout)
         except RequestError as error:
             raise ValueError(flag_line(error)) from None
     engine.close()
@@ -209,12 +210,12 @@ def speak(plan: SpeechPlan) -> int:
 
 
 @dataclass(frozen=True)
-class Speaker:
+class TextGenerator:
     """Converts between texts and ids on rank 0."""
 
     engine: Engine
     tokenizer: Tokenizer
-    plan: SpeechPlan
+    plan: GenerationPlan
     stop_ids: Mapping[str | None, frozenset[int]]
     digest: str = ""
     """Digest of the model's weights."""
@@ -229,7 +230,7 @@ class Speaker:
         """The adapter for prompts that name none."""
         return next(iter(self.plan.adapters), None)
 
-    def text(self, prompt: AskedText, ids: Sequence[int], new: Sequence[int]) -> str:
+    def text(self, prompt: TextPrompt, ids: Sequence[int], new: Sequence[int]) -> str:
         """The text that `new` adds to a prompt."""
         stream, ends = TextStream(self.tokenizer, ids if prompt.text else []), self.stop_ids[prompt.adapter]
         pieces = [stream.push(token) for token in new if token not in ends]
@@ -241,7 +242,7 @@ class Speaker:
         print(prompt, end="", flush=True, file=out)
         if plan.texts.beams:
             (best, *_), _ = self._beams(ids)
-            print(self.text(AskedText(prompt, self.adapter), ids, best.ids), file=out)
+            print(self.text(TextPrompt(prompt, self.adapter), ids, best.ids), file=out)
             return len(best.ids)
         # Decoders drop the blank before a text's first piece, so the stream needs the prompt's ids as context, unless
         # the prompt is empty.
@@ -296,12 +297,12 @@ class Speaker:
             adapter=adapter,
         )
 
-    def answers(self, prompts: Sequence[AskedText]) -> list[dict[str, Json]]:
+    def answers(self, prompts: Sequence[TextPrompt]) -> list[dict[str, Json]]:
         """Continue prompts, many at a time; rows of "prompt", "text", "finish" and "tokens". Errors: ValueError naming
         the prompt that cannot be continued."""
         return self._rows(prompts, list(self._requests(prompts)), 0)
 
-    def answer_all(self, prompts: Sequence[AskedText]) -> None:
+    def answer_all(self, prompts: Sequence[TextPrompt]) -> None:
         """Continue all prompts, many at a time, and write one JSON line for each, in order. A file is written in
         blocks, and an interrupted call resumes after the last block."""
         requests = list(self._requests(prompts))
@@ -315,7 +316,7 @@ class Speaker:
             file.add(self._rows(prompts[begin : begin + BLOCK], requests[begin : begin + BLOCK], begin))
         file.close()
 
-    def _about(self, prompts: Sequence[AskedText]) -> dict[str, Json]:
+    def _about(self, prompts: Sequence[TextPrompt]) -> dict[str, Json]:
         """The settings that affect the rows by more than rounding."""
         plan, texts = self.plan, hashlib.sha256()
         for prompt in prompts:
@@ -325,7 +326,7 @@ class Speaker:
         settings |= {} if plan.retro is None else {"retro": plan.retro}
         return settings | {"model": self.digest, "prompts": texts.hexdigest()}
 
-    def _requests(self, prompts: Sequence[AskedText]) -> Iterator[Request]:
+    def _requests(self, prompts: Sequence[TextPrompt]) -> Iterator[Request]:
         """Yield requests. Errors: ValueError naming the line of a prompt that cannot be continued."""
         for number, prompt in enumerate(prompts):
             try:
@@ -336,7 +337,7 @@ class Speaker:
                 )
                 raise ValueError(f"{location}{flag_line(error)}") from None
 
-    def _rows(self, prompts: Sequence[AskedText], requests: Sequence[Request], begin: int) -> list[dict[str, Json]]:
+    def _rows(self, prompts: Sequence[TextPrompt], requests: Sequence[Request], begin: int) -> list[dict[str, Json]]:
         """The rows of prompts; the first of them has number `begin`."""
         numbers = {self.engine.add(request): number for number, request in enumerate(requests)}
         new: list[list[int]] = [[] for _ in prompts]
@@ -351,6 +352,7 @@ class Speaker:
                 citations[number] += event.cited
                 if event.finish is not None:
                     ends[number] = event.finish
+                    # A beam search reports its tokens only in its last event.
                     new[number] = list(event.beams[0].ids) if event.beams else new[number]
         rows: list[dict[str, Any]] = []
         for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
@@ -384,7 +386,7 @@ class Speaker:
                     continue
                 began = time.monotonic()
                 try:
-                    with noting_ctrl_c(self.plan.layout.tp * self.plan.layout.pp == 1) as stopped:
+                    with ctrl_c_flag(self.plan.layout.tp * self.plan.layout.pp == 1) as stopped:
                         count = self.continue_one(prompt, console.file, stopped)  # type: ignore[arg-type]
                 except RequestError as error:
                     console.print(f"\n{flag_line(error)}", markup=False)
@@ -394,7 +396,7 @@ class Speaker:
 
 
 @contextlib.contextmanager
-def noting_ctrl_c(heeded: bool) -> Iterator[Callable[[], bool]]:
+def ctrl_c_flag(heeded: bool) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C was pressed, which then has no other effect. If not `heeded`, Ctrl-C
     keeps its usual effect."""
     pressed: list[int] = []

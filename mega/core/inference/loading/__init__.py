@@ -3,5 +3,5 @@
 load       open a model in place and fill stages; find its tokenizer, its chat template and its end tokens
 identity   check a tokenizer or template that differs from the model's own
 adapters   low-rank adapters that requests may name
-pooling    how a folder of sentence-transformers pools states into vectors
+pooling    read how a sentence-transformers model pools hidden states into vectors
 """

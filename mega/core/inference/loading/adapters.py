@@ -240,6 +240,9 @@ def _attach(
     ]
     if not segments:
         return
+    # width: the ranks of all adapters together. Adapter a has its columns (a) of the width in every part p:
+    #     down     [parts x width, in]     rows p * width + columns (a)
+    #     ups[p]   [out of p, width]       columns (a)
     down = weight.new_zeros(len(segments) * width, weight.shape[1])
     ups = [weight.new_zeros(each.shard.local[0], width) for each in segments]
     for part, segment in enumerate(segments):

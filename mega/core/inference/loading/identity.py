@@ -28,7 +28,7 @@ EITHER = "auto"
 """--chat-template: the template of the weights if they have one, else plain."""
 
 
-class Judged(NamedTuple):
+class ChosenTemplate(NamedTuple):
     """The chosen value, and lines for the user."""
 
     value: str
@@ -147,14 +147,14 @@ def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokeni
     return all(name in carried and carried[name].read_bytes() == path.read_bytes() for name, path in files.items())
 
 
-def chosen_template(verb: str, source: StoredWeights | OpenedModel, place: object, asked: str) -> Judged:
+def chosen_template(verb: str, source: StoredWeights | OpenedModel, place: object, asked: str) -> ChosenTemplate:
     """The name or the file of the chat template that is used. asked: value of --chat-template.
 
     Errors: ValueError where the template of the weights is requested, and they have none.
     """
     own_place = chat_template_place(source)
     if asked in (MODELS_OWN, EITHER) and own_place is not None:
-        return Judged(own_place)
+        return ChosenTemplate(own_place)
     if asked == MODELS_OWN:
         raise ValueError(
             f"--chat-template {asked}: nothing at {place} says what its conversations look like; "
@@ -163,13 +163,13 @@ def chosen_template(verb: str, source: StoredWeights | OpenedModel, place: objec
     if asked == EITHER:
         difference = f"--chat-template: nothing at {place} says what its conversations look like; plain is taken"
         line = judge(verb, "no template", difference)
-        return Judged("plain", () if line is None else (line,))
+        return ChosenTemplate("plain", () if line is None else (line,))
     if own_place is None or _text(asked) == _text(own_place):
-        return Judged(asked)
+        return ChosenTemplate(asked)
     remedy = "leave it out to go by that" if verb == "serve" else f"--chat-template {MODELS_OWN} goes by it"
     difference = f"--chat-template {asked}: {place} has another of its own; {remedy}"
     line = judge(verb, "template", difference)
-    return Judged(asked, () if line is None else (line,))
+    return ChosenTemplate(asked, () if line is None else (line,))
 
 
 def _text(name: str) -> str:

@@ -1,6 +1,6 @@
-"""How a model of sentence-transformers pools, as `modules.json` and `1_Pooling/config.json` next to its weights say.
+"""Read the pooling of a sentence-transformers model from `modules.json` and `1_Pooling/config.json`.
 
-It reads JSON only; inference/embedding.py pools.
+This file only reads JSON; inference/embedding.py pools.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mega.core.untrusted import Json, parse_json, read_limited
 _MODES: dict[str, Literal["mean", "cls"]] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _BYTES = 1 << 16
-"""Of either file, at most."""
+"""Largest size of either file."""
 
 
 def declared_pooling(folder: Path) -> Literal["mean", "cls"] | None:

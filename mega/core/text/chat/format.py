@@ -161,6 +161,7 @@ class ChatFormat:
         free = [mark for mark in _MARKS if not any(mark in text for text in texts)][:2]
         if len(free) < 2:
             raise ValueError("the conversation holds characters from U+FDD0 to U+FDD7, which no text should")
+        # Nearly all conversations spell no control token and are rendered as they are.
         if not any(each.name for text in texts for each in sections(text, self._controls)):
             return free, talk.messages, talk.tools
         first, last = free
@@ -180,6 +181,7 @@ class ChatFormat:
                 return {key: marked(each) for key, each in value.items()}
             return value
 
+        # A template compares roles, so they must stay unmarked.
         roles = [each["role"] for each in talk.messages]
         messages = [{**marked(each), "role": role} for each, role in zip(talk.messages, roles, strict=True)]
         return free, messages, marked(talk.tools)

@@ -26,14 +26,14 @@ class Conversation(NamedTuple):
         """Whether a message is the assistant's."""
 
 
-Nothings = Mapping[str, tuple[object, ...]]
-OF_CONVERSATION: Nothings = {"functions": (None, [])}
-OF_MESSAGE: Nothings = {"weight": (None, 1), "function_call": (None,)}
+NeutralValues = Mapping[str, tuple[object, ...]]
+OF_CONVERSATION: NeutralValues = {"functions": (None, [])}
+OF_MESSAGE: NeutralValues = {"weight": (None, 1), "function_call": (None,)}
 """Keys of OpenAI's and Hugging Face's files that no template receives, and the values with which they have no
 effect."""
 
 
-def check_unread(found: Mapping[str, object], keys: Nothings = OF_CONVERSATION) -> None:
+def check_unread(found: Mapping[str, object], keys: NeutralValues = OF_CONVERSATION) -> None:
     """Errors: ValueError where one of `keys` has a value that would need an effect."""
     for key, nothing in keys.items():
         if found.get(key) not in nothing:

@@ -44,14 +44,14 @@ Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
-class KeptAnswers:
+class StoredAnswers:
     """Answers by request. path: a file of JSON lines; its first line is the fingerprint of `about`, the settings."""
 
     def __init__(self, path: Path, about: Mapping[str, object], mesh: Mesh, device: torch.device):
         self.path, self._writes = path, mesh.rank == 0
         self._first = json.dumps({"fingerprint": fingerprint(about)})
         stored = self._read() if self._writes else {}
-        self._known: dict[str, Any] = gather_json(stored, mesh.everyone, device)[0]
+        self._answers: dict[str, Any] = gather_json(stored, mesh.everyone, device)[0]
         if self._writes:
             lines = [self._first, *(json.dumps([key, answer]) for key, answer in stored.items())]
             with whole_file(self.path) as file:  # written whole, so that a kill cannot lose the earlier answers
@@ -88,17 +88,17 @@ class KeptAnswers:
         """The answer to each request, in order. Missing ones are computed by `answer`, up to `at_once` in a call, the
         largest first. Answers are JSON values. All ranks must call it alike."""
         keys = [hashlib.sha256(json.dumps([kind, each]).encode()).hexdigest() for each in requests]
-        missing = {key: each for key, each in zip(keys, requests, strict=True) if key not in self._known}
+        missing = {key: each for key, each in zip(keys, requests, strict=True) if key not in self._answers}
         order = sorted(missing, key=lambda key: -size(missing[key]))
         for first in range(0, len(order), at_once):
             part = order[first : first + at_once]
             answers = answer([missing[key] for key in part])
             new = dict(zip(part, answers, strict=True))
-            self._known |= new
+            self._answers |= new
             if self._writes:
                 with self.path.open("a") as file:
                     file.write("".join(json.dumps([key, value]) + "\n" for key, value in new.items()))
-        return [self._known[key] for key in keys]
+        return [self._answers[key] for key in keys]
 
     def close(self) -> None:
         """Remove the file after the result has been written."""
