@@ -32,7 +32,7 @@ def config(preset: str | None = None, *, file: str | Path | None = None, **optio
     """
     schema = run_schema()
     left_out = {name for name, value in options.items() if value is None and name in schema.entries}
-    keywords = named({name: value for name, value in options.items() if name not in left_out}, schema)
+    keywords = checked_keywords({name: value for name, value in options.items() if name not in left_out}, schema)
     stored = {} if file is None else toml.read(os.fspath(file))
     run = compose(preset, stored, keywords)
     check_typed(run, {**stored, **keywords}, ())
@@ -45,17 +45,17 @@ def with_options(run: Options, options: Mapping[str, object]) -> Options:
 
     Errors: ValueError naming the option; OSError if a download fails.
     """
-    replaced = updated(run, named(options, run_schema())) if options else run
+    replaced = updated(run, checked_keywords(options, run_schema())) if options else run
     stored = {name: value_of(replaced, name) for name in run_schema().entries}
     fetched = with_folders(stored, run_schema().entries.values())
     return updated(replaced, {name: value for name, value in fetched.items() if value != stored[name]})
 
 
-def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
+def checked_keywords(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
     """Convert the values of keywords to the types of the options of `schema`. Errors: ValueError with a line for each
     mistake.
 
-    >>> named({"tp": "two"}, run_schema())
+    >>> checked_keywords({"tp": "two"}, run_schema())
     Traceback (most recent call last):
     ...
     ValueError: tp: 'two' must be a whole number
@@ -87,8 +87,8 @@ def _nearest(name: str, schema: Schema) -> str:
     """A hint for messages: the option with this name in Megatron-LM or as a synonym, else the one with the most similar
     name."""
     flag = "--" + name.replace("_", "-")
-    same = (each.name for each in schema.entries.values() if flag in (*each.option.megatron, *each.option.synonyms))
-    return nearest(name, schema.entries) if (synonym := next(same, None)) is None else f" (nearest: {synonym})"
+    synonyms = (each.name for each in schema.entries.values() if flag in (*each.option.megatron, *each.option.synonyms))
+    return nearest(name, schema.entries) if (synonym := next(synonyms, None)) is None else f" (nearest: {synonym})"
 
 
 def _plain(value: object) -> object:

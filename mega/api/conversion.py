@@ -34,12 +34,12 @@ def convert(
 
     Errors: ValueError naming the option, file or tensor; `target` is then unchanged.
     """
-    from mega.api.config import named
+    from mega.api.config import checked_keywords
     from mega.core.config.schema import schema_of
 
     layout_schema = schema_of({"layout": Layout})
-    checked = named({"to": to, "outtype": outtype}, schema_of({"weights": ConvertOptions}))
-    target_layout = layout_schema.value("layout", named(layout, layout_schema))
+    checked = checked_keywords({"to": to, "outtype": outtype}, schema_of({"weights": ConvertOptions}))
+    target_layout = layout_schema.value("layout", checked_keywords(layout, layout_schema))
     assert isinstance(target_layout, Layout)
     kind = None if checked["to"] is None else str(checked["to"])
     weights = ConvertOptions(
@@ -78,18 +78,18 @@ def converted(weights: ConvertOptions, layout: Layout) -> Converted:
     from mega.core.inference.loading.load import special_tokens
 
     source = form_at(load_dir)
-    to = weights.to or default_target(source)
-    check_pair(load_dir, source, to)
+    target_form = weights.to or default_target(source)
+    check_pair(load_dir, source, target_form)
     flags = {"--base": weights.base, "--parts": weights.parts, "--outtype": weights.outtype}
-    check_flags(source, writer_of(to), {**layout.flags, **flags})
+    check_flags(source, writer_of(target_form), {**layout.flags, **flags})
     # Comparing logits needs transformers, which can open only Hugging Face's format.
-    runs_both = weights.verify and "hf" in (source.name, to)
+    runs_both = weights.verify and "hf" in (source.name, target_form)
     if runs_both:
         from mega.core.proof.logits import check_transformers
 
         check_transformers()
     base, parts = weights.base, weights.parts
     report = convert(
-        load_dir, save_dir, to, layout, base=base, parts=parts, outtype=weights.outtype, tokens=special_tokens
+        load_dir, save_dir, target_form, layout, base=base, parts=parts, outtype=weights.outtype, tokens=special_tokens
     )
-    return Converted(report, runs_both, report.path if source is not OWN and to != "peft" else None)
+    return Converted(report, runs_both, report.path if source is not OWN and target_form != "peft" else None)

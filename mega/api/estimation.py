@@ -111,14 +111,14 @@ def in_bf16(answer: RunEstimate) -> RunEstimate | None:
 def planned(options: Options) -> tuple[RunConfig, int]:
     """The run as its ranks would resolve it, and the number of ranks. Errors: ValueError as of a dry run."""
     # The interval of saves is part of the estimate, so it is allowed without --save.
-    place = options.checkpoint.save
-    nowhere = place is None and options.checkpoint.save_interval is not None
-    options = updated(options, {"dry_run": True, "save": "." if nowhere else place})
+    save = options.checkpoint.save
+    nowhere = save is None and options.checkpoint.save_interval is not None
+    options = updated(options, {"dry_run": True, "save": "." if nowhere else save})
     world = ranks(world_from_env(), options.runtime.nproc, options.runtime.world)
     from mega.core.config.resolve import variant
     from mega.core.training.start.inputs import resolve_run
 
-    return variant(resolve_run(options, world).run, {"save": place}), world
+    return variant(resolve_run(options, world).run, {"save": save}), world
 
 
 def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | None) -> RunEstimate:

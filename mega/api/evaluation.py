@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from mega.api.config import named
+from mega.api.config import checked_keywords
 from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.run import run_schema
 from mega.core.config.schema import schema_of
@@ -71,9 +71,10 @@ def evaluate(
 
     schema = schema_of({"benchmark": TaskOptions, "retrieval": RetrievalOptions}, {"retrieval": ["retro"]})
     files = [os.fspath(each) for each in (data if isinstance(data, list) else [data])]
-    of_task = {name: value for name, value in options.items() if name in schema.entries}
-    task_options = with_folders(named({**of_task, "task": task, "valid_data": files}, schema), schema.entries.values())
-    run_options = named({name: value for name, value in options.items() if name not in schema.entries}, run_schema())
+    keywords = {name: options[name] for name in options if name in schema.entries} | {"task": task, "valid_data": files}
+    task_options = with_folders(checked_keywords(keywords, schema), schema.entries.values())
+    run_keywords = {name: value for name, value in options.items() if name not in schema.entries}
+    run_options = checked_keywords(run_keywords, run_schema())
     _check_read(run_options)
     model_path = local_place("path", os.fspath(path))
     check_source("--load", model_path)

@@ -20,7 +20,7 @@ def checked_ids(name: str, given: torch.Tensor | Sequence[int] | Sequence[Sequen
     if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise ValueError(f"{name}: ids must be whole numbers, not {ids.dtype}")
     ids = ids.to(torch.int64)
-    wrong = ids[(ids < 0) | (ids >= vocab)]
-    if wrong.numel():
-        raise ValueError(f"{name}: ids must be from 0 to {vocab - 1}, not {int(wrong.view(-1)[0])}")
+    outside = ids[(ids < 0) | (ids >= vocab)]
+    if outside.numel():
+        raise ValueError(f"{name}: ids must be from 0 to {vocab - 1}, not {int(outside.view(-1)[0])}")
     return ids

@@ -104,10 +104,10 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
         return _with_tokenizer_of_data(options, note)
     from mega.core.inference.loading.identity import chosen_template
 
-    (place, source), is_conversation = weights, bool(options.data.chat_data or options.finetuning.dpo_data)
-    stored_options, lines = _tokenizer(options, place, source)
+    (path, source), is_conversation = weights, bool(options.data.chat_data or options.finetuning.dpo_data)
+    stored_options, lines = _tokenizer(options, path, source)
     if is_conversation:
-        template = chosen_template(_verb(options), source, place, options.data.chat_template)
+        template = chosen_template(_verb(options), source, path, options.data.chat_template)
         stored_options["chat_template"] = template.value
         lines += template.notes
     for line in lines:

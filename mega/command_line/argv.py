@@ -395,9 +395,12 @@ def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list
     if isinstance(meaning, Refuses):
         raise ValueError(f"{spelling}: {meaning.reason}")
     if isinstance(meaning, Drops):
-        if meaning.only and (wrong := next((value for value in values if value not in meaning.only), None)) is not None:
+        if (
+            meaning.only
+            and (refused := next((value for value in values if value not in meaning.only), None)) is not None
+        ):
             valid = ", ".join(meaning.only)
-            raise ValueError(f"{spelling} {wrong}: is not supported: {meaning.reason}; valid: {valid}")
+            raise ValueError(f"{spelling} {refused}: is not supported: {meaning.reason}; valid: {valid}")
         if not values and meaning.values == 1:
             raise ValueError(f"{spelling}: needs a value")
         return values
@@ -434,9 +437,9 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
         hint = meaning.refused.get(value, f"is not a choice{nearest(value, choices)}")
         raise ValueError(f"{spelling} {value}: {hint}; valid: {', '.join(choices)}")
     if meaning.kind in (int, float) and value not in meaning.renames and not _reads_as(meaning.kind, value):
-        whole = "whole " if meaning.kind is int else ""
+        adjective = "whole " if meaning.kind is int else ""
         hint_of_many = ", or several with blanks between them" if meaning.values == MANY else ""
-        raise ValueError(f"{spelling} {value}: must be a {whole}number{hint_of_many}")
+        raise ValueError(f"{spelling} {value}: must be a {adjective}number{hint_of_many}")
     return meaning.renames.get(value, value)
 
 

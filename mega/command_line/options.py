@@ -357,8 +357,8 @@ def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, 
 def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -> inspect.Parameter:
     """A config option as a parameter; None: it was not typed. others: label of its other spellings."""
     in_help = entry.option.common and (reads is None or getattr(entry.option, reads.property))
-    one: Any = Literal[entry.choices] if entry.choices else entry.kind
-    kind = list[one] if entry.many else one
+    item_type: Any = Literal[entry.choices] if entry.choices else entry.kind
+    kind = list[item_type] if entry.many else item_type
     flag = f"{entry.flag}/{entry.off}" if entry.kind is bool else entry.flag
     declared = typer.Option(
         *((flag, entry.option.short) if entry.option.short else (flag,)),

@@ -78,9 +78,9 @@ def _training(options: Options, given: GivenOptions, rows: list[str], bench: Ben
         if file is not None:
             read_rows(flag, file)
     runs = [(name, row(name, given.values, size)) for name in rows] or [("run", options)]
-    resolved = [(name, _resolved(one, given, warmup + repeats, size)) for name, one in runs]
+    resolved = [(name, _resolved(run, given, warmup + repeats, size)) for name, run in runs]
     if is_first_rank():
-        _note_unused([one for _, one in runs], given)
+        _note_unused([run for _, run in runs], given)
     if options.runtime.dry_run:
         if is_first_rank():
             print("everything checked, nothing measured")
@@ -94,7 +94,7 @@ def _training(options: Options, given: GivenOptions, rows: list[str], bench: Ben
     from mega.core.estimate.host import resource_warnings
     from mega.core.processes.launch import launch
 
-    for line in dict.fromkeys(line for _, one in resolved for line in resource_warnings(one, size)):
+    for line in dict.fromkeys(line for _, run in resolved for line in resource_warnings(run, size)):
         print(f"mega: {line}", file=sys.stderr)
     return launch(size, job, resolved)
 

@@ -95,8 +95,8 @@ def diff(
     weights: Annotated[bool, typer.Option("--weights", help="compare only the weights")] = False,
 ) -> None:
     """List tensors that differ between two checkpoints of any layouts; exit code 1 if there are any."""
-    for name, place in (("FIRST", first), ("SECOND", second)):
-        check_source(name, place)
+    for name, path in (("FIRST", first), ("SECOND", second)):
+        check_source(name, path)
     from mega.core.checkpoint.own.tables import show_differences
 
     if show_differences(first, second, weights=weights):

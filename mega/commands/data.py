@@ -75,9 +75,9 @@ def _note(prefixes: Prefixes, tokenizer: TokenizerConfig) -> None:
     """Record counts, the range of ids, checksums and, if given, the tokenizer of pairs that another program wrote."""
     from mega.core.data import inspect
 
-    built = _built(tokenizer)
+    chosen_tokenizer = _built(tokenizer)
     for prefix in prefixes:
-        inspect.note(prefix, typer.echo, built)
+        inspect.note(prefix, typer.echo, chosen_tokenizer)
 
 
 app.command(name="note", cls=Command)(command(_note))
@@ -169,8 +169,10 @@ def _encode(
     from mega.core.data.preprocessing.plain_lines import encode as by_line
     from mega.core.text.build import build
 
-    built = build(**dataclasses.asdict(tokenizer))
-    count, empty = by_line(lines.input, lines.output, built, keep_empty=lines.keep_empty, overwrite=lines.overwrite)
+    chosen_tokenizer = build(**dataclasses.asdict(tokenizer))
+    count, empty = by_line(
+        lines.input, lines.output, chosen_tokenizer, keep_empty=lines.keep_empty, overwrite=lines.overwrite
+    )
     print(f"{' '.join(map(str, lines.output))}: {count:,} lines, {empty:,} empty lines left out")
 
 
@@ -188,7 +190,7 @@ def _sample(
     from mega.core.data import show
     from mega.core.text.build import build
 
-    built = build(**dataclasses.asdict(tokenizer))
+    chosen_tokenizer = build(**dataclasses.asdict(tokenizer))
     if samples.number < 0 or samples.count < 1:
         raise ValueError(f"--number {samples.number} --count {samples.count}: must be at least 0 and 1")
     if samples.seq_length < 1 or not 0 <= samples.seed < 2**32:
@@ -197,12 +199,12 @@ def _sample(
         )
     if samples.input:
         template = "plain" if data.chat_template == "auto" else data.chat_template
-        lines = show.conversations(samples.input, template, built, samples.number, samples.count)
+        lines = show.conversations(samples.input, template, chosen_tokenizer, samples.number, samples.count)
     else:
         lines = show.samples(
             data,
             masking,
-            built,
+            chosen_tokenizer,
             samples.number,
             samples.count,
             seq_length=samples.seq_length,

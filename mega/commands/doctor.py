@@ -194,8 +194,8 @@ def _backends(cuda: bool) -> Iterator[Row]:
     import torch
     import torch.distributed as dist
 
-    built = torch.version.cuda
-    yield "CUDA", built or "-", "" if built else "this torch is built without CUDA"
+    cuda_version = torch.version.cuda
+    yield "CUDA", cuda_version or "-", "" if cuda_version else "this torch is built without CUDA"
     nccl = next((version for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (version := _version(name))), "-")
     if not dist.is_available():
         yield "torch.distributed", "-", "this torch is built without it: one rank only"

@@ -211,9 +211,9 @@ def _document(answer: RunEstimate, megatron: bool, stops: Interruptions) -> dict
             name: getattr(megatron_estimate, name) for name in ("weights", "activations", "total", "layer")
         }
     if device is not None:
-        whole = training(run, world, device, stops)
-        if whole is not None:
-            document["training"] = {**asdict(whole), **asdict(stops), "async_save": run.checkpoint.async_save}
+        duration = training(run, world, device, stops)
+        if duration is not None:
+            document["training"] = {**asdict(duration), **asdict(stops), "async_save": run.checkpoint.async_save}
     return document
 
 
@@ -240,9 +240,9 @@ def _report(answer: RunEstimate, megatron: bool, stops: Interruptions) -> None:
         times = None if seconds is None or seconds_in_bf16 is None else (seconds, seconds_in_bf16)
         report(show.precision(run, answer.memory, other.memory, times))
     if device is not None:
-        whole = training(run, world, device, stops)
-        if whole is not None:
-            report(show.training_note(whole, stops, run.checkpoint.save_interval is not None))
+        duration = training(run, world, device, stops)
+        if duration is not None:
+            report(show.training_note(duration, stops, run.checkpoint.save_interval is not None))
     for line in answer.start:
         console.print(line, markup=False)
     if answer.missing:

@@ -76,5 +76,5 @@ def _print_table(rows: list[Row]) -> None:
         table.add_row(row.family, row.layout, *numbers, tensor, verdict)
     console = Console()
     console.print(table, width=console.width if console.is_terminal else 110)
-    wrong = sum(not row.fine for row in rows)
-    print(f"{len(rows) - wrong} of {len(rows)} layouts are within the bounds")
+    failures = sum(not row.fine for row in rows)
+    print(f"{len(rows) - failures} of {len(rows)} layouts are within the bounds")

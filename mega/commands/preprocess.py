@@ -35,7 +35,7 @@ def run(
     for flag, value in of_sentences.items() if not texts.split_sentences else ():
         if value is not None:
             raise ValueError(f"{flag}: sets how sentences are cut; give --split-sentences too, or leave it out")
-    cut = Sentences(
+    sentences = Sentences(
         splitter=texts.sentence_splitter or "punkt", language=texts.lang or "english", keep_newlines=texts.keep_newlines
     )
     with shown(sum(path.stat().st_size for path in find(texts.input) if path != STDIN)) as progress:
@@ -49,7 +49,7 @@ def run(
             workers=texts.workers,
             on_error=texts.on_error,
             text_lines=texts.text_lines,
-            sentences=cut if texts.split_sentences else None,
+            sentences=sentences if texts.split_sentences else None,
             shard=(index, count),
             resume=texts.resume,
             overwrite=texts.overwrite,

@@ -34,9 +34,9 @@ def run(
     hf auth login. An existing model card in the repository is kept.
     """
     check_source("DIRECTORY", directory)
-    to = repository(name)
+    target = repository(name)
     card = None if options.card is None else _read_card(options.card)
-    check_push(to)
+    check_push(target)
 
     from mega.core.checkpoint.forms.form import OWN
     from mega.core.checkpoint.forms.recognise import form_at
@@ -60,9 +60,11 @@ def run(
         if card is None:
             existing_card = folder / CARD
             card = (
-                existing_card.read_text(encoding="utf-8") if existing_card.is_file() else _card(directory, to, options)
+                existing_card.read_text(encoding="utf-8")
+                if existing_card.is_file()
+                else _card(directory, target, options)
             )
-        print(push(folder, to, options, card, note))
+        print(push(folder, target, options, card, note))
     return 0
 
 

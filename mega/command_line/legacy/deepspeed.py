@@ -122,8 +122,8 @@ class _Table:
         row = table("deepspeed")[name]
         for key, option in row.get("options", {}).items():
             self.option(key, option)
-        for key, one in row.get("only", {}).items():
-            self.only(key, one["valid"], one["why"])
+        for key, rule in row.get("only", {}).items():
+            self.only(key, rule["valid"], rule["why"])
         for key in row.get("dropped", ()):
             self.take(key)
 

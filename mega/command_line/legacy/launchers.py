@@ -21,8 +21,8 @@ def start(launcher: Sequence[str], verb: str, known: Collection[str], result: Tr
             return [*words[:index], *_of_deepspeed(words[index + 1 :], mega_words, known, result)]
         if _is_torchrun(words, index):
             return [*words[:index], *_of_torchrun(words[index + (2 if word == "-m" else 1) :], mega_words, known)]
-    inner = len(words) > 1 and words[-1] == "-c" and PurePosixPath(words[-2]).name in ("sh", "bash")
-    return [*(words[:-2] if inner else words), *mega_words]
+    runs_shell = len(words) > 1 and words[-1] == "-c" and PurePosixPath(words[-2]).name in ("sh", "bash")
+    return [*(words[:-2] if runs_shell else words), *mega_words]
 
 
 def _is_torchrun(words: Sequence[str], index: int) -> bool:

@@ -52,9 +52,9 @@ def translated(line: CommandLine, spellings_of: SpellingsOf) -> Translation:
         AFTER[program.after](result, options)
         switches = {setting.flag for setting in settings if setting.switch}
         settings = [Setting(flag, values, flag in switches) for flag, values in options.items()]
-    typed = [word for setting in settings for word in _typed(setting, program)]
-    typed += [word for word in read_line.others if word.startswith("-")]
-    result.commands.append([*start(line.launcher, program.verb, meaning_of, result), *typed])
+    words_of_settings = [word for setting in settings for word in _typed(setting, program)]
+    words_of_settings += [word for word in read_line.others if word.startswith("-")]
+    result.commands.append([*start(line.launcher, program.verb, meaning_of, result), *words_of_settings])
     return result
 
 

@@ -69,7 +69,9 @@ def _program(row: Mapping[str, Any]) -> Program:
         read[key] = {flag: "" if value is True else value for flag, value in row.get(key, {}).items()}
     for key in ("drops", "drops_switches", "lacks"):
         read[key] = {flag: reason for reason, flags in row.get(key, {}).items() for flag in flags}
-    read["values"] = {flag: (one["flag"], _renames(one["choices"])) for flag, one in row.get("values", {}).items()}
+    read["values"] = {
+        flag: (value_row["flag"], _renames(value_row["choices"])) for flag, value_row in row.get("values", {}).items()
+    }
     read |= {key: tuple(row[key]) for key in ("lowers", "arguments") if key in row}
     read["when"] = {flag: tuple(values) for flag, values in row.get("when", {}).items()}
     return Program(**{**read, "hole": hole(row["hole"]) if "hole" in row else ""})

@@ -53,7 +53,7 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
         prefixes.append(f"{prefix}_text_{level}")
         tokenizer = ("--tokenizer", "--vocab-file", "--merge-file", "--tokenizer-model")
         tokenizer_words = [word for flag in tokenizer if flag in options for word in (flag, *options[flag])]
-        cut = ["--split-sentences"] if sentences else ["--append-eod"]
+        level_words = ["--split-sentences"] if sentences else ["--append-eod"]
         result.commands.append(
             [
                 "mega",
@@ -62,7 +62,7 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
                 _corpora().get(text, text),
                 "--output-prefix",
                 prefix,
-                *cut,
+                *level_words,
                 *tokenizer_words,
             ]
         )
@@ -267,8 +267,8 @@ def _fairseq_sets(line: CommandLine, translate: Translate) -> Translation:
     for flag, paths in paths_of_flag.items():
         for number, path in enumerate(paths.split(",")):
             name = flag[2:-4] + (str(number) if number else "")
-            one = ["--input", path, "--output-prefix", f"{folder}/{name}", *words]
-            translation = translate(CommandLine(line.launcher, "fairseq-preprocess-set", tuple(one)))
+            set_words = ["--input", path, "--output-prefix", f"{folder}/{name}", *words]
+            translation = translate(CommandLine(line.launcher, "fairseq-preprocess-set", tuple(set_words)))
             result.commands += translation.commands
             result.dropped, result.lacking = translation.dropped, translation.lacking
     if not paths_of_flag:

@@ -34,7 +34,9 @@ class Translation:
         lines += [f"# by release: {line}" for line in self.notes]
         lines += [f"# note: {line}" for line in self.hints]
         # A word may contain a line break; the rest of its comment would then be executed.
-        return "\n".join([" ".join(line.splitlines()) for line in lines] + [quoted(one) for one in self.commands])
+        return "\n".join(
+            [" ".join(line.splitlines()) for line in lines] + [quoted(command) for command in self.commands]
+        )
 
 
 def quoted(words: Sequence[str]) -> str:

@@ -223,7 +223,7 @@ async def _ask_all(host: str, port: int, load: Load, prompts: Sequence[Sequence[
             times, error, count = [], str(problem), None
         return Timing(arrival, tuple(times), error, count)
 
-    return list(await asyncio.gather(*(one(number, at) for number, at in enumerate(load.arrivals()))))
+    return list(await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(load.arrivals()))))
 
 
 async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list[float], str, int | None]:
@@ -280,14 +280,14 @@ def plot(rows: Sequence[ServingRow], title: str) -> str:
 
     def times(pairs: Sequence[tuple[float, float]]) -> dict[str, Series]:
         return {
-            name: [(float(at), 1e3 * pair[percentile]) for at, pair in enumerate(pairs)]
+            name: [(float(index), 1e3 * pair[percentile]) for index, pair in enumerate(pairs)]
             for percentile, name in enumerate(("median", "99th percentile"))
         }
 
     charts: Charts = {
         "time to first token, ms": times([row.first for row in rows]),
         "time between tokens, ms": times([row.between for row in rows]),
-        "tokens a second": {"new": [(float(at), row.tokens_per_second) for at, row in enumerate(rows)]},
+        "tokens a second": {"new": [(float(index), row.tokens_per_second) for index, row in enumerate(rows)]},
     }
     names = [f"{row.rate:g}" if row.rate else "at once" for row in rows]
     return svg(charts, Scale(over="rate", names=names), f"{title}, over requests a second")

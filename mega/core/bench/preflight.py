@@ -84,8 +84,8 @@ def _figures(device: Device, world: World, options: PreflightOptions) -> Iterato
         first = world.rank - world.local_rank
         after = first + (world.local_rank + 1) % world.local_size
         before = first + (world.local_rank - 1) % world.local_size
-        part, into = large[: large.nbytes // 4], other[: large.nbytes // 4]
-        yield "link", part.nbytes / _seconds(device, lambda: _exchange(part, after, into, before)) / 1e9
+        sent, received = large[: large.nbytes // 4], other[: large.nbytes // 4]
+        yield "link", sent.nbytes / _seconds(device, lambda: _exchange(sent, after, received, before)) / 1e9
     if options.save is not None and world.local_rank == 0:
         yield from _disk(Path(options.save), options.megabytes)
 
@@ -149,7 +149,7 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
     even = count + count % 2
     seats = list(range(even))
     for _ in range(even - 1):
-        pairs = [(seats[at], seats[even - 1 - at]) for at in range(even // 2)]
+        pairs = [(seats[position], seats[even - 1 - position]) for position in range(even // 2)]
         yield sorted((min(pair), max(pair)) for pair in pairs if max(pair) < count)
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
@@ -157,15 +157,15 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 def _pairs(first: Mapping[str, int], axis: Axis, device: Device) -> dict[str, float]:
     """GB/s of every pair of hosts, in both directions at once; the same result on all ranks."""
     names, size = sorted(first, key=lambda name: first[name]), 64 << 20 if device.is_cuda else 4 << 20
-    out, into = (torch.zeros(size, dtype=torch.uint8, device=device.torch) for _ in range(2))
+    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device.torch) for _ in range(2))
     rates: dict[str, float] = {}
     for pairs in rounds(len(names)):
         gather_json(None, axis, device.torch)  # a barrier: the round before has ended on all ranks
-        for one, other in ((names[a], names[b]) for a, b in pairs):
-            if axis.index in (first[one], first[other]):
-                peer = first[other] if axis.index == first[one] else first[one]
-                seconds = _seconds(device, lambda peer=peer: _exchange(out, peer, into, peer))  # type: ignore[misc]
-                rates[f"{one} - {other}"] = size / seconds / 1e9
+        for first_host, second_host in ((names[a], names[b]) for a, b in pairs):
+            if axis.index in (first[first_host], first[second_host]):
+                peer = first[second_host] if axis.index == first[first_host] else first[first_host]
+                seconds = _seconds(device, lambda peer=peer: _exchange(sent, peer, received, peer))  # type: ignore[misc]
+                rates[f"{first_host} - {second_host}"] = size / seconds / 1e9
     slowest: dict[str, float] = {}
     for each in gather_json(rates, axis, device.torch):
         for name, rate in each.items():
@@ -179,25 +179,25 @@ def problems(
     """Phase 4: yield a line for each figure, fact or clock that is off."""
     for name, unit in FIGURES.items():
         rates = {row["rank"]: row["figures"][name] for row in rows if name in row["figures"]}
-        middle = statistics.median(rates.values()) if rates else 0.0
+        median = statistics.median(rates.values()) if rates else 0.0
         for row in rows:
-            if row["rank"] in rates and rates[row["rank"]] < least * middle:
+            if row["rank"] in rates and rates[row["rank"]] < least * median:
                 rate = rates[row["rank"]]
-                share = f"{rate / middle:.0%} of the median {middle:.3g}"
+                share = f"{rate / median:.0%} of the median {median:.3g}"
                 yield f"rank {row['rank']} on {row['host']}: {name} {rate:.3g} {unit}, {share}"
-    middle = statistics.median(pairs.values()) if pairs else 0.0
+    median = statistics.median(pairs.values()) if pairs else 0.0
     for name, rate in pairs.items():
-        if rate < least * middle:
-            yield f"hosts {name}: {rate:.3g} GB/s, {rate / middle:.0%} of the median {middle:.3g}"
+        if rate < least * median:
+            yield f"hosts {name}: {rate:.3g} GB/s, {rate / median:.0%} of the median {median:.3g}"
     for name in dict.fromkeys(name for row in rows for name in row["facts"]):
         usual, _ = Counter(row["facts"].get(name, "none") for row in rows).most_common(1)[0]
         for row in rows:
             if row["facts"].get(name, "none") != usual:
                 yield f"rank {row['rank']} on {row['host']}: {name} {row['facts'].get(name, 'none')}, others {usual}"
-    middle = statistics.median(clocks)
+    median = statistics.median(clocks)
     for row, clock in zip(rows, clocks, strict=True):
-        if abs(clock - middle) > CLOCK:
-            yield f"rank {row['rank']} on {row['host']}: its clock is {clock - middle:+.1f} s from the median"
+        if abs(clock - median) > CLOCK:
+            yield f"rank {row['rank']} on {row['host']}: its clock is {clock - median:+.1f} s from the median"
 
 
 def _show(rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, float], faults: Sequence[str], as_json: bool) -> None:

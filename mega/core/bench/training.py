@@ -337,8 +337,8 @@ def between_marks(spans: Sequence[Span]) -> list[Span]:
     [(5, 9, 'a'), (6, 8, 'b'), (7, 10, 'c')]
     """
     first, last = sorted(end for _, end, name in spans if MARK in name)[-2:]
-    cut = [(max(begin, first), min(end, last), name) for begin, end, name in spans if MARK not in name]
-    return [(begin, end, name) for begin, end, name in cut if begin < end]
+    clipped = [(max(begin, first), min(end, last), name) for begin, end, name in spans if MARK not in name]
+    return [(begin, end, name) for begin, end, name in clipped if begin < end]
 
 
 def phases_of(spans: Sequence[Span]) -> dict[str, float]:

@@ -30,8 +30,8 @@ def mixture(run: RunConfig, line: Line) -> Iterator[str]:
     yield from _losses(run, line)
     if not any(has_experts(model, number) for number in range(model.layers)):
         yield line("experts_from", f"leaves none of the {model.layers} layers with experts")
-    if wrong := [number for number in model.dense_layers if number >= model.layers]:
-        yield line("dense_layers", f"has no layer {wrong[0]}; valid: 0 to {model.layers - 1}")
+    if missing := [number for number in model.dense_layers if number >= model.layers]:
+        yield line("dense_layers", f"has no layer {missing[0]}; valid: 0 to {model.layers - 1}")
     if model.norm_placement == "post" or model.post_norm_residual:
         yield line("experts", "needs --norm-placement pre and --no-post-norm-residual")
     if run.precision.fp8:

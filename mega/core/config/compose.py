@@ -48,8 +48,8 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     >>> nearest("lama2-7b", ["llama2-7b", "gpt3-175b"])
     ' (nearest: llama2-7b)'
     """
-    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6) if len(word) <= LONGEST_WORD else []
-    return f" (nearest: {close[0]})" if close else ""
+    matches = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6) if len(word) <= LONGEST_WORD else []
+    return f" (nearest: {matches[0]})" if matches else ""
 
 
 def nearest_flag(flag: str, valid: Iterable[str]) -> str:
@@ -64,6 +64,6 @@ def nearest_flag(flag: str, valid: Iterable[str]) -> str:
         return ""
     bare = flag.strip("-").replace("_", "-")
     names = {name.strip("-").replace("_", "-"): name for name in valid}
-    same = [name for name in names if sorted(name.split("-")) == sorted(bare.split("-"))]
-    close = same or difflib.get_close_matches(bare, list(names), n=1, cutoff=0.7)
-    return f" (nearest: {names[close[0]]})" if close else ""
+    reordered = [name for name in names if sorted(name.split("-")) == sorted(bare.split("-"))]
+    matches = reordered or difflib.get_close_matches(bare, list(names), n=1, cutoff=0.7)
+    return f" (nearest: {names[matches[0]]})" if matches else ""

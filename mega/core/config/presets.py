@@ -86,14 +86,14 @@ def _qwen25(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool, seq_length: int
 ) -> dict[str, object]:
     """Biases of query, key and value only; the larger models' table of tokens has 128 rows more."""
-    rest = {"qkv_bias": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
-    return {**_llama(layers, hidden, heads, kv_heads, ffn, seq_length, 151936 if hidden < 3072 else 152064), **rest}
+    values = {"qkv_bias": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
+    return {**_llama(layers, hidden, heads, kv_heads, ffn, seq_length, 151936 if hidden < 3072 else 152064), **values}
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[str, object]:
     """Norms per head; every head is 128 wide, independently of the hidden width."""
-    rest = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
-    return {**_llama(layers, hidden, heads, 8, ffn, 32768, 151936), **rest}
+    values = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
+    return {**_llama(layers, hidden, heads, 8, ffn, 32768, 151936), **values}
 
 
 def _mixture(experts: int, chosen: int, width: int, normalize: bool = True) -> dict[str, object]:
@@ -130,8 +130,14 @@ def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, objec
 
 def _olmo2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, object]:
     """Norms after each branch, and over whole queries and keys."""
-    rest = {"norm_placement": "branch", "qk_norm": True, "qk_norm_whole": True, "norm_eps": 1e-6, "rope_base": 500000.0}
-    return {**_llama(layers, hidden, heads, kv_heads, ffn, 4096, 100352), **rest}
+    values = {
+        "norm_placement": "branch",
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "norm_eps": 1e-6,
+        "rope_base": 500000.0,
+    }
+    return {**_llama(layers, hidden, heads, kv_heads, ffn, 4096, 100352), **values}
 
 
 def _olmo3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, object]:

@@ -111,9 +111,9 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
         decoder_layers = decoder_layers or layers
         # Encoder and decoder share the positions, which must cover the longer text.
         longest = longest and max(longest, options.masking.decoder_seq_length)
-    same = {**_unchanged_fields(model, ModelConfig), "decoder_layers": decoder_layers}
+    unchanged = {**_unchanged_fields(model, ModelConfig), "decoder_layers": decoder_layers}
     resolved = ModelConfig(
-        **same,
+        **unchanged,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -410,10 +410,10 @@ def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
             stage_layers = split_layers(model.stacks[0], model.stacks[1], options.pp, options.split_rank)
     schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
     etp = options.tp if options.etp is None else options.etp
-    same = ParallelConfig(**_unchanged_fields(options, ParallelConfig), schedule=schedule, etp=etp)
+    resolved = ParallelConfig(**_unchanged_fields(options, ParallelConfig), schedule=schedule, etp=etp)
     # One tensor rank has nothing to split. Megatron-LM also switches this off, without a message.
     split = options.sequence_parallel and options.tp > 1
-    return replace(same, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)
+    return replace(resolved, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)
 
 
 def _batch(options: BatchOptions, dp: int) -> BatchConfig:
@@ -429,13 +429,13 @@ def _batch(options: BatchOptions, dp: int) -> BatchConfig:
 
 def _schedule(options: Options) -> ScheduleConfig:
     schedule, decay = options.schedule, options.optimizer.weight_decay
-    same = ScheduleConfig(
+    resolved = ScheduleConfig(
         **_unchanged_fields(schedule, ScheduleConfig),
         start_weight_decay=decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
         end_weight_decay=decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
     )
     return replace(
-        same,
+        resolved,
         lr_decay_steps=schedule.lr_decay_steps or options.batch.steps,
         lr_decay_samples=schedule.lr_decay_samples or options.batch.samples,
     )

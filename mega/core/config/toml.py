@@ -191,10 +191,10 @@ def _choices(entry: Entry) -> str:
 
 def _is(kind: type, value: object) -> bool:
     """Whether a TOML value is of `kind`; true is not a number, and 1 is accepted for 1.0."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
     if kind is float:
-        return whole or type(value) is float
-    return whole if kind is int else type(value) is (str if kind is Path else kind)
+        return is_whole or type(value) is float
+    return is_whole if kind is int else type(value) is (str if kind is Path else kind)
 
 
 def converted(entry: Entry, value: Any) -> object:

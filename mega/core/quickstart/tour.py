@@ -72,9 +72,9 @@ def tour(out: Path | None, steps: int) -> int:
         raise ValueError(f"--out {out}: exists already; give a new directory, or remove it")
     began = time.monotonic()
     for number, (title, line) in enumerate(TOUR, 1):
-        typed = arguments(line, out, steps)
-        print(f"\n[{number}/{len(TOUR)}] {title}\n$ {format_command(['mega', *typed])}", flush=True)
-        code = subprocess.run([sys.executable, "-m", "mega", *typed], check=False).returncode
+        words = arguments(line, out, steps)
+        print(f"\n[{number}/{len(TOUR)}] {title}\n$ {format_command(['mega', *words])}", flush=True)
+        code = subprocess.run([sys.executable, "-m", "mega", *words], check=False).returncode
         if code:
             print(f"mega: step {number} of {len(TOUR)} failed with exit code {code}", file=sys.stderr)
             return code

@@ -90,7 +90,7 @@ def svg(charts: Charts, scale: Scale = LINEAR, title: str = "") -> str:
 
 
 def _curve(name: str, curve: Series, axes: tuple[_Axis, _Axis], colour: int, words: tuple[str, str]) -> list[str]:
-    (x_axis, y_axis), (over, unit) = axes, words
+    (x_axis, y_axis), (x_name, unit) = axes, words
     runs: list[list[str]] = [[]]
     for x, y in curve:
         if math.isfinite(y):
@@ -101,7 +101,7 @@ def _curve(name: str, curve: Series, axes: tuple[_Axis, _Axis], colour: int, wor
     finite = [(x, y) for x, y in curve if math.isfinite(y)]
     marked = finite if len(finite) <= 60 else finite[:: -(-len(finite) // 60)]
     for x, y in marked:  # points with a text under the pointer
-        text = escape(f"{name}, {over} {x:g}: {short(y)} {unit}".rstrip())
+        text = escape(f"{name}, {x_name} {x:g}: {short(y)} {unit}".rstrip())
         radius = 2.2 if len(finite) <= 60 else 5
         hidden = "" if len(finite) <= 60 else " hit"
         parts.append(

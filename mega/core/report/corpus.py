@@ -60,8 +60,8 @@ def _bars(values: Mapping[str, int], whole: int, *, by_name: bool = False) -> st
             f'<tr><td>{escape(name)}</td><td class="n">{count:,}</td><td class="n">{share:.2%}</td><td>{bar}</td></tr>'
         )
     if len(ranked) > MOST_ROWS:
-        rest = sum(count for _, count in ranked[MOST_ROWS:])
-        rows.append(f'<tr><td>{len(ranked) - MOST_ROWS:,} others</td><td class="n">{rest:,}</td></tr>')
+        other_count = sum(count for _, count in ranked[MOST_ROWS:])
+        rows.append(f'<tr><td>{len(ranked) - MOST_ROWS:,} others</td><td class="n">{other_count:,}</td></tr>')
     return f"<table>{''.join(rows)}</table>"
 
 

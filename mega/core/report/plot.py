@@ -28,11 +28,11 @@ def charts_of(runs: Sequence[Path], metrics: Sequence[str]) -> Charts:
     ValueError naming the run, or a metric that no run has.
     """
     records: dict[str, RunRecord] = {}
-    for place in runs:
-        record = read(place)
+    for path in runs:
+        record = read(path)
         if not isinstance(record, RunRecord):
-            raise ValueError(f"RUN {place}: is an evaluation; must be a run's directory, or its file of metrics")
-        records[str(place) if place.name in {other.name for other in runs if other != place} else place.name] = record
+            raise ValueError(f"RUN {path}: is an evaluation; must be a run's directory, or its file of metrics")
+        records[str(path) if path.name in {other.name for other in runs if other != path} else path.name] = record
     available = list(dict.fromkeys(name for record in records.values() for name in record.series))
     names = metrics or [name for name in ("loss", "valid_loss") if name in available]
     for name in names:
@@ -76,9 +76,9 @@ def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: i
         ]
         # A letter holds 2 x 4 dots. Where curves overlap, the last one owns the whole letter.
         for column, row in _joined(dots):
-            place = row // 4, column // 2
-            owner, bits = cells.get(place, (number, 0))
-            cells[place] = number, (bits if owner == number else 0) | DOTS[row % 4][column % 2]
+            position = row // 4, column // 2
+            owner, bits = cells.get(position, (number, 0))
+            cells[position] = number, (bits if owner == number else 0) | DOTS[row % 4][column % 2]
     dotted = colour or len(curves) == 1
     lines = [f"{'':>9}{name}"]
     for row in range(height):
@@ -101,8 +101,8 @@ def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """
     yield from dots[:1]
     for (x, y), (column, row) in itertools.pairwise(dots):
-        for between in range(x + 1, column):
-            yield between, round(y + (row - y) * (between - x) / (column - x))
+        for dot_column in range(x + 1, column):
+            yield dot_column, round(y + (row - y) * (dot_column - x) / (column - x))
         yield column, row
 
 
