@@ -59,8 +59,8 @@ def evaluate(
 
     It runs in this process, on `nproc` local ranks, or as one rank of a launcher. task: lambada, ppl, wikitext103,
     mnli, qqp or race. data: the benchmark's file; labelled tasks take several. out: JSON file for the result, which
-    `mega report` reads. options: options of `mega eval`, such as `tp=2`, `nproc=2`, `micro_batch=8`, `limit=100` and
-    those of the benchmark; `retro` and `embedder` for a model with a retriever. verbose: print what `mega eval` prints.
+    `mega report` reads. options: those of `mega eval`, such as `tp=2`, `nproc=2`, `limit=100` and the benchmark's own;
+    for a model with a retriever `retro` and `embedder`. verbose: print what `mega eval` prints.
 
     Errors: ValueError naming the option or file, its value and the rule, before any rank starts.
     """
@@ -76,8 +76,7 @@ def evaluate(
     run_keywords = {name: value for name, value in options.items() if name not in schema.entries}
     run_options = checked_keywords(run_keywords, run_schema())
     _check_read(run_options)
-    model_path = local_place("path", os.fspath(path))
-    check_source("--load", model_path)
+    check_source("--load", model_path := local_place("path", os.fspath(path)))
     run = compose(None, {}, {**run_options, "load": model_path})
     world = world_from_env()
     size = ranks(world, run.runtime.nproc)
