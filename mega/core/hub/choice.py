@@ -31,7 +31,7 @@ SPLITS = {
 def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
     """Return the paths of a repository's `files` that are fetched.
 
-    Errors: ValueError, without the name, where there are none.
+    Errors: ValueError, without the name, if it has none.
     """
     if kind == "dataset":
         return _rows(files, name.part)

@@ -106,7 +106,7 @@ def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[
         tree = HfApi().list_repo_tree(repository, recursive=True, revision=commit, repo_type=repository_kind)
         listed = [file for file in tree if isinstance(file, RepoFile)]
     except (errors.HTTPError, ConnectionError) as error:
-        # The Hub answered that there is no such repository or access: the cache must not hide that.
+        # The Hub refused access or does not have the repository; the cache must not hide that.
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
