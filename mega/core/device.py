@@ -147,17 +147,24 @@ class Device:
             torch.backends.cudnn.benchmark = False
 
 
+def _deterministic_algorithms() -> tuple[bool, bool]:
+    """Whether torch uses deterministic algorithms only, and whether it only warns about others."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 @contextlib.contextmanager
 def restored_settings() -> Iterator[None]:
     """Restore the process-wide settings of torch, threads and deterministic algorithms, at the end of the block."""
     threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
-    only, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = _deterministic_algorithms()
     cudnn_settings = cudnn.deterministic, cudnn.benchmark
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(only, warn_only=warns)
+        # Only after a change: the call imports torch's compiler, which takes seconds and writes a folder to TMPDIR.
+        if _deterministic_algorithms() != deterministic:
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         cudnn.deterministic, cudnn.benchmark = cudnn_settings
 
 
