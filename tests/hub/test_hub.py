@@ -78,6 +78,8 @@ def test_which_files_are_fetched() -> None:
         ["config.json", "model.safetensors", "consolidated.safetensors", "x.py", "x.bin", "d/y.json"],
     )
     assert chosen(files, name, "model") == ["config.json", "model.safetensors"]
+    pooled = [*files, "1_Pooling/config.json"]
+    assert "1_Pooling/config.json" in chosen(pooled, name, "model")
     assert chosen(["tokenizer.json", "config.json", "model.safetensors"], name, "tokenizer") == [
         "config.json",
         "tokenizer.json",
