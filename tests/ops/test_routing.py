@@ -45,7 +45,8 @@ def test_probabilities_and_choice(rule: str) -> None:
     value, chosen, bias = named(**expected["args"])
     found = routing.route(LOGITS, value, chosen, bias)
     probabilities = torch.zeros_like(LOGITS).scatter(1, found.chosen, found.probabilities)
-    torch.testing.assert_close(probabilities, torch.tensor(expected["probs"]), rtol=0, atol=1e-7)
+    two_ulp = 2 * torch.finfo(torch.float32).eps  # a CPU's vector instructions round exp in their own way
+    torch.testing.assert_close(probabilities, torch.tensor(expected["probs"]), rtol=two_ulp, atol=1e-7)
     chosen_map = torch.zeros_like(LOGITS).scatter(1, found.chosen, 1.0)
     assert torch.equal(chosen_map, torch.tensor(expected["map"]).float())
 

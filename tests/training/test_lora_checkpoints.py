@@ -221,7 +221,7 @@ def test_adapters_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert float((wanted - of_run(base)).abs().max()) > 1e-2
     assert main(["convert-llama", "--load-dir", str(tuned), "--save-dir", str(folder), "--to", "hf"]) == 0
     assert main(["convert-llama", "--load-dir", str(folder), "--save-dir", str(tmp_path / "whole")]) == 0
-    torch.testing.assert_close(of_run(tmp_path / "whole"), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_run(tmp_path / "whole"), wanted, rtol=2e-5, atol=2e-5)
     _peft_of_experts(base, tuned, adapter, wanted)
     capsys.readouterr()
     words = ["generate", "--load", str(base), "--device", "cpu", "--adapter", f"it={adapter}", "--prompt", "1 2"]
