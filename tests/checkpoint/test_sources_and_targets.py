@@ -60,6 +60,11 @@ def run(source: Path) -> Path:
     return convert(source, source.parent / "run").path.parent
 
 
+def test_the_dtype_is_stored_by_its_name_on_the_command_line(run: Path) -> None:
+    """A resumed run compares it with --dtype."""
+    assert locate(run).meta["config"]["precision"] == {"dtype": "fp32"}
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -15,7 +15,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.sections import LogConfig
 from mega.core.ops import cudnn
 from mega.core.training.metrics.meters import Meters
-from mega.core.training.start.introduce import summary
+from mega.core.training.start.introduce import expert_axes, summary
 from mega.core.training.wire import chosen_ops
 
 RUN = (
@@ -106,3 +106,10 @@ def test_a_line_of_the_log_has_no_empty_field(tmp_path: Path, capsys: pytest.Cap
     assert "n/a" not in line
     for field in ("step    1000/1000000", "loss 11.250000", "lr 1.000e-04", "grad norm", "skipped 3", "eta "):
         assert field in line
+
+
+def test_axes_of_experts_are_named() -> None:
+    sizes: dict[str, object] = {"layers": 1, "hidden": 8, "heads": 2, "seq_length": 8, "vocab": 64, "micro_batch": 2}
+    sizes |= {"experts": 4, "expert_ffn": 8, "steps": 1, "lr": 1e-3, "mock_data": True}
+    assert expert_axes(resolve(compose(flags={**sizes, "ep": 2}), 2)) == ["ep 2"]
+    assert expert_axes(resolve(compose(flags=sizes), 2)) == []

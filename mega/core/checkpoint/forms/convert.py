@@ -36,7 +36,7 @@ from mega.core.checkpoint.own.base import MergedSource, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
 from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
-from mega.core.checkpoint.own.pieces import NAMES, Box, CheckpointError, Piece, Tensors, naming
+from mega.core.checkpoint.own.pieces import OPTION_NAMES, Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource, StoredWeights
 from mega.core.checkpoint.own.store import Attachments, locate, store_at
@@ -202,7 +202,7 @@ def _plain_state(
     """The plain state of the new checkpoint; state of the foreign run takes precedence."""
     config = {
         "model": dataclasses.asdict(opened.model),
-        "precision": {"dtype": NAMES[main_dtype(tensors)]},
+        "precision": {"dtype": OPTION_NAMES[main_dtype(tensors)]},
         "parallel": layout.section,
         "tokenizer": tokenizer,
     }

@@ -29,7 +29,10 @@ FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
 """The dtypes that foreign files may hold."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The names of dtypes, as --dtype takes them."""
+"""dtype -> its name in safetensors."""
+
+OPTION_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""dtype -> its name as --dtype takes it."""
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> shape and dtype."""

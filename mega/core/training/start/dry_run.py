@@ -16,6 +16,7 @@ from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
 from mega.core.training.start.inputs import Inputs
+from mega.core.training.start.introduce import expert_axes
 from mega.core.training.wire import build_mesh, build_stages
 
 
@@ -23,7 +24,8 @@ def dry_run(inputs: Inputs, world: int) -> None:
     """Build the stages, prove the plan, and print the sizes. Errors: ValueError of training, for an invalid layout."""
     run, console = inputs.run, Console(highlight=False)
     parallel, dp = run.parallel, data_parallel(inputs.run, world)
-    table = Table(title=f"{world} ranks: tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}")
+    axes = [f"tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}", *expert_axes(run)]
+    table = Table(title=f"{world} ranks: {'; '.join(axes)}")
     for column in ("stage", "ranks", "blocks", "ends", "parameters per rank"):
         table.add_column(column, justify="right")
     stride = parallel.tp * parallel.cp * dp

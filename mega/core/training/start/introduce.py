@@ -68,6 +68,12 @@ def introduce(
         report(f"nothing is left to train: the run ends with step {steps}")
 
 
+def expert_axes(run: RunConfig) -> list[str]:
+    """The sizes of the axes that share experts: they are folded out of the other ones, so they multiply no ranks."""
+    sizes = {"ep": run.parallel.ep, "etp": run.parallel.etp}
+    return [f"{name} {size}" for name, size in sizes.items() if size > 1 and run.model.experts]
+
+
 def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[str]:
     """Lines about the model, the layout, the device, the operators and the batch."""
     yield f"model: {shape_words(architecture(run.model))}; {parameter_words(run.model)}"
@@ -86,6 +92,7 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     extras = ["sequence parallel"] if parallel.sequence_parallel else []
     extras += [f"schedule {parallel.schedule}"] if parallel.pp > 1 else []
     extras += [f"ZeRO {parallel.zero}"] if parallel.zero else []
+    extras += expert_axes(run)
     yield f"layout: {'; '.join([f'{world} ranks: {layout}' if world > 1 else '1 rank', *extras])}"
     precision = run.precision
     dtype = precision.dtype + (", matmuls in fp8" if precision.fp8 else "")
