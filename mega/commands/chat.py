@@ -69,5 +69,5 @@ def run(
     session = ChatSession(answering, sampling_options, talk.tokens, talk.system or "", given=set(given_sampling))
     if sys.stdin.isatty():
         print("a turn a line; /help lists commands, Ctrl-D ends", file=sys.stderr)
-    session.play(lines(), lambda text: print(text, end="", flush=True))
-    return 0
+    errors = session.play(lines(), lambda text: print(text, end="", flush=True))
+    return 1 if errors and not sys.stdin.isatty() else 0

@@ -24,7 +24,7 @@ class Parrot:
     """Answers with how many messages it was given, and the last one."""
 
     def answer(
-        self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
+        self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
         if tokens == 1:
             raise ValueError("too short")
@@ -102,6 +102,9 @@ def test_a_server() -> None:
         said(session, "/set top_p 1\nHo")
         assert session.given == {"presence_penalty", "top_p"} and engine.seen[-1].sampling.top_p == 1
         assert said(session, "x" * 300).startswith(f"mega: --url {running.url}: 400: This model's maximum context")
+        assert "Wörld" in said(ChatSession(ServerAnswers(running.url, "fake")), "Hi"), (
+            "the server's number of tokens fits"
+        )
         wrong = ChatSession(ServerAnswers(running.url, "other"))
         assert "model 'other': is not served here" in said(wrong, "Hi")
     assert said(session, "Hi").startswith(f"mega: --url {running.url}: no answer: ")
@@ -115,6 +118,18 @@ def test_thoughts_are_shown_and_not_sent_back(monkeypatch: pytest.MonkeyPatch) -
     session = ChatSession(answers)
     assert said(session, "Is it?") == "[thinks] hm, yes\n[answers] Yes.\n"
     assert session.turns[-1] == {"role": "assistant", "content": "Yes."}
+
+
+def test_lines_that_ended_in_an_error_are_counted() -> None:
+    feed = iter(["Hi", "/nothing", "/set tokens 0"])
+
+    def read() -> str:
+        try:
+            return next(feed)
+        except StopIteration:
+            raise EOFError from None
+
+    assert ChatSession(Parrot()).play(read, lambda text: None) == 2
 
 
 def test_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

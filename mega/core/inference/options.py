@@ -154,7 +154,9 @@ class ChatOptions(VerbSection):
     url: str | None = option(None, "use a running server, such as mega serve", metavar="HOST:PORT")
     name: str | None = option(None, "with --url: name of the model on the server")
     system: str | None = option(None, "system message")
-    tokens: int = option(512, "maximum number of tokens of an answer", within=COUNT)
+    tokens: int | None = option(
+        None, "maximum number of tokens of an answer [512; with --url, the server's own default]", within=COUNT
+    )
     adapter: tuple[str, ...] = option((), "LoRA adapter to use", metavar="NAME=DIR")
     chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
     dtype: Literal["fp32", "bf16", "fp16"] | None = like(DecodingLayout, "dtype")

@@ -34,14 +34,19 @@ HELP = """\
 /exit                end, like Ctrl-D; Ctrl-C ends an answer"""
 
 
+ANSWER_TOKENS = 512
+"""Maximum number of tokens of an answer of a model in this process, if the user has not set one."""
+
+
 class Answering(Protocol):
     """Answers conversations."""
 
     def answer(
-        self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
+        self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
         """Yield the text of the next turn as it arrives. given: names of the fields of `how` that the user has set,
-        even to defaults. Errors: ValueError with the reason."""
+        even to defaults. tokens: maximum number of tokens of the turn; None is the default of the model's host.
+        Errors: ValueError with the reason."""
 
 
 @dataclass
@@ -55,7 +60,7 @@ class LocalAnswers:
     adapter: str | None = None
 
     def answer(
-        self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
+        self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
         ids, longest = self._prompt(messages), self.engine.limits.longest
         if len(ids) >= longest:
@@ -63,7 +68,7 @@ class LocalAnswers:
                 f"the conversation has {len(ids)} tokens, and the model {longest} positions: /undo or /reset"
             )
         stream = TextStream(self.tokenizer, ids)
-        most = min(tokens, longest - len(ids))
+        most = min(tokens or ANSWER_TOKENS, longest - len(ids))
         try:
             token_ids = generate(self.engine, ids, most, how, stop_ids=self.ends, adapter=self.adapter)
             try:
@@ -91,8 +96,8 @@ class ChatSession:
     answering: Answering
     how: Sampling = field(default_factory=Sampling)
     """Sampling of answers."""
-    tokens: int = 512
-    """Most tokens of an answer."""
+    tokens: int | None = None
+    """Maximum number of tokens of an answer; None: `ANSWER_TOKENS`, or what a server decides."""
     system: str = ""
     """The system turn; "": none."""
     turns: list[Message] = field(default_factory=list)
@@ -104,16 +109,19 @@ class ChatSession:
         """All messages, beginning with the system turn."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
-    def play(self, read: Callable[[], str], write: Callable[[str], None]) -> None:
-        """Run until the input ends, or /exit. read: returns the next line, raises EOFError at the end. write:
-        prints."""
+    def play(self, read: Callable[[], str], write: Callable[[str], None]) -> int:
+        """Run until the input ends, or /exit, and return the number of lines that ended in an error.
+
+        read: returns the next line, raises EOFError at the end. write: prints.
+        """
+        errors = 0
         while True:
             try:
                 line = read().strip()
             except EOFError:
-                return
+                return errors
             if line == "/exit":
-                return
+                return errors
             try:
                 if line.startswith("/"):
                     write(self.command(line) + "\n")
@@ -121,6 +129,7 @@ class ChatSession:
                     self._turn(line, write)
             except (ValueError, OSError) as error:
                 write(f"mega: {error}\n")
+                errors += 1
 
     def _turn(self, line: str, write: Callable[[str], None]) -> None:
         """Request an answer, and store the turn with as much of its answer as arrived."""
@@ -168,7 +177,7 @@ class ChatSession:
 
     def _set(self, *words: str) -> str:
         values = {name: getattr(self.how, name) for name in Sampling.__dataclass_fields__ if name != "logit_bias"}
-        values["tokens"] = self.tokens
+        values["tokens"] = self.tokens or "default"
         if not words:
             return ", ".join(f"{name} {value}" for name, value in values.items())
         if len(words) != 2 or words[0] not in values:

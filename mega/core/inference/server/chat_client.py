@@ -27,12 +27,13 @@ class ServerAnswers:
     name: str | None = None
 
     def answer(
-        self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
+        self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
         """Stream the text of the answer. A sampling field that is not in `given` and has its default value is not sent,
         so the server's default applies. Errors: ValueError with the server's message; OSError if no server answers.
         """
-        body: dict[str, object] = {"messages": list(messages), "max_tokens": tokens, "stream": True}
+        body: dict[str, object] = {"messages": list(messages), "stream": True}
+        body |= {} if tokens is None else {"max_tokens": tokens}
         body |= {name: value for name, value in vars(how).items() if name in given or value != getattr(DEFAULTS, name)}
         body |= {} if self.name is None else {"model": self.name}
         connection, path, headers = connected(self.url, "/v1/chat/completions")
