@@ -1,9 +1,9 @@
-"""BERT in Hugging Face's form: "bert" with norms after each branch, "megatron-bert" with norms before, and "roberta",
-whose positions begin after the id of padding and whose heads have other names.
+"""BERT in Hugging Face's form: "bert" with a norm after each branch, "megatron-bert" with a norm before each branch,
+and "roberta", whose positions begin after the padding id and whose heads have other names.
 
-Knows config.json and tensors' names, no files. The heads of a model are determined from its tensors if these are known,
-because released files hold more than their `architectures` states. Source: transformers' BertForPreTraining,
-BertForMaskedLM, BertForSequenceClassification, BertModel, and MegatronBert's.
+This module handles config.json and tensors' names, not files. The heads of a model are determined from its tensors'
+names if these are known, because released files contain more heads than their `architectures` states. Source:
+transformers' BertForPreTraining, BertForMaskedLM, BertForSequenceClassification, BertModel, and MegatronBert's.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class BertType:
     classes: str
     """Prefix of its classes in transformers."""
     placement: Literal["post", "pre"]
-    """Norms after or before each branch."""
+    """Whether norms follow or precede each branch."""
     prefix: str
     """Prefix of every name except the heads'; a model without heads has none."""
     heads: Mapping[str, str]
-    """The project's modules of heads -> transformers'."""
+    """The project's modules of heads -> transformers' modules."""
     repeated: Mapping[str, str]
     """The project's tensors -> names under which a folder may repeat them."""
     offset: bool = False
-    """The first position has the row after the padding's."""
+    """Whether the first position uses the row after the row of padding."""
 
 
 NAMES = {
@@ -69,7 +69,7 @@ _HEADS = {
     "classification_head": "classifier",
     "multichoice_head": "classifier",
 }
-"""The project's modules -> transformers'."""
+"""The project's modules -> transformers' modules."""
 
 _ROBERTA_HEADS = {
     "lm_head.dense": "lm_head.dense",
@@ -83,7 +83,7 @@ KEYS = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size"),
     *("layer_norm_eps", "tie_word_embeddings", "position_embedding_type"),
 )
-"""Keys of a config.json that are read, in addition to those that any may have."""
+"""Keys that are read from a config.json, in addition to those that are common to all model types."""
 
 WITHOUT_EFFECT = (
     *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
@@ -97,7 +97,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 """The project's activations -> `hidden_act` of config.json, which also applies to the head."""
 
 ENDINGS = {".weight": ".gamma", ".bias": ".beta"}
-"""Names of norms in the first releases."""
+"""Suffixes of the norms' tensors -> their suffixes in the first releases."""
 
 
 def _repeated(decoder: str) -> Mapping[str, str]:
@@ -112,7 +112,7 @@ TYPES: Mapping[str, BertType] = {
 
 
 def bert_name(name: str, kind: str, prefix: str | None = None, *, pools: bool = True) -> str:
-    """Hugging Face's name of a logical tensor. kind: a `model_type`. pools: whether a pooler is a part of the model,
+    """Hugging Face's name of a logical tensor. kind: a `model_type`. pools: whether the pooler is a part of the model,
     not of its classifier.
 
     >>> bert_name("model.layers.3.post_attention_layernorm.bias", "bert"), bert_name("lm_head.bias", "megatron-bert")
@@ -133,7 +133,7 @@ def _kind(model: Architecture) -> str:
 
 
 def model_from_config(config: Mapping[str, Json], where: str, names: Collection[str] = ()) -> ModelConfig:
-    """The resolved model section that a config.json describes. names: of the folder's tensors.
+    """The resolved model section that a config.json describes. names: names of the folder's tensors.
 
     Errors: CheckpointError naming the key.
     """
@@ -144,7 +144,7 @@ def model_from_config(config: Mapping[str, Json], where: str, names: Collection[
     only(config, "tie_word_embeddings", (True, None), where)
     only(config, "position_embedding_type", ("absolute", None), where)
     kind = TYPES[str(config["model_type"])]
-    # RoBERTa's first position has the row after that of padding.
+    # RoBERTa's first position uses the row after the row of padding.
     offset = whole_in(config, "pad_token_id", where, 1) + 1 if kind.offset else 0
     positions = whole_in(config, "max_position_embeddings", where) - offset
     if positions < 1:
@@ -189,7 +189,7 @@ class _Heads(TypedDict, total=False):
 
 
 def _heads(config: Mapping[str, Json], where: str, names: Collection[str]) -> _Heads:
-    """The heads of a model, determined from its tensors, or from its class's name if these are unknown."""
+    """The heads of a model, determined from its tensors' names, or from its class's name if the tensors are unknown."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if architectures and isinstance(architectures, list) else "BertModel"
     kind = TYPES[str(config["model_type"])]
@@ -209,7 +209,7 @@ def _heads(config: Mapping[str, Json], where: str, names: Collection[str]) -> _H
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else whole_in(config, "num_labels", where, 2)
         return {"head": "classification", "classes": count}
-    # Files may hold a pooler without the head that classifies pairs with it.
+    # Files may hold a pooler without the head that classifies pairs.
     judges = pooled and (not words or not names or _any(names, "cls.seq_relationship."))
     return {"head": "lm" if words else "none", "binary_head": judges}
 
@@ -219,7 +219,8 @@ def _any(names: Collection[str], *begins: str) -> bool:
 
 
 def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
-    """A config.json for transformers. Errors: CheckpointError naming an option that its BERT does not have."""
+    """A config.json for transformers. Errors: CheckpointError naming an option that transformers' BERT does not
+    have."""
     model = architecture(options)
     if not model.input.types:
         raise CheckpointError("token_types 0: Hugging Face's BERT has at least 1, which tokens always have a row of")
@@ -278,7 +279,7 @@ def _labels(rows: Rows | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Lines on settings that Hugging Face's form cannot express."""
+    """Messages about settings that Hugging Face's form cannot express."""
     model = architecture(options)
     words, activation = model.output.words, model.block.feed_forward.activation
     if words is None or words.transform is None or words.transform.activation == activation:
@@ -290,7 +291,8 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def table(options: ModelConfig, names: Collection[str] = ()) -> Table:
-    """`weights/<name>` of every logical tensor from Hugging Face's. names: of the folder's tensors."""
+    """The table that makes `weights/<name>` of every logical tensor of Hugging Face's tensors. names: names of the
+    folder's tensors."""
     model = architecture(options)
     headed = model.output.words is not None or model.output.rows is not None
     kind = _kind(model)

@@ -1,9 +1,9 @@
-"""Weights in fp8 with a scale for each block of a matrix, as DeepSeek releases them, read as bf16.
+"""Weights in fp8 with a scale for each block of a matrix, as released by DeepSeek. They are read as bf16.
 
     NAME.weight             F8_E4M3 [out, in]
     NAME.weight_scale_inv   F32 [out / 128, in / 128], rounded up: the factor of the elements of each block
 
-Knows config.json's `quantization_config` and tensors, no family.
+This module handles tensors and the `quantization_config` of config.json, and does not depend on the model family.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
 from mega.core.untrusted import Json
 
 SCALE = "_scale_inv"
-"""Suffix of a scale's name, after the name of its weight."""
+"""Suffix that makes a weight's name the name of its scale."""
 
 READ = torch.bfloat16
 
 
 def dequantised(source: Source, quantization: object, where: str) -> Source:
-    """The weights that a `quantization_config` describes, dequantised; unchanged for a config.json without one.
+    """The weights that a `quantization_config` describes, dequantised; unchanged if the config.json has no
+    `quantization_config`.
 
-    Errors: CheckpointError naming an unsupported key of it, or a tensor without its scale.
+    Errors: CheckpointError naming an unsupported key of `quantization`, or a tensor whose scale is missing.
     """
     if not quantization:
         if scaled := next((name for name, (_, dtype) in source.tensors.items() if dtype == torch.float8_e4m3fn), None):
@@ -78,7 +79,8 @@ class BlockScaled:
         part = self._source.read(name, box)
         if part.dtype != torch.float8_e4m3fn:
             return part
-        # The box may begin and end within blocks: the scales of all blocks that it touches are read, repeated and cut.
+        # The box may begin and end within blocks, so the scales of all blocks that it overlaps are read, repeated and
+        # cut.
         ends = tuple(start + size for start, size in zip(box.start, box.size, strict=True))
         first = tuple(start // block for start, block in zip(box.start, self._block, strict=True))
         last = tuple(-(-end // block) for end, block in zip(ends, self._block, strict=True))

@@ -1,7 +1,8 @@
 """Chat settings in the files of a Hugging Face folder: the chat template, and all tokens that end a turn.
 
-transformers reads the template from chat_template.jinja, older programs from tokenizer_config.json. `generate` stops at
-`eos_token_id` of generation_config.json, other programs at that of config.json. Knows neither templates nor weights.
+transformers reads the template from chat_template.jinja; older programs read it from tokenizer_config.json. `generate`
+stops at `eos_token_id` of generation_config.json; other programs stop at `eos_token_id` of config.json. This module
+does not depend on the content of templates or on weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def trained(checkpoint: StoredWeights) -> bool:
 
 
 def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json]:
-    """A config.json or generation_config.json whose eos_token_id includes `ends`: a number, or a list of several."""
+    """A config.json or generation_config.json whose eos_token_id includes `ends`. The value is a number, or a list of
+    several numbers."""
     current = config.get(END)
     first = current if isinstance(current, list) else [] if current is None else [current]
     ids = list(dict.fromkeys([*ends, *first]))
@@ -34,8 +36,8 @@ def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json
 def written_files(
     checkpoint: StoredWeights, config: Mapping[str, Json], tokens: SpecialTokens
 ) -> tuple[dict[str, dict[str, Json]], dict[str, bytes]]:
-    """(JSON files, other files) of an export, except config.json. They replace files of the same name that the
-    checkpoint carries. config: the config.json of the export."""
+    """(JSON files, other files) of an export, except config.json. These files replace files of the same name that are
+    stored with the checkpoint. config: the config.json of the export."""
     carried = checkpoint.attachments
     generation = {"_from_model_config": True, **{key: config[key] for key in TOKEN_IDS if key in config}}
     files = {GENERATION: generation, **{name: dict(content) for name, content in tokens.files.items()}}

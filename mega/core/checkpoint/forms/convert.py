@@ -1,9 +1,9 @@
 """Converts between mega checkpoints and foreign ones, cut for any ranks: the verbs `convert-llama` and `reshard`.
 
 A mega checkpoint becomes another one without loss (own/reshard.py). A foreign form provides a table and files
-(form.py); this module proves the table before it writes a byte, and counts in a ledger what is moved. Conversions
-stream: a few blocks are in memory at a time (one part, if a torch file is written). A folder appears under its name
-only when it is complete.
+(form.py); this module proves the table before any byte is written, and counts the moved elements in a ledger.
+Conversions stream: only a few blocks are in memory at a time (one part, if a torch file is written). A folder appears
+under its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def convert(
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens,
     progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
-    """Convert the checkpoint at `load` to the form `to` at `save` [hf for a mega checkpoint, else mega].
+    """Convert the checkpoint at `load` to the form `to` at `save`; default: hf for a mega checkpoint, else mega.
 
-    layout to tokens: as in `FormOptions`; optimizer state in an unknown form is an error.
+    The arguments from `layout` to `tokens` are those of `FormOptions`; optimizer state in an unknown form is an error.
     progress: called during a conversion from mega to mega.
-    Errors: ValueError naming flag, file or tensor; `save` is then unchanged.
+    Errors: ValueError naming the flag, file or tensor; `save` is then unchanged.
     """
     options = FormOptions(
         layout=layout,
@@ -88,7 +88,7 @@ def convert(
         return _import(source, load, save, options)
     if source is OWN:
         return _export(load, save, to, options, load)
-    check_fresh(save)  # foreign to foreign goes through a mega checkpoint: each form needs one table only
+    check_fresh(save)  # foreign to foreign goes through a mega checkpoint, so each form needs only one table
     with folder_next_to(save) as between:
         imported = _import(source, load, between / "own", dataclasses.replace(options, layout=ONE))
         report = _export(between / "own", save, to, options, load)
@@ -164,7 +164,7 @@ def upcycle(
     load: Path, save: Path, upcycling: Upcycling, layout: Layout = ONE, options: FormOptions | None = None
 ) -> ConversionReport:
     """Make a mixture of experts at `save`, step 0 of a run, from a dense model of any form at `load`.
-    options: options for reading a foreign form. Errors: ValueError naming flag, file or tensor.
+    options: options for reading a foreign form. Errors: ValueError naming the flag, file or tensor.
     """
     if form_at(load) is not OWN:
         with folder_next_to(save) as between:
@@ -199,7 +199,7 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
 def _plain_state(
     opened: OpenedForm, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """The plain state of the new checkpoint; state of the foreign run takes precedence."""
+    """The plain state of the new checkpoint; values from the foreign run take precedence."""
     config = {
         "model": dataclasses.asdict(opened.model),
         "precision": {"dtype": OPTION_NAMES[main_dtype(tensors)]},
@@ -215,7 +215,7 @@ def _plain_state(
 
 
 def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) -> ConversionReport:
-    """Export a mega checkpoint as a folder or tree at `save`. named: how messages name `load`."""
+    """Export a mega checkpoint as a folder or tree at `save`. named: the name of `load` in messages."""
     exported, form = opened_own(load, merged=to != "peft"), writer_of(to)
     losses: tuple[str, ...] = ()
     if exported.model.mtp_layers and not form.ahead:
@@ -223,7 +223,7 @@ def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) 
         exported = dataclasses.replace(
             exported, model=dataclasses.replace(exported.model, mtp_layers=0), source=_WithoutPredictors(exported)
         )
-    with naming(f"--load-dir {named}"):  # errors concern this checkpoint, not a flag of the verb
+    with naming(f"--load-dir {named}"):  # errors refer to this checkpoint, not to a flag of the verb
         export = form.export(exported, to, options)
     source, table = _FiniteSource(export.source or exported.source, named), inverted(export.table)
     prove(table, source.tensors)
@@ -235,7 +235,7 @@ def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) 
 
 
 class _WithoutPredictors:
-    """The weights of a model without its layers that predict further tokens."""
+    """The weights of a model, except layers that predict further tokens."""
 
     def __init__(self, own: ExportSource) -> None:
         self._source = own.source
@@ -247,7 +247,7 @@ class _WithoutPredictors:
 
 
 class _FiniteSource:
-    """A source whose tensors must be finite. place: its name in errors."""
+    """A source whose tensors must be finite. place: the source's name in errors."""
 
     def __init__(self, source: Source, place: Path) -> None:
         self._source, self._place = source, place
@@ -264,7 +264,7 @@ class _FiniteSource:
 
 
 def opened_own(load: Path, *, merged: bool = True) -> ExportSource:
-    """The checkpoint at `load` and its model. merged: adapters are added to the weights of their base."""
+    """The checkpoint at `load` and its model. merged: whether adapters are added to the weights of their base."""
     adapters = locate(load)
     checkpoint, model = whole_model(adapters)
     if architecture(model).adapters is None or named_base(adapters) is None:

@@ -1,7 +1,8 @@
-"""Foreign weights, read in place through the interface of a mega checkpoint: rectangles by the project's names, in any
-layout.
+"""Foreign weights, read in place through the interface of a mega checkpoint: rectangles of tensors with the project's
+names, in any layout.
 
-Nothing is written. Uses the tables and sources that every form provides; knows no particular form, no family, no rank.
+Nothing is written. This module uses the tables and sources that every form provides, and does not depend on a
+particular form, family or rank.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.source import Readable
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 12
-"""Samples of each file, and the bytes of each sample, in `files_digest`."""
+"""Number of samples of each file, and number of bytes of each sample, in `files_digest`."""
 
 
 def files_digest(place: Path) -> str:
     """A digest of a file, or of all files in a folder: names, sizes, and samples of the bytes (all bytes of small
     files).
 
-    Hashing all bytes of large weights would take minutes, and training changes them nearly everywhere.
+    Hashing all bytes of large weights would take minutes. Samples suffice, because training changes nearly all values.
     """
     hasher = hashlib.sha256()
     for path in [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file()):
@@ -48,13 +49,14 @@ def files_digest(place: Path) -> str:
 SAMPLED = "weights-"
 """Prefix of a digest of values; a manifest's digest consists of hexadecimal digits only."""
 BLOCKS, SIDE = 8, 16
-"""Samples of each tensor in `weights_digest`, and the side of a square sample; of a vector, runs of SIDE x SIDE values.
-Squares, because they take the same time in a form that stores the matrix transposed."""
+"""Number of samples of each tensor in `weights_digest`, and the side of a square sample. Samples of a vector are runs
+of SIDE x SIDE values. Samples are squares because reading a square takes the same time in a form that stores the matrix
+transposed."""
 
 
 def weights_digest(weights: Readable) -> str:
-    """A digest of weights by the project's names, the same for any files that store them: names, shapes, dtypes, and
-    sampled values from the first to the last of each tensor."""
+    """A digest of weights that is the same for any files that store them: the project's names, shapes, dtypes, and
+    sampled values from the first to the last value of each tensor."""
     hasher, pieces = hashlib.sha256(), list[Piece]()
     for key in sorted(key for key in weights.tensors if key.startswith("weights/")):
         shape, dtype = weights.tensors[key]
@@ -62,7 +64,8 @@ def weights_digest(weights: Readable) -> str:
         limits = (*(1 for _ in shape[:-2]), SIDE, SIDE) if len(shape) > 1 else (SIDE * SIDE,)
         size = tuple(map(min, shape, limits))
         for number in range(BLOCKS):
-            # The offsets include both ends of each dimension, and each dimension steps through them in another order.
+            # The offsets include both ends of each dimension, and each dimension steps through its offsets in another
+            # order.
             indices = (number * (2 * dim + 1) % BLOCKS for dim in range(len(shape)))
             start = (
                 index * (whole - part) // (BLOCKS - 1) for index, whole, part in zip(indices, shape, size, strict=True)
@@ -75,8 +78,8 @@ def weights_digest(weights: Readable) -> str:
 
 
 def opened_foreign(form: Form, load: Path, options: FormOptions) -> OpenedForm:
-    """Open a foreign checkpoint and check its model, dtypes and table; no tensor is read yet. Its notes also report
-    fp32 tensors. Errors: CheckpointError naming the file, key or tensor at fault."""
+    """Open a foreign checkpoint and check its model, dtypes and table; no tensor is read yet. The notes of the result
+    also report fp32 tensors. Errors: CheckpointError naming the file, key or tensor at fault."""
     checkpoint = form.open(load, options)
     check_model(checkpoint.model, str(load))
     notes = (*checkpoint.notes, *dtype_notes(checkpoint))
@@ -87,15 +90,18 @@ def opened_foreign(form: Form, load: Path, options: FormOptions) -> OpenedForm:
 
 
 def main_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype of most elements of a model: its embedding's; of a checkpoint of adapters, the first tensor's."""
+    """The dtype of most elements of a model, taken from the embedding, or in a checkpoint of adapters from the first
+    tensor."""
     first_dtype = next(dtype for _, dtype in tensors.values())
     return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), first_dtype)
 
 
 def dtype_notes(opened: OpenedForm) -> tuple[str, ...]:
-    """Lines on weights with a wider dtype than most: fp32 ones of a 16-bit model, such as norms. They keep their dtype.
+    """Messages about weights with a wider dtype than the rest, such as fp32 norms in a 16-bit model. Such weights keep
+    their dtype.
 
-    Their dtype must be the same in every block. Any other mixture is damage, or the tensor is not a weight.
+    Their dtype must be the same in every block. Any other mix of dtypes means that the file is damaged or that the
+    tensor is not a weight.
     Errors: CheckpointError naming a weight with an unexpected dtype.
     """
     weights = [target for target in opened.table.targets if target.name.startswith("weights/")]
@@ -120,14 +126,14 @@ def dtype_notes(opened: OpenedForm) -> tuple[str, ...]:
 
 
 def _in_every_block(name: str) -> str:
-    """The name that a tensor has in every block."""
+    """A tensor's name without the index of its block."""
     return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
 
 
 class ForeignWeights:
     """The tensors of an `OpenedForm` whose table was proven (`opened_foreign`), by the project's names.
 
-    path: as messages name it. tensors: key -> (whole shape, dtype), as in `Checkpoint`.
+    path: the path in messages. tensors: key -> (whole shape, dtype), as in `Checkpoint`.
     """
 
     def __init__(self, path: Path, opened: OpenedForm) -> None:
@@ -136,8 +142,8 @@ class ForeignWeights:
         self.tensors: Tensors = opened.table.tensors(opened.source.tensors)
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `pieces` in place, a block at a time, several concurrently. cast: convert where dtypes
-        differ. verify: without effect, because foreign files have no hashes.
+        """Fill the tensors of `pieces` in place, in blocks, several blocks concurrently. cast: whether to convert
+        values where dtypes differ. verify: has no effect, because foreign files have no hashes.
 
         Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
         """

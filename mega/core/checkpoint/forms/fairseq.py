@@ -1,7 +1,7 @@
-"""fairseq's Megatron-11b, as it was released: `model-model_part-N.pt`, one file for each of its tensor ranks.
+"""fairseq's Megatron-11b, as released: `model-model_part-N.pt`, one file for each tensor rank.
 
-Names are fairseq's (`final_layer_norm` is the norm before the feed-forward layer), query, key and value are separate,
-positions are computed. Source: fairseq/examples/megatron_11b and the arch `transformer_lm_megatron`.
+Names are fairseq's (`final_layer_norm` is the norm before the feed-forward layer); query, key and value are separate,
+and positions are computed, not learned. Source: fairseq/examples/megatron_11b and the arch `transformer_lm_megatron`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMES = {
     "mlp.up_proj": "fc1",
     "mlp.down_proj": "fc2",
 }
-"""The project's modules -> fairseq's, below `decoder.`."""
+"""The project's modules -> fairseq's modules, below `decoder.`."""
 
 PARTS = "model-model_part-*.pt"
 OUTPUT = "decoder.output_projection.weight"
@@ -45,7 +45,7 @@ _IGNORED = ("decoder.version", "decoder.embed_positions._float_tensor")
 
 Activation = Literal["gelu_tanh", "gelu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-"""fairseq's names; its `gelu_accurate` is the tanh form."""
+"""fairseq's names of activations; `gelu_accurate` is the tanh form."""
 
 
 REQUIRED = {
@@ -102,7 +102,8 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def _options(content: Mapping[str, object]) -> Mapping[str, object]:
-    """The training's arguments: `args` of old files, `cfg["model"]` of newer ones; empty if they were stripped."""
+    """The arguments of the training run: `args` in old files, `cfg["model"]` in newer files; empty if the arguments
+    were removed."""
     config = content.get("cfg")
     arguments = content.get("args") or (config.get("model") if isinstance(config, dict) else None)
     if isinstance(arguments, Arguments):
@@ -111,7 +112,7 @@ def _options(content: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: int, where: str) -> ModelConfig:
-    """The resolved model section: sizes from the tensors, the rest from fairseq's options, which default to the arch's.
+    """The resolved model section: sizes from the tensors, the rest from fairseq's options (defaults: the arch's).
 
     Errors: CheckpointError naming an option that has no counterpart or does not fit the tensors.
     """
@@ -152,7 +153,7 @@ def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: i
         vocab=rows * parts,
         positions=whole_in(options, "max_target_positions", where, whole_in(options, "tokens_per_sample", where, 1024)),
         position="sinusoidal",
-        position_offset=2,  # fairseq's positions begin after the id of padding, which is 1
+        position_offset=2,  # fairseq's positions begin after the padding id, which is 1
         embedding_scale=True,
         norm="layernorm",
         norm_eps=1e-5,
@@ -166,7 +167,8 @@ def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: i
 
 
 def table(model: ModelConfig, parts: int, *, output: bool) -> Table:
-    """`weights/<name>` of every logical tensor from the parts of a release. output: the parts repeat the embedding."""
+    """The table that makes `weights/<name>` of every logical tensor from the parts of a release. output: whether the
+    parts repeat the embedding."""
     targets: list[Target] = []
     copies: list[tuple[str, Fragment]] = []
     for tensor in inventory(model):

@@ -1,7 +1,8 @@
-"""Tensors in files of other programs: safetensors, alone or with an index, and torch's `.bin`, `.pth`, `.pt`.
+"""Tensors in files of other programs: safetensors files, alone or with an index, and torch's `.bin`, `.pth`, `.pt`.
 
 Nothing is executed: this module parses safetensors headers itself, torch files are read only with `weights_only=True`,
-and other objects in such a file are refused by name. Knows files and names, no model.
+and other objects in such a file are refused, with their names in the error. This module handles files and names and
+does not depend on a model.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from mega.core.untrusted import Json
 HEADER_LIMIT = 64 << 20
 JSON_LIMIT = 64 << 20
 LEGACY_PICKLES = 5
-"""Pickles at the start of a torch file that is not an archive: magic number, version, machine, content, storage
-names."""
+"""Number of pickles at the start of a torch file that is not an archive: magic number, version, machine, content,
+storage names."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class EntrySource:
-    """Tensors stored as plain bytes in files. Each is read by rectangles, so memory does not grow with the files."""
+    """Tensors stored as plain bytes in files. Tensors are read by rectangles, so memory does not grow with the
+    files."""
 
     def __init__(self, entries: Mapping[str, tuple[Path, Entry]]) -> None:
         self.entries = entries
@@ -82,7 +84,7 @@ def read_header(path: Path) -> list[Entry]:
         (_entry(path, name, value, 8 + count) for name, value in header.items()),
         key=lambda entry: entry.offset,
     )
-    # The format has no gaps between tensors, so a gap is damage or hidden content.
+    # The format has no gaps between tensors, so a gap means damage or hidden content.
     end = 8 + count
     for entry in entries:
         if entry.offset != end:
@@ -135,15 +137,16 @@ StandIn = Callable[[str], type | None]
 
 
 def check_ranks_differ(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
-    """Check that the tensors with prefix `own` are not all equal to those with prefix `before`: a tensor rank's file
-    that was copied over another's would be read as that rank's rows. Errors: CheckpointError."""
+    """Check that the tensors with prefix `own` are not all equal to those with prefix `before`. Otherwise the file of
+    one tensor rank was copied over the file of another and would be read as the other rank's rows. Errors:
+    CheckpointError."""
     pairs = ((one, tensors.get(before + name[len(own) :])) for name, one in tensors.items() if name.startswith(own))
     if all(other is not None and other.dtype == one.dtype and torch.equal(one, other) for one, other in pairs):
         raise CheckpointError(f"{where}: holds the same weights as the tensor rank before it, every one of them")
 
 
 def no_stand_in(name: str) -> None:
-    """The `StandIn` of files that contain only tensors: it allows no name."""
+    """The `StandIn` for files that contain only tensors; no name is allowed."""
 
 
 def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> object:
@@ -153,9 +156,11 @@ def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> object:
 
 
 def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_in) -> object:
-    """The content of a torch file as of `torch_file`. source: that file, or bytes taken from the file `path`.
+    """The content of a torch file, as returned by `torch_file`. source: the torch file, or bytes taken from the file
+    `path`.
 
-    Its pickles are scanned first, so that they cannot keep torch busy; then torch reads the same bytes.
+    The file's pickles are scanned first, so that a malicious pickle cannot keep torch busy; then torch reads the same
+    bytes.
     """
     with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
         zipped = stream.read(4) == b"PK\3\4"  # torch's own criterion
@@ -218,14 +223,15 @@ def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
 
 def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path) -> None:
     """Compare the headers before a torch file's records with the archive's list: torch derives a record's position from
-    the lengths of name and extra fields in them. Errors: CheckpointError naming the record whose header differs."""
+    the lengths of the name and of the extra fields in the header. Errors: CheckpointError naming the record whose
+    header differs."""
     for item in members:
         stream.seek(item.header_offset)
         header = stream.read(30)
         name, extra = (int.from_bytes(header[position : position + 2], "little") for position in (26, 28))
         expected_name = item.orig_filename.encode("utf-8" if item.flag_bits & 0x800 else "cp437")
         matches, fields = stream.read(name) == expected_name, stream.read(extra)
-        end = 0  # of the extra fields: each is a kind, a length, and that many bytes
+        end = 0  # end of the extra fields parsed so far: each is a kind, a length, and that many bytes
         while end + 4 <= len(fields):
             end += 4 + int.from_bytes(fields[end + 2 : end + 4], "little")
         if not matches or end != extra:
@@ -234,8 +240,8 @@ def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path
 
 
 def first_storage_at(stream: BytesIO) -> int | None:
-    """The position of the first storage of a torch file; None for a file without one, or in the format before
-    archives."""
+    """The position of the first storage in a torch file; None if there is no storage, or if the file is not an
+    archive."""
     try:
         stream.seek(0)
         return _records(stream).get_record_offset("data/0")
@@ -244,10 +250,11 @@ def first_storage_at(stream: BytesIO) -> int | None:
 
 
 def _check_sums(reader: Records, members: list[zipfile.ZipInfo], path: Path, *, all_records: bool) -> None:
-    """Compare a torch file's checksums, which torch writes but does not check: its pickle's, or those of all records.
+    """Verify a torch file's checksums, which torch writes but does not check: the pickle's checksum, or those of all
+    records.
 
-    A writer may omit checksums; then that of the record `version` is wrong too, and nothing is compared.
-    Errors: CheckpointError naming the record that differs.
+    A writer may omit checksums. The checksum of the record `version` is then wrong too, and nothing is compared.
+    Errors: CheckpointError naming the record whose checksum differs.
     """
     sums = {item.filename.partition("/")[2]: item.CRC for item in members}
     if not reader.has_record("version") or crc32(reader.get_record("version")) != sums.get("version"):
@@ -267,7 +274,7 @@ def _refusal(message: str) -> str:
 
 
 def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a torch file that is one flat dict of them."""
+    """The tensors of a torch file that contains one flat dict of tensors."""
     content = torch_file(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds {type(content).__name__}, not a dict of tensors")
@@ -293,9 +300,9 @@ def read_json(path: Path) -> dict[str, Json]:
 
 
 def inside(folder: Path, name: str, hidden: str = "") -> Path:
-    """A file of `folder`, links resolved; it must be there, or in the blobs of a hub cache around `folder`.
+    """A file of `folder`, links resolved. The file must be in `folder`, or in the blobs of a hub cache around `folder`.
 
-    hidden: a prefix that names may have in addition to letters and digits.
+    hidden: a prefix that names may have in front of letters and digits.
     Errors: CheckpointError for names with a path in them and links that lead elsewhere.
     """
     if not isinstance(name, str) or not _PLAIN.fullmatch(name.removeprefix(hidden)):

@@ -1,18 +1,19 @@
-"""The interface of a form of checkpoint for conversions, and the one list of forms. Loads no torch and no form.
+"""The interface of a form of checkpoint for conversions, and the list of all forms. Importing this module loads neither
+torch nor a form.
 
 A foreign form is a row of `FORMS` and a module with
 
     recognise(path) -> bool                     whether `path` holds this form, by the names of its files
     open_form(path, options) -> OpenedForm      its tensors, its model, and the table that makes mega tensors of them
-    export(own, to, options) -> Export          if `targets` lists how it is written: the same table, and the files
+    export(own, to, options) -> Export          if the form has `targets`: the same table, and the files
                                                 (in `writer`, if that is a separate module)
-    attached(path) -> {name: path}              optional: files to store with its weights that are not files of its
-                                                folder
-    tokenizer(files) -> str | None              optional: the kind of tokenizer in the files of its folders
-    unread(files) -> str | None                 optional: why the files of its folders are not a supported tokenizer
+    attached(path) -> {name: path}              optional: files to store with the weights that are not in the
+                                                checkpoint's folder
+    tokenizer(files) -> str | None              optional: the kind of tokenizer in the files of a folder
+    unread(files) -> str | None                 optional: why the files of a folder are not a supported tokenizer
 
-The table is written once; conversions invert it, prove it and count what is moved (mapping.py, convert.py). Flags of
-the commands, their choices, messages and the recognition of paths all come from the rows.
+The table is written once; conversions invert and prove the table and count the elements that it moves (mapping.py,
+convert.py). The commands' flags and their choices, messages and the recognition of paths are all derived from the rows.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class SpecialTokens:
     """Facts about the tokenizer of a mega checkpoint that other tools need."""
 
     ids: Mapping[str, Json]
-    """The `TOKEN_IDS`: None for a missing token, a list if several end a text."""
+    """The values of `TOKEN_IDS`: None for a missing token, a list if several tokens end a text."""
     files: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
-    """Name -> JSON of the files with which Hugging Face's tools open it, in addition to those in the checkpoint."""
+    """Name -> JSON of the files that Hugging Face's tools need to open the tokenizer, in addition to those in the
+    checkpoint."""
     names: Mapping[str, str] = field(default_factory=dict)
     """`bos_token` and others -> the token's name."""
     template: str | None = None
@@ -70,28 +72,29 @@ def no_tokens(checkpoint: StoredWeights) -> SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
-    """The user's options of a conversion, except its two paths; each form uses those that apply to it."""
+    """The user's options of a conversion, except its two paths. Each form uses the options that apply."""
 
     layout: Layout
-    """Ranks that files are cut for."""
+    """The ranks for which tensors are cut into files."""
     base: Path | None = None
-    """The mega checkpoint that an adapter belongs to, or the base's name in a written adapter."""
+    """The mega checkpoint to which an adapter belongs, or the base's name in a written adapter."""
     parts: int = 1
-    """Files of a Meta folder."""
+    """Number of weights files of a Meta folder."""
     vocab: int | None = None
-    """The true vocabulary of a Megatron-LM tree."""
+    """Vocabulary size of a Megatron-LM tree without padding."""
     heads: int | None = None
-    """Attention heads, if a tree does not state them."""
+    """Number of attention heads, for a tree that does not state it."""
     optimizer: bool = True
-    """Convert Adam's state too."""
+    """Whether to convert Adam's state too."""
     distributed: bool = False
-    """Write it as Megatron's distributed optimizer does."""
+    """Whether to write Adam's state as Megatron's distributed optimizer does."""
     tokenizer_type: str | None = None
     """The tokenizer type that a Megatron-LM tree records."""
     outtype: str | None = None
     """How a GGUF file stores matrices."""
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens
-    """Opens the tokenizer of a mega checkpoint if its files do not list the special tokens; ValueError without one."""
+    """Opens the tokenizer of a mega checkpoint if its files do not list the special tokens; ValueError if there is
+    none."""
 
 
 @dataclass(frozen=True)
@@ -99,23 +102,23 @@ class OpenedForm:
     """A foreign checkpoint."""
 
     source: Source
-    """Its tensors under its own names."""
+    """The checkpoint's tensors under their own names."""
     model: ModelConfig
-    """Its resolved model section."""
+    """The resolved model section."""
     table: Table
-    """`weights/...` (and state), made of the tensors of `source`."""
+    """The table that makes `weights/...` (and state) of the tensors of `source`."""
     step: int = 0
-    """The step of the run that wrote it, if known."""
+    """The training step at which the checkpoint was written; 0 if unknown."""
     consumed: int = 0
-    """The samples that this run had consumed."""
+    """Number of training samples consumed before that step."""
     known: Mapping[str, Json] = field(default_factory=dict)
     """Further plain state for the mega checkpoint."""
     notes: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Messages for the user."""
     base: StoredWeights | None = None
-    """The weights that adapters belong to; their tokenizer is used if the adapters have none."""
+    """The weights to which adapters belong; the tokenizer of these weights is used if the adapters have none."""
     rounded: Callable[[str, torch.Tensor], torch.Tensor] | None = None
-    """(name in `source`, values) -> the values as the file stores them, for a form with less precision."""
+    """(name in `source`, values) -> the values rounded as the file stores them, for a form with lower precision."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +137,14 @@ class Export:
     table: Table
     """The table of `OpenedForm`, before it is inverted."""
     fill: Callable[[Path, Table, Source], int]
-    """Takes an empty folder, the inverted table and its source; writes all files, returns the bytes of their
+    """Takes an empty folder, the inverted table and its source; writes all files and returns the number of bytes of the
     tensors."""
     source: Source | None = None
-    """The source, if it is not only the weights."""
+    """The source of the tensors; None if it is the weights alone."""
     notes: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Messages for the user."""
     losses: tuple[str, ...] = ()
-    """Lines on settings that this form cannot express."""
+    """Messages about settings that this form cannot express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,29 +152,29 @@ class Form:
     """One form of checkpoint."""
 
     name: str
-    """Its name in code."""
+    """The form's name in code."""
     words: str
-    """Its name in messages."""
+    """The form's name in messages."""
     sign: str = ""
     """The files that identify a folder of this form, for a message."""
     alone: str = ""
     """The names of single files of this form, for a message."""
     module: str = ""
-    """The module of its functions."""
+    """The module that contains the form's functions."""
     writer: str = ""
     """The module of `export`, if it differs from `module`."""
     verb: Verb = "convert-llama"
-    """The command that converts it."""
+    """The command that converts this form."""
     targets: tuple[str, ...] = ()
-    """Values of --to or --saver that write it."""
+    """Values of --to or --saver that write this form."""
     reads: tuple[str, ...] = ()
-    """Flags that apply when it is read."""
+    """Flags that apply when this form is read."""
     writes: tuple[str, ...] = ()
-    """Flags that apply when it is written."""
+    """Flags that apply when this form is written."""
     companions: tuple[str, ...] = ()
-    """Files to store with the weights."""
+    """Names of files to store with the weights."""
     ahead: bool = True
-    """Whether it can hold layers that predict further tokens; otherwise they are omitted."""
+    """Whether this form can hold layers that predict further tokens; otherwise these layers are omitted."""
 
     def recognise(self, path: Path) -> bool:
         """Whether `path` holds this form."""
@@ -202,7 +205,8 @@ class Form:
         return reason
 
     def attached(self, path: Path) -> dict[str, Path] | None:
-        """Files to store with weights of this form that are generated from it. Errors: CheckpointError."""
+        """Files to store with weights of this form that are generated from the checkpoint at `path`. Errors:
+        CheckpointError."""
         make = getattr(self._loaded(), "attached", None)
         files: dict[str, Path] | None = None if make is None else make(path)
         return files
@@ -226,14 +230,14 @@ COMPANIONS = (
     "chat_template.jinja",
     "dict.txt",
 )
-"""Files that are stored with weights of published models, if they exist."""
+"""Names of files that are stored with the weights of published models, if they exist."""
 
 _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 _FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type")
 _HERE = "mega.core.checkpoint.forms."
 
 OWN = Form(name="mega", words="a mega checkpoint", targets=("mega",), writes=(_TP, _PP, "--chunks", "--stage-layers"))
-"""The project's own form, which is not foreign: own/ reads and writes it."""
+"""The project's own form, which is not foreign; own/ reads and writes it."""
 
 FORMS = [
     Form(
@@ -322,7 +326,7 @@ FORMS = [
 
 
 def targets_of(verb: Verb) -> list[str]:
-    """The targets of a command, as its flag names them; the project's own form first."""
+    """The values of a command's target flag; the project's own form is first."""
     return [target for form in (OWN, *reversed(FORMS)) if form is OWN or form.verb == verb for target in form.targets]
 
 
@@ -354,8 +358,8 @@ RULES: dict[str, tuple[str, object]] = {
     "--tokenizer-type": ("only Megatron-LM's trees say one; leave it out", None),
     "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),
 }
-"""Flags of `convert-llama` and `reshard` that do not apply to some pairs of forms: the rule, and the value that means
-unset."""
+"""Flags of `convert-llama` and `reshard` that do not apply to some pairs of forms: the rule, and the value of an unset
+flag."""
 
 
 def check_flags(source: Form, target: Form, flags: Mapping[str, object]) -> None:

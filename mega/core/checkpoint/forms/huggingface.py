@@ -1,6 +1,6 @@
 """Hugging Face's folders: config.json, safetensors or torch files, tokenizer files.
 
-The keys of config.json and the names of tensors depend on its `model_type`: families/ and bert.py have them.
+The keys of config.json and the names of tensors depend on its `model_type`; families/ and bert.py define them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def _wordpiece(files: Attachments) -> str | None:
-    """The kind of a BERT's tokenizer.json, which transformers writes without a vocab.txt; None for other tokenizers."""
+    """The kind of a BERT tokenizer stored as a tokenizer.json without a vocab.txt, as transformers writes it; None for
+    other tokenizers."""
     config, file = files.get("config.json"), files.get("tokenizer.json")
     if (
         not isinstance(config, Path)
@@ -77,7 +78,7 @@ _BERTS = {"model": "WordPiece", "normalizer": "BertNormalizer", "pre_tokenizer":
 
 
 def unread(files: Attachments) -> str | None:
-    """Why a vocab.json and merges.txt are not read as GPT-2's; None if they are, or do not exist."""
+    """Why a vocab.json and merges.txt are not read as GPT-2's tokenizer; None if they are read so, or do not exist."""
     if not {"vocab.json", "merges.txt"} <= files.keys() or "tokenizer.json" in files:
         return None
     contents = {name: read_json(file) for name in _KINDS_FILES if isinstance(file := files.get(name), Path)}
@@ -103,7 +104,7 @@ def unread(files: Attachments) -> str | None:
 _KINDS_FILES = ("tokenizer_config.json", "added_tokens.json", "config.json")
 _QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _CLASSES = {**dict.fromkeys(_QWEN, "Qwen2Tokenizer"), "roberta": "RobertaTokenizer"}
-"""`model_type` -> the tokenizer class of its vocab.json and merges.txt, if no file names the class."""
+"""`model_type` -> the class of its tokenizer of vocab.json and merges.txt, used if no file names the class."""
 
 
 def _lowers(files: Attachments) -> bool:
@@ -127,7 +128,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 def scales_dynamically(files: Mapping[str, Path]) -> bool:
     """Whether the config.json stored with weights has dynamically scaled rotary positions. Their frequencies change
-    beyond the model's positions; this project computes only positions within them."""
+    beyond the model's maximum number of positions; this project computes only positions below that maximum."""
     return "config.json" in files and dynamic(read_json(files["config.json"])) is not None
 
 
@@ -135,13 +136,13 @@ class Names(Protocol):
     """The keys and names of a `model_type`: a family of decoders, or bert.py."""
 
     def model_from_config(self, config: Mapping[str, object], where: str, names: Collection[str] = ...) -> ModelConfig:
-        """The model that a config.json describes. names: of the folder's tensors."""
+        """The model that a config.json describes. names: names of the folder's tensors."""
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
-        """The config.json of a model. dtype: of the weights, as torch names it."""
+        """The config.json of a model. dtype: torch's name of the weights' dtype."""
 
     def table(self, options: ModelConfig, names: Collection[str] = ...) -> Table:
-        """`weights/<name>` of every logical tensor. names: of the folder's tensors."""
+        """The table for `weights/<name>` of every logical tensor. names: names of the folder's tensors."""
 
 
 BERT = cast(Names, bert)
@@ -157,7 +158,7 @@ OUTSIDE = {
     "mamba2": "its state-space layers are not computed here",
     "t5": "its relative positions are not computed here; --family t5 is Megatron-LM's",
 }
-"""`model_type` of common models that are not supported -> the reason."""
+"""`model_type` of a common model that is not supported -> the reason."""
 
 
 def _names(config: Mapping[str, Json], where: Path) -> Names:
@@ -216,9 +217,9 @@ def _folder(own: ExportSource, names: Names, tokens: SpecialTokens, losses: tupl
 
 
 def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """The special tokens: those of the config.json stored with the weights, else the tokenizer's.
+    """The special tokens: those of the config.json stored with the weights, otherwise those of the tokenizer.
 
-    Also a line for the user if they are unknown.
+    Also returns messages for the user if the special tokens are unknown.
     """
     config_path = own.checkpoint.attachments.get("config.json")
     config = {} if config_path is None else read_json(config_path)
@@ -239,7 +240,7 @@ def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTok
 
 
 def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """The files that determine how a BERT's tokenizer behaves, and a line if the tokenizer is missing."""
+    """The files that determine how a BERT tokenizer behaves, and a message if the tokenizer is missing."""
     try:
         tokens = options.tokens(own.checkpoint)
         return replace(tokens, ids={}), () if tokens.loss is None else (tokens.loss,)
@@ -248,10 +249,11 @@ def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens
 
 
 def _config(names: Names, own: ExportSource, tokens: SpecialTokens) -> dict[str, Json]:
-    """config.json: the one stored with the weights if it still describes the model, else a new one. Both with `tokens`.
+    """The config.json: the stored file if it still describes the model, otherwise a new one, in both cases with
+    `tokens`.
 
-    A released file may name another dtype than its weights'. Once the weights were trained, it must name the dtype of
-    the weights, because transformers opens them in the named one.
+    A released file may name a dtype that differs from the dtype of its weights. After training, the file must name the
+    dtype of the weights, because transformers opens them in the named dtype.
     """
     dtype = str(own.source.tensors["weights/model.embed_tokens.weight"][1]).removeprefix("torch.")
     config_path = own.checkpoint.attachments.get("config.json")
@@ -279,12 +281,13 @@ def _with_chat_ends(own: ExportSource, config: dict[str, Json], tokens: SpecialT
 
 
 def _write_shards(folder: Path, table: Table, source: Source) -> int:
-    """Write model.safetensors, or numbered files of at most `SHARD_BYTES` and their index; return the bytes."""
+    """Write model.safetensors, or numbered files of at most `SHARD_BYTES` and their index; return the number of
+    bytes."""
     targets = {target.name: target for target in table.targets}
     shards: list[list[Piece]] = [[]]
     room = SHARD_BYTES
     for name, (shape, dtype) in table.tensors(source.tensors).items():
-        piece = planned(name, shape, (0,) * len(shape), shape, dtype)  # without memory: `fetch` reads each block
+        piece = planned(name, shape, (0,) * len(shape), shape, dtype)  # allocates no memory: `fetch` reads each block
         if piece.bytes > room and shards[-1]:
             shards.append([])
             room = SHARD_BYTES
@@ -312,11 +315,11 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
 
 
 def weights_of(folder: Path) -> EntrySource | TorchSource:
-    """The weights of a Hugging Face folder: safetensors if present, else `.bin`; a single file or several with an
-    index.
+    """The weights of a Hugging Face folder: safetensors if present, else `.bin`; a single file, or several files with
+    an index.
 
-    If a folder has several, the one that transformers opens is used. Numbered safetensors files are also read without
-    an index, unlike in transformers, because each file names its tensors.
+    If a folder has several of these forms, the form that transformers opens is used. Numbered safetensors files are
+    also read without an index, unlike in transformers, because each file names its tensors.
     """
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),
@@ -341,7 +344,7 @@ def weights_of(folder: Path) -> EntrySource | TorchSource:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """model-00001-of-00003.safetensors and the others. Errors: CheckpointError naming the first that is missing."""
+    """model-00001-of-00003.safetensors and the others. Errors: CheckpointError naming the first missing file."""
     names_found = sorted(path.name for path in folder.glob("model-?????-of-?????.safetensors"))
     if not names_found:
         return []

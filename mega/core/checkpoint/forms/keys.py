@@ -1,4 +1,4 @@
-"""Names of other tools: of modules, and of keys of their configuration files with the types of their values."""
+"""Names that other tools give to modules, and keys of their configuration files with the types of the values."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 def translated(name: str, modules: Mapping[str, str], block: str, number: int | None = None) -> str:
     """Another tool's name of a logical tensor.
 
-    modules: the project's modules (of a block, without its number) -> the other tool's. block: prefix of the other
-        tool's names in a block, with {} for its number. number: the other tool's number of the block, if it differs.
+    modules: the project's modules (in a block, without the block's index) -> the other tool's modules. block: prefix of
+    the other tool's names in a block, with {} for the block's index. number: the other tool's index of the block, if it
+    differs.
 
     >>> translated("model.layers.3.mlp.up_proj.bias", {"mlp.up_proj": "fc1"}, "decoder.layers.{}.")
     'decoder.layers.3.fc1.bias'
@@ -36,7 +37,7 @@ def translated(name: str, modules: Mapping[str, str], block: str, number: int | 
 
 
 def whole_in(config: Mapping[str, object], key: str, where: str, otherwise: int | None = None) -> int:
-    """The positive whole number `key` of the file `where`; `otherwise` if it is absent or null."""
+    """The positive whole number `key` of the file `where`; `otherwise` if the key is absent or null."""
     value = config.get(key)
     if value is None and otherwise is not None:
         return otherwise
@@ -46,7 +47,7 @@ def whole_in(config: Mapping[str, object], key: str, where: str, otherwise: int 
 
 
 def number_in(config: Mapping[str, object], key: str, where: str, otherwise: float | None = None) -> float:
-    """The number `key` of the file `where`; `otherwise` if it is absent or null."""
+    """The number `key` of the file `where`; `otherwise` if the key is absent or null."""
     value = config.get(key)
     if value is None and otherwise is not None:
         return otherwise
@@ -56,11 +57,11 @@ def number_in(config: Mapping[str, object], key: str, where: str, otherwise: flo
 
 
 def check_round_trip(model: ModelConfig, read: ModelConfig, whose: str, unsupported: Collection[str] = ()) -> None:
-    """Check that a form can express a whole model. read: the model that its own files are read back as. unsupported:
-    options that it cannot express.
+    """Check that a form can express a whole model. read: the model obtained by reading the written files back.
+    unsupported: options that the form cannot express.
 
-    Options that only training uses (`TRAINING`) may differ, and so may options without effect in this model. The two
-    models may have different families with the same architecture, such as GPT and Llama.
+    Options that only training uses (`TRAINING`) may differ, and so may options that have no effect in this model. The
+    two models may have different families with the same architecture, such as GPT and Llama.
     Errors: CheckpointError naming the first option that `whose` files do not preserve.
     """
     reread = dataclasses.asdict(read)
@@ -79,7 +80,7 @@ def check_round_trip(model: ModelConfig, read: ModelConfig, whose: str, unsuppor
 
 
 def check_known(config: Mapping[str, object], known: Collection[str], where: str) -> None:
-    """Errors: CheckpointError naming a key of the config.json `where` that has a value and is not known."""
+    """Errors: CheckpointError naming a key of the config.json `where` that has a value and is not in `known`."""
     for name, value in config.items():
         if name not in known and not name.startswith("_") and value is not None:
             text = repr(value)

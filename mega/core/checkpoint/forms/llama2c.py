@@ -1,7 +1,8 @@
-"""Llama as llama2.c stores it: one flat file of fp32 numbers (versions 0 and 1), or its training script's `.pt`.
+"""Llama in the formats of llama2.c: one flat file of fp32 numbers (versions 0 and 1), or the `.pt` of its training
+script.
 
 Tensors and their row order are Meta's, so this module presents them under Meta's names and meta.py converts them. The
-quantised version 2 is refused: its int8 groups have no counterpart here.
+quantised version 2 is refused, because its int8 groups have no counterpart here.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
 from mega.core.untrusted import Json
 
 MAGIC = 0x616B3432
-"""First number of versions 1 and 2; version 0 begins with the width."""
+"""First number of files of versions 1 and 2; files of version 0 begin with the width."""
 
 HEADER = 256
-"""Bytes of the header of version 1; version 0 has 28."""
+"""Number of bytes of the header in version 1; the header of version 0 has 28."""
 
 SIZES = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
 """The header's numbers, in order."""
@@ -84,7 +85,7 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
             raise CheckpointError(f"{path}: {key} {value}: must be a positive number, or this is no llama2.c file")
     if params["dim"] % params["n_heads"] or params["n_heads"] % params["n_kv_heads"]:
         raise CheckpointError(f"{path}: n_heads {params['n_heads']}: does not divide into the other sizes")
-    # Before entries are listed: a damaged header may name a billion layers.
+    # Checked before entries are listed, because a damaged header may state a billion layers.
     if params["n_layers"] * params["dim"] > size:
         raise CheckpointError(f"{path}: {params['n_layers']} layers in a file of {size} bytes")
     entries: dict[str, tuple[Path, Entry]] = {}

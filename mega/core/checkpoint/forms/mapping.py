@@ -1,9 +1,11 @@
-"""Tables that record which elements of two checkpoints are the same, used in both directions, and their proof.
+"""Tables that record which elements of two checkpoints are the same, for conversions in both directions, and their
+proof.
 
 All forms differ from the project's by the same few operations: rows in another order (fused query-key-value, rotary
 pairs), tensors concatenated or cut over files (tensor ranks, stages), a transposed matrix, padding. A form writes its
-table once, for reading: mega tensors made of foreign ones. `inverted` turns it into foreign tensors made of mega ones.
-One function reads through a table, one proves it. Knows no particular form.
+table once, for reading: mega tensors made of foreign ones. `inverted` turns this table into the opposite one: foreign
+tensors made of mega tensors. One function reads through a table, another proves it. This module does not depend on any
+particular form.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole
 
 
 class Source(Protocol):
-    """Anything from which tensors are read by name and rectangle."""
+    """Anything from which rectangles of tensors can be read by name."""
 
     @property
     def tensors(self) -> Tensors:
@@ -54,7 +56,7 @@ class Fragment:
     source_span: Span
     """Rows and columns of the source tensor."""
     transposed: bool = False
-    """The source is stored as [in, out], so its rows are the target's columns."""
+    """Whether the source is stored as [in, out], so that its rows are the target's columns."""
 
     def inverted(self, target: str) -> Fragment:
         """The same elements in the other direction: the source tensor made of `target`."""
@@ -63,7 +65,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to be made of source tensors. Its dtype is that of its sources."""
+    """One tensor to be made of source tensors. The target has the dtype of its sources."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,9 +79,10 @@ class Table:
     targets: tuple[Target, ...]
     """All tensors to be made."""
     copies: tuple[tuple[str, Fragment], ...] = ()
-    """(target, fragment): elements of the target that the source stores a second time; they must be equal."""
+    """(target, fragment): elements of the target of which the source stores a second copy; both copies must be
+    equal."""
     padding: Mapping[str, tuple[range, str]] = field(default_factory=dict)
-    """Source tensor -> its rows of padding, and the target whose last row is written there."""
+    """Source tensor -> its rows of padding, and the target whose last row is written into these rows."""
     ignored: frozenset[str] = frozenset()
     """Source tensors that hold no weights."""
     repeats: frozenset[str] = frozenset()
@@ -94,14 +97,14 @@ class Table:
 
     @property
     def elements(self) -> int:
-        """Elements of all targets."""
+        """Number of elements of all targets."""
         return sum(prod(target.shape) for target in self.targets)
 
 
 def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fragment, ...]:
     """Fragments that concatenate runs of source rows (source, rows) along rows.
 
-    columns: width of the matrix, None for vectors.
+    columns: width of the matrix; None for vectors.
 
     >>> [f.target_span.rows for f in stacked([("a", range(2)), ("b", range(5, 8))], columns=4)]
     [range(0, 2), range(2, 5)]
@@ -135,7 +138,8 @@ def whole(shape: tuple[int, ...], source: str, transposed: bool = False) -> Frag
 def gathered(
     shape: tuple[int, ...], parts: Sequence[str], dim: int | None, runs: Sequence[range] | None = None
 ) -> tuple[Fragment, ...]:
-    """The fragments of a tensor that is cut along `dim` over `parts`; with `dim` None the first part holds all of it.
+    """The fragments of a tensor that is cut along `dim` over `parts`; if `dim` is None, the first part holds the whole
+    tensor.
 
     runs: rows of each part in the order of the target, if the orders differ.
 
@@ -180,7 +184,7 @@ def joined(tables: Iterable[Table]) -> Table:
 
 
 def inverted(table: Table) -> Table:
-    """The reverse conversion: every source tensor made of the targets, including its copies and its padding.
+    """The reverse conversion, which makes every source tensor of the targets, including its copies and its padding.
 
     >>> table = Table((Target("x", (4,), stacked([("a", range(2)), ("b", range(2))], None)),))
     >>> [(target.name, target.fragments[0].source_span.rows) for target in inverted(table).targets]
@@ -216,7 +220,7 @@ def _extent(spans: Iterable[Span]) -> tuple[int, ...]:
 
 
 def assemble(target: Target, box: Box, source: Source) -> torch.Tensor:
-    """The rectangle `box` of `target`, read from `source` through the table. It may be a view of the source's
+    """The rectangle `box` of `target`, read from `source` through the table. The result may be a view of the source's
     memory."""
     tensor: torch.Tensor | None = None
     for fragment in target.fragments:
@@ -262,7 +266,7 @@ def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, 
 def prove(table: Table, tensors: Tensors) -> None:
     """Check that every target element has one origin, every source element one use, and that dtypes agree.
 
-    tensors: those of the source. Errors: CheckpointError naming the tensor at fault.
+    tensors: the source's tensors. Errors: CheckpointError naming the tensor at fault.
     """
     uses: dict[str, list[Span]] = {}
     for name, fragment in _fragments(table):
@@ -301,7 +305,8 @@ def _fragments(table: Table) -> Iterator[tuple[str, Fragment]]:
 def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", repeats: bool = False) -> str | None:
     """Why `uses` do not cover every element of a tensor exactly once; None if they do.
 
-    Between two neighbouring column borders all columns have the same uses, so rows are counted once for each interval.
+    All columns between two neighbouring column borders have the same uses, so rows are counted once for each such
+    interval.
     """
     if not uses:
         return None if prod(shape) == 0 else "nothing is made of it"
@@ -328,7 +333,7 @@ def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", rep
 
 
 def check_copies(table: Table, source: Source) -> None:
-    """Errors: CheckpointError naming a tensor that should equal another and does not."""
+    """Errors: CheckpointError naming a tensor that should equal another tensor but does not."""
     targets = {target.name: target for target in table.targets}
     for name, fragment in table.copies:
         target = targets[name]

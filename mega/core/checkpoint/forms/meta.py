@@ -1,7 +1,8 @@
-"""Llama as Meta releases it: params.json and consolidated.NN.pth, one file for each of its tensor ranks.
+"""Llama in Meta's release format: params.json, and one consolidated.NN.pth for each tensor rank.
 
-Names differ, matrices are cut over the files, and query and key rows are in the order of Meta's rotary embedding. It
-rotates neighbouring rows (2i, 2i + 1) together; the project rotates rows of the two halves (i, i + H/2) together.
+Names differ, matrices are cut over the files, and query and key rows are in the order of Meta's rotary embedding. That
+embedding rotates neighbouring rows (2i, 2i + 1) together; the project rotates rows of the two halves (i, i + H/2)
+together.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 POSITIONS = 4096
-"""Llama 2's number of positions: params.json does not record the number that a model was trained for."""
+"""Llama 2's number of positions, used because params.json does not record the number for which a model was trained."""
 
 SCALED_POSITIONS = 131072
-"""The number if rotary positions are scaled: that of Llama 3.1 and 3.2."""
+"""The number of positions if rotary positions are scaled, as in Llama 3.1 and 3.2."""
 
 SMALL_ROPE_FACTOR = 32.0
 """The factor of scaled positions in Llama 3.2, used if params.json has none and embeddings are tied; 3.1's is 8."""
@@ -78,9 +79,8 @@ def meta_name(name: str) -> str:
 
 
 def rotary_rows(heads: int, width: int) -> list[range]:
-    """Meta's rows of query or key heads in the project's order, as runs: of each head its even rows, then its odd ones.
-
-    width: rows of a head.
+    """Meta's rows of query or key heads in the project's order, as runs: for each head, the even rows, then the odd
+    rows. width: rows per head.
 
         row in Meta's file        0  1  2  3  |  4  5  6  7       two heads of width 4
         rows in this order        0  2  1  3  |  4  6  5  7       halves (i, i + 2) are Meta's neighbours (2i, 2i + 1)
@@ -92,7 +92,7 @@ def rotary_rows(heads: int, width: int) -> list[range]:
 
 
 class LastTensor:
-    """A source that caches the tensor it read last, for tables that read a tensor in many small runs."""
+    """A source that caches the last tensor read, for tables that read a tensor in many small runs."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -113,9 +113,9 @@ def recognise(path: Path) -> bool:
 
 
 def tokenizer(files: Attachments) -> str | None:
-    """Llama2Tokenizer or Llama3Tokenizer: both models store a tokenizer.model.
+    """The kind of tokenizer, Llama2Tokenizer or Llama3Tokenizer; both store a tokenizer.model.
 
-    Llama 3's consists of lines with a token in base64 and its number. A tokenizer.json in the same folder contains the
+    Llama 3's file consists of lines with a token in base64 and its id. A tokenizer.json in the same folder contains the
     same tokenizer and takes precedence.
     """
     file = files.get("tokenizer.model")
@@ -142,7 +142,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -> OpenedForm:
-    """Tensors under Meta's names, with their model. It is tied if its two embedding tables are equal.
+    """Tensors under Meta's names, with their model. The model is tied if its two embedding tables are equal.
 
     where: the origin of `params`, for errors.
     """
@@ -167,7 +167,7 @@ def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -
 
 
 def model_from_params(params: Mapping[str, Json], tensors: Tensors, parts: int, where: str) -> ModelConfig:
-    """The resolved model section. Widths that params.json does not state are taken from the tensors.
+    """The resolved model section. Widths missing from params.json are taken from the tensors.
 
     Errors: CheckpointError naming a key that has no counterpart or does not fit the tensors.
     """
@@ -211,7 +211,7 @@ def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> Mode
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The width of the feed-forward layers in one part: the most common one, so that a deviating matrix is detected."""
+    """The most common width of the feed-forward layers in one part, so that a deviating matrix is detected."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()
@@ -225,7 +225,8 @@ def _feed_forward_rows(tensors: Tensors, where: str) -> int:
 def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: bool = True) -> Table:
     """`weights/<name>` of every logical tensor from the parts of a Meta folder; every part has the norms.
 
-    embedding_dim: the dim along which the embedding is cut: Llama 2's by columns, Llama 3's by rows. output: whether a
+    embedding_dim: the dim along which the embedding is cut: columns (1) in Llama 2, rows (0) in Llama 3. output:
+    whether a
         tied model also stores its output matrix, as Meta's code expects.
 
         weights/...q_proj.weight [heads x width, hidden]      0/...wq: heads 0 .. h/P - 1, rows of each as `rotary_rows`
@@ -252,7 +253,7 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Write params.json and consolidated.NN.pth, as Meta releases Llama."""
+    """Write params.json and consolidated.NN.pth in Meta's release format."""
     model, parts = own.model, options.parts
     params = params_from_model(model)
     structure = architecture(model)
@@ -302,10 +303,10 @@ def _rope_keys(rope: Rope | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Lines on settings that params.json cannot express and that its reader would assume otherwise.
+    """Messages about settings that params.json cannot express and for which its reader would assume other values.
 
-    `max_seq_len` is one: Meta's loader takes it as an argument along with all keys of params.json, and fails if
-    params.json contains it too.
+    `max_seq_len` is such a setting, because Meta's loader passes it as an argument together with all keys of
+    params.json, and fails if params.json contains `max_seq_len` too.
     """
     model = architecture(options)
     assumed = _positions_unsaid(any(rope.scaling for rope in model.ropes))
@@ -315,14 +316,14 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def _positions_unsaid(scaled: bool) -> int:
-    """The positions of a params.json that does not state them."""
+    """The number of positions for a params.json that does not state it."""
     return SCALED_POSITIONS if scaled else POSITIONS
 
 
 def feed_forward(hidden: int, ffn: int) -> dict[str, Json]:
     """`multiple_of` and, if needed, `ffn_dim_multiplier`, from which Meta's code computes `ffn`.
 
-    Meta's code computes int(8 hidden / 3), times the multiplier, rounded up to the multiple.
+    Meta's code computes int(8 hidden / 3), times the multiplier, rounded up to a multiple of `multiple_of`.
 
     >>> feed_forward(4096, 11008), feed_forward(8192, 28672)
     ({'multiple_of': 256}, {'multiple_of': 4096, 'ffn_dim_multiplier': 1.3})

@@ -1,4 +1,5 @@
-"""Mistral as its developers release it: params.json and consolidated.safetensors, in Meta's names and rotary order.
+"""Mistral in its developers' release format: params.json and consolidated.safetensors, with Meta's names and rotary
+order.
 
 A folder that also has a config.json is read as Hugging Face's. Source: mistral-inference's TransformerArgs.
 """
@@ -18,14 +19,15 @@ from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
 
 POSITIONS = 32768
-"""The positions of most 7B models: params.json does not record the number that a model was trained for."""
+"""Number of positions of most 7B models, used because params.json does not record the number for which a model was
+trained."""
 
 KEYS = (
     *("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size", "rope_theta"),
     *("sliding_window", "max_seq_len", "tied_embeddings", "model_type", "causal"),
 )
 WITHOUT_EFFECT = ("max_batch_size", "use_biases")
-"""Keys that may be present without effect; the second one must be false."""
+"""Keys that may be present without effect; the second key must be false."""
 
 
 def recognise(path: Path) -> bool:
@@ -72,7 +74,7 @@ def model_from_params(params: Mapping[str, object], where: str) -> ModelConfig:
     only(params, "tied_embeddings", (False, True, None), where)
     hidden, heads = whole_in(params, "dim", where), whole_in(params, "n_heads", where)
     window = None if params.get("sliding_window") is None else whole_in(params, "sliding_window", where)
-    if window is None and params.get("rope_theta") is None:  # 1e4 in old versions of mistral-inference, 1e6 in new ones
+    if window is None and params.get("rope_theta") is None:  # 1e4 in old versions of mistral-inference, 1e6 in new
         raise CheckpointError(f"{where}: rope_theta: must be there where sliding_window is not; readers differ on it")
     return ModelConfig(
         family="llama",

@@ -1,12 +1,12 @@
-"""Opens weights in any form: one function for every verb that starts from a model, continues one or converts one.
+"""Opens weights in any form, for every verb that starts from, continues or converts a model.
 
-    open_weights(place)      what a user names: a mega checkpoint, or foreign files, read in place
-    open_base(checkpoint)    the weights that adapters were trained on
+    open_weights(place)      what a user names: a mega checkpoint, or foreign files that are read in place
+    open_base(checkpoint)    the weights on which adapters were trained
     whole_model(weights)     a model with all its weights, including those of the base of adapters
 
 All three return the same interface (`StoredWeights`), and nothing is written. A checkpoint of adapters names its base
-by path and digest (own/base.py). The base may be a mega checkpoint or foreign weights of any readable form. It is
-searched at its recorded path, then at the same path relative to the adapters, and compared by its digest, so that
+by path and digest (own/base.py). The base may be a mega checkpoint or foreign weights of any readable form. The base is
+searched for at its recorded path, then at the same path relative to the adapters. Its digest is compared, so that
 adapters are never applied to another model.
 """
 
@@ -42,8 +42,8 @@ ADVICE = "Put the base there, or in the same place relative to the adapters; a r
 class ForeignCheckpoint:
     """Foreign weights read in place, with the interface of a `Checkpoint` except optimizer and progress.
 
-    model: its section. meta: the model, and the kind of tokenizer. attachments: files stored with the weights. notes:
-    lines for the user.
+    model: its model section. meta: the model section, and the kind of tokenizer. attachments: files stored with the
+    weights. notes: messages for the user.
     """
 
     step, world, foreign = 0, 1, True
@@ -66,13 +66,13 @@ class ForeignCheckpoint:
         return weights_digest(self._weights)
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Read as `Checkpoint.read` does."""
+        """Read in the same way as `Checkpoint.read`."""
         self._weights.read(pieces, cast=cast)
 
 
 def _foreign_name(path: Path) -> str:
     """The name of the foreign form at `path`; "" for a mega checkpoint. Errors: CheckpointError if the path does not
-    exist, or holds both."""
+    exist, or holds both a mega checkpoint and a foreign form."""
     if not path.exists() and not STEP.fullmatch(path.name):
         raise CheckpointError(f"{path}: no such file or directory")
     return "" if foreign_form(path) is None else form_at(path).name
@@ -99,11 +99,11 @@ def open_weights(place: str, report: Report = lambda line: None, exchange: JsonE
 def open_base(
     checkpoint: StoredWeights, base_path: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
 ) -> StoredWeights | None:
-    """The base of a checkpoint of adapters: at `base_path`, else at its recorded path, else at the same path relative
-    to the adapters. None if the checkpoint is complete without a base.
+    """The base of a checkpoint of adapters, found at `base_path`, else at its recorded path, else at the same path
+    relative to the adapters. None if the checkpoint is complete without a base.
 
-    `base_path` may itself hold adapters of that base, as the previous model in a chain of finetunings does.
-    Errors: CheckpointError, on all ranks, if the base is not found or is not the recorded one.
+    `base_path` may itself hold adapters of that base, such as the previous model in a chain of finetuning runs.
+    Errors: CheckpointError, on all ranks, if the base is not found or is not the recorded base.
     """
     record = named_base(checkpoint)
     if record is None:
@@ -127,8 +127,8 @@ def open_base(
 def _try_base(
     record: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
 ) -> tuple[StoredWeights | None, str]:
-    """(weights at `place`, "") if they are the recorded base, else (None, the reason). chain: accept its adapters
-    too."""
+    """(weights at `place`, "") if they are the recorded base, else (None, the reason). chain: whether to accept
+    adapters of that base too."""
     try:
         base = open_weights(place, report, exchange)
         base_record = named_base(base)
@@ -147,7 +147,8 @@ def _try_base(
 
 
 def comparable_digest(reference: str, weights: Readable) -> str:
-    """The digest of these weights, computed by the rule that made `reference`; "" if they do not support that rule."""
+    """The digest of these weights, computed by the rule that made `reference`; "" if these weights do not support that
+    rule."""
     digest = str(getattr(weights, "digest", ""))
     if reference.startswith(SAMPLED) == digest.startswith(SAMPLED):
         return digest
@@ -164,8 +165,8 @@ def digest_difference(reference: str, other: str) -> str:
 def _find_moved(
     checkpoint: StoredWeights, record: Mapping[str, str], report: Report, exchange: JsonExchange
 ) -> tuple[StoredWeights | None, str]:
-    """The base at the same path relative to the adapters, if both were moved; else why a folder of its name is
-    wrong."""
+    """(the base at the same path relative to the adapters, if both were moved, or None; why a folder with the base's
+    name is not the base)."""
     if url_of(checkpoint.path) or url_of(record["path"]):
         return None, ""
     faults = ""
@@ -182,10 +183,10 @@ def _find_moved(
 
 
 def _base_candidates(adapters: Path, base: str) -> list[Path]:
-    """Candidates for the base: the ends of its path below every folder above the adapters, and those folders
+    """Candidates for the base: every ending of its path, below every folder above the adapters, and those folders
     themselves.
 
-    Folders are taken with links resolved and unresolved; only existing paths are returned.
+    Folders are searched with links resolved and with links unresolved; only existing paths are returned.
     """
     names = Path(base).parts[1:]
     above = dict.fromkeys((*Path(os.path.abspath(adapters)).parents, *Path(os.path.realpath(adapters)).parents))
@@ -202,6 +203,6 @@ def whole_model(checkpoint: StoredWeights) -> tuple[StoredWeights, ModelConfig]:
 
 
 def joined(checkpoint: StoredWeights, base_path: str | None = None) -> StoredWeights:
-    """`checkpoint`, with the weights of its base if it holds only adapters. Errors: as `open_base`."""
+    """`checkpoint`, with the weights of its base if it holds only adapters. Errors: as for `open_base`."""
     base = open_base(checkpoint, base_path)
     return checkpoint if base is None else Joined(checkpoint, base)

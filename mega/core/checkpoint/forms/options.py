@@ -1,4 +1,5 @@
-"""The options of `mega reshard` and `mega convert-llama`, as sections. Loads no torch and no form."""
+"""The options of `mega reshard` and `mega convert-llama`, as sections. Importing this module loads neither torch nor a
+form."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -68,7 +69,7 @@ class ReshardOptions(VerbSection):
 
     @property
     def flags(self) -> dict[str, object]:
-        """Flags that only some forms read or write, with their values."""
+        """Flags that apply only when some forms are read or written, with their values."""
         return {
             "--true-vocab-size": self.true_vocab_size,
             "--vocab-file": self.vocab_file,

@@ -1,10 +1,10 @@
-"""Adapters in peft's form: adapter_config.json and adapter_model.safetensors, for a base in Hugging Face's form.
+"""Adapters in peft's form, adapter_config.json and adapter_model.safetensors, for a base in Hugging Face's form.
 
-peft names an adapter after the linear of transformers that it modifies. For Llama and its relatives these are the
-project's names. Other families use other names or another order of rows, or one linear contains several of the
-project's (GPT-2's query, key and value). The adapters of those are joined into one of a multiple of the rank: the
-matrices A below one another, the matrices B on a block diagonal. Source: peft's LoraConfig and
-get_peft_model_state_dict, 0.21.
+peft names an adapter after the linear layer of transformers that the adapter modifies. For Llama and its relatives the
+names are equal to the project's names. Other families use other names or another order of rows, or one linear contains
+several of the project's linears (GPT-2's query, key and value). The adapters of such linears are joined into one
+adapter whose rank is a multiple of theirs: the matrices A are stacked, the matrices B are placed on a block diagonal.
+Source: peft's LoraConfig and get_peft_model_state_dict, 0.21.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."
 """Prefix of every name that peft saves."""
 FAMILIES = ("gpt", "llama")
-"""Families whose linears have known names in Hugging Face's form."""
+"""Families whose linears' names in Hugging Face's form are known."""
 
 Tensors = dict[str, torch.Tensor]
 
 Linears = dict[str, dict[str, Sequence[range]]]
-"""A linear of the folder -> the project's linears that it contains, in order, each with its rows."""
+"""A linear of the folder -> the project's linears contained in it, in order, each with its rows."""
 
 NOTHING: tuple[Json, ...] = (None, False, [], {}, "none")
 UNKNOWN = (
@@ -53,7 +53,7 @@ UNKNOWN = (
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
     *("exclude_modules", "kasa_config", "monteclora_config"),
 )
-"""Keys of adapters that are more than two matrices for each linear, the same in every block."""
+"""Keys of adapters that are not simply two matrices per linear, the same in every block. Such adapters are refused."""
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """`init_lora_weights` that do not change the base. The other methods subtract the initial adapters from the base's
 weights each time peft opens them."""
@@ -64,7 +64,7 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, options: FormOptions) -> OpenedForm:
-    """Open an adapter of the weights at `options.base`, a mega checkpoint or foreign weights."""
+    """Open an adapter for the weights at `options.base`, a mega checkpoint or foreign weights."""
     if options.base is None:
         raise CheckpointError(
             f"--base is missing: {path} is an adapter of peft; `mega convert-llama` reads it, with --base and the "
@@ -83,7 +83,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> OpenedForm:
     """Open the adapter at `path` for the model stored at `where`. named: that model's name in messages.
 
-    The shapes must fit; a note reports that the adapter names another base. Errors: CheckpointError.
+    The shapes must fit; if the adapter names another base, a note reports that. Errors: CheckpointError.
     """
     base_architecture = architecture(base)
     if base_architecture.adapters is not None:
@@ -103,7 +103,7 @@ def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Open
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Write a folder that `PeftModel.from_pretrained` opens over the base in Hugging Face's form."""
+    """Write a folder that `PeftModel.from_pretrained` can load on top of the base in Hugging Face's form."""
     model, base_record = architecture(own.model), named_base(own.checkpoint)
     if model.adapters is None or base_record is None:
         raise CheckpointError("holds no adapters; --to peft is for a run with --lora-rank")
@@ -157,8 +157,8 @@ def _as_it_is(tensors: Tensors) -> Table:
 
 
 def _family(options: ModelConfig, config_path: Path | bytes | None) -> HubFamily:
-    """The family that names the base's linears. config_path: the config.json stored with the base, which may name
-    another family than the first that can express such a model."""
+    """The family whose names the base's linears have. config_path: the config.json stored with the base. If it names a
+    family, this family is used instead of the first that can express the model."""
     model = architecture(options)
     if model.family not in FAMILIES:
         raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")
@@ -208,8 +208,8 @@ def _config(adapters: Adapters, tensors: Tensors, family: HubFamily, base: str) 
 
 
 def _end(linear: str, family: HubFamily) -> str:
-    """The end of a linear's name, the same in each layer. GPT-2 has a c_proj in both branches, so the branch is
-    included; an expert's number is not."""
+    """The end of a linear's name that is the same in each layer. The branch is included, because GPT-2 has a c_proj in
+    both branches; an expert's index is not included."""
     within, last = linear.split(".")[-2:]
     return f"{within}.{last}" if family.renames_linears and not within.isdigit() else last
 
@@ -264,9 +264,10 @@ def _bare(name: str) -> str:
 
 
 def _joined(tensors: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the folder's names and tensors. Several adapters in one linear of the folder become one adapter.
+    """Yield the folder's names and tensors. The adapters of several linears that are one linear in the folder become
+    one adapter.
 
-    linear of the folder with q, k, v, each of rank r:
+    a linear of the folder that contains q, k and v, each with an adapter of rank r:
 
     A [3r, in] = q.A      B [q + k + v rows, 3r] = q.B  0    0
                  k.A                               0    k.B  0
@@ -286,14 +287,14 @@ def _joined(tensors: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tens
 
 
 def _split(tensors: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the project's names and tensors. The adapter of a linear that contains several becomes one for each, except
-    those that are zero."""
+    """Yield the project's names and tensors. The adapter of a linear that contains several of the project's linears
+    becomes one adapter for each of these, except adapters that are zero."""
     for name, tensor in tensors.items():
         linear, _, half = _bare(name).removesuffix(".weight").rpartition(".")
         down, up = (tensors.get(f"{WRAPPED}{linear}.{each}.weight") for each in (DOWN, UP))
         outs = sum(len(_numbers(rows)) for rows in stored.get(linear, {}).values())
         if down is None or up is None or up.shape[0] != outs:
-            yield _bare(name), tensor  # `check_adapters` refuses it by its name
+            yield _bare(name), tensor  # `check_adapters` refuses this name
         elif half == UP:
             for stem, (first, second) in _parts(down, up, stored[linear], rank, name):
                 yield f"{stem}.{DOWN}.weight", first
@@ -303,7 +304,8 @@ def _split(tensors: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, 
 def _parts(
     down: torch.Tensor, up: torch.Tensor, parts: Mapping[str, Sequence[range]], rank: int, name: str
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Split one adapter: each part takes its own columns of the block diagonal, or all columns if B has one block."""
+    """Split one adapter: each part takes its own columns of the block diagonal, or all columns if B is a single
+    block."""
     count = down.shape[0] // rank
     if len(parts) > 1 and (down.shape[0] % rank or count > len(parts)):
         raise CheckpointError(

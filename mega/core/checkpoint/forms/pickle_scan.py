@@ -1,11 +1,11 @@
 """Measures what reading a torch file's pickles would cost, before torch's restricted reader builds any object from
 them.
 
-That reader runs no code, but it executes the pickle's instructions, and a few bytes can demand a lot: a key that is a
-tuple of tuples, each containing the previous one twice, takes exponential time to hash; a dict that is passed to a
-thousand objects takes a thousand times its memory. This module executes the instructions with sizes in place of
-objects. It refuses everything that files of tensors do not need: other instructions, calls of other functions, deep
-nesting, and work that grows faster than the file.
+That reader runs no code of the file, but executes the pickle's instructions, and a few bytes can demand a lot of work:
+a key that is a tuple of tuples, each containing the previous tuple twice, takes exponential time to hash; a dict that
+is passed to a thousand objects takes a thousand times its memory. This module executes the instructions with sizes in
+place of objects. The scan refuses everything that files of tensors do not need: other instructions, calls of other
+functions, deep nesting, and work that grows faster than the file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BYTES = 64 << 20
 """Size limit of one pickle. The pickle of 10,000 tensors has about 2 MB."""
 
 INSTRUCTIONS = 400_000
-"""Limit for all pickles of a file: about 12,000 tensors."""
+"""Limit on the instructions in all pickles of a file, enough for about 12,000 tensors."""
 
 WORK = 2_000_000
 """Limit on elements hashed, compared or copied in addition to those that the file lists."""
 
 DEPTH = 100
-"""Depth limit of nested tuples; hashing recurses to the same depth."""
+"""Depth limit of nested tuples, because hashing recurses to the same depth."""
 
 ODD_KEYS = 1_000
 """Limit on keys that are neither text nor small numbers. Such keys can be chosen to collide; then each new key is
@@ -52,10 +52,11 @@ CALLS = HASHING | {
 """Functions that files of tensors call. torch's reader allows more, for example bytearray(10^12)."""
 
 WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
-"""Makes a tensor with attributes by calling a function that it receives; only `_rebuild_tensor_v2` is allowed."""
+"""A function that makes a tensor with attributes by calling a function that it receives as an argument; only
+`_rebuild_tensor_v2` is allowed as that argument."""
 
 CODECS = ("latin1", "latin-1", "utf-8", "ascii")
-"""Allowed codecs. With others (punycode, idna) the time grows with the square of the text's length."""
+"""Allowed codecs. With other codecs (punycode, idna), the time grows with the square of the text's length."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,22 +64,22 @@ class Sized:
     """An object of the pickle."""
 
     size: int = 1
-    """Elements that hashing or copying it visits."""
+    """Number of elements visited when the object is hashed or copied."""
     depth: int = 0
-    """Depth of nested tuples in it."""
+    """Depth of nested tuples in the object."""
     plain: bool = False
-    """It is text, a small number or a constant."""
+    """Whether the object is text, a small number or a constant."""
     items: tuple[Sized, ...] | None = None
     """The items of a tuple; None for other objects."""
     says: str = ""
-    """The text of a name, or of a string that matters."""
+    """The text of a function's name or of a codec; otherwise empty."""
     grows: bool = False
-    """It is a container to which elements may be added."""
+    """Whether the object is a container to which elements may be added."""
 
     @property
     def spread(self) -> int:
-        """The cost of passing it on. For a tuple, elements of its containers count too, which a hash would not
-        visit."""
+        """The cost of passing the object as an argument. For a tuple, the elements of its containers, which a hash
+        would not visit, count too."""
         return self.size if self.items is None else sum(item.size for item in self.items)
 
 
@@ -101,8 +102,8 @@ class _RefusedError(ValueError):
 class Scan:
     """Executes a file's pickles one after another; the limits apply to all of them together.
 
-    inert: returns whether a name may be called in addition to `CALLS`, because the reader replaces it with an inert
-    object. names: all names that occurred.
+    inert: returns whether a name outside `CALLS` may be called, because the reader replaces the named object with an
+    inert one. names: all names that occurred.
     """
 
     def __init__(self, path: Path, inert: Callable[[str], object] = lambda name: None) -> None:
@@ -141,7 +142,7 @@ class Scan:
                 memo[argument] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
                 memoized = memo[argument]
-                if memoized.items is not None:  # a tuple's hash is computed again at each use
+                if memoized.items is not None:  # a tuple's hash is recomputed at each use
                     self._charge(memoized.size)
                 stack.append(memoized)
             elif name in _EMPTY:
@@ -187,7 +188,7 @@ class Scan:
             raise _RefusedError(f"its pickle has more than {ODD_KEYS:,} keys that are neither text nor small numbers")
 
     def _grown(self, stack: list[Sized], items: list[Sized]) -> None:
-        """Add a list's elements, or a dict's keys and values, to the container on top of the stack or to an object."""
+        """Add a list's elements, or a dict's keys and values, to the container or object on top of the stack."""
         top = stack[-1]
         if top.grows:
             top.size += sum(1 if item.grows else item.size for item in items)

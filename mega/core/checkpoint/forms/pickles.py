@@ -1,8 +1,8 @@
-"""torch files that hold more than tensors, read without running anything that they name.
+"""Reads torch files that hold more than tensors, without running anything that the files name.
 
 torch's own restricted unpickler reads them. Objects of the programs that write such files become inert objects that
 only store their arguments; tensors, containers and numbers are on torch's allow-list. Everything else, such as
-functions of Python and torch, is refused by name.
+functions of Python and torch, is refused, with its name in the error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mega.core.checkpoint.forms.foreign import torch_file
 
 
 class Inert:
-    """Replaces an object of another program: stores its arguments and its state, does nothing."""
+    """Replaces an object of another program. It stores its arguments and does nothing else."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -48,7 +48,8 @@ _VALUES = ("argparse", "datetime", "enum", "pathlib", "signal")
 """Modules of Python whose objects occur among the arguments of a command line."""
 
 _BY_NAME = ("__builtin__.getattr", "builtins.getattr")
-"""How Python up to 3.11.3 pickles a member of an enum: its class, which is inert here, and its name."""
+"""The function with which Python up to 3.11.3 pickles a member of an enum, called with the class, which is inert here,
+and the member's name."""
 
 
 def stand_in(name: str) -> type[Inert] | None:

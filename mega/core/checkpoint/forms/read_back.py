@@ -1,8 +1,8 @@
 """Compares a conversion with its source: both sides are opened again, and every element of one is compared.
 
-The foreign files are read through the form's table; a conversion wrote them through the same table, inverted. So this
-shows that the files contain every element, undamaged, at the position that the table gives; it cannot detect a table
-with a wrong order of rows. Other checks prove the tables: the tests write every form by hand
+The foreign files are read through the form's table; a conversion wrote them through the same table, inverted. The
+comparison therefore shows that the files contain every element, undamaged, at the position that the table gives, but it
+cannot detect a table with a wrong order of rows. Other checks prove the tables: the tests write every form by hand
 (tests/support/foreign_forms.py), compute with the tensors that are read, and read the written files with each format's
 own rules; --verify runs both models if the other side is Hugging Face's (proof/logits.py).
 """
@@ -29,9 +29,9 @@ from mega.core.checkpoint.own.store import Checkpoint, locate
 class ReadBack:
     """How much was compared."""
 
-    tensors: int  # of the mega checkpoint
-    elements: int  # of those tensors
-    rounded: int = 0  # tensors that the other form stores with less precision, compared after the same rounding
+    tensors: int  # number of tensors in the mega checkpoint
+    elements: int  # number of elements of those tensors
+    rounded: int = 0  # tensors stored with lower precision by the other form, compared after rounding
 
     def __str__(self) -> str:
         rounded = f", {self.rounded:,} of them rounded to the file's types" if self.rounded else ""
@@ -62,7 +62,7 @@ def check_comparable(load: Path, to_ours: bool) -> None:
 
 
 def compare(opened: OpenedForm, checkpoint: Checkpoint) -> ReadBack:
-    """Compare every tensor of `checkpoint` with the foreign one in blocks, after the table is proven."""
+    """Prove the table, then compare every tensor of `checkpoint` with the foreign tensor, in blocks."""
     source, table = opened.source, opened.table
     prove(table, source.tensors)
     check_copies(table, source)
@@ -78,7 +78,7 @@ def compare(opened: OpenedForm, checkpoint: Checkpoint) -> ReadBack:
 def _compared(
     target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: OpenedForm, checkpoint: Checkpoint
 ) -> bool:
-    """Whether a tensor had to be rounded to be equal. Errors: CheckpointError if it differs."""
+    """Whether a tensor had to be rounded to be equal. Errors: CheckpointError if the tensor differs even so."""
     name, origin, rounded = target.name, target.fragments[0].source, False
     shape, dtype = expected
     if checkpoint.tensors[name] != expected and (opened.rounded is None or checkpoint.tensors[name][0] != shape):

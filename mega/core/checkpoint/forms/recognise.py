@@ -18,7 +18,7 @@ MOST = 1000
 def form_at(path: Path, *, inside: bool = True) -> Form:
     """The form at `path`. inside: if no form is recognised, suggest one found in the folder.
 
-    Errors: CheckpointError if no form is recognised, or both a mega checkpoint and a foreign form are.
+    Errors: CheckpointError if no form is recognised, or if both a mega checkpoint and a foreign form are recognised.
     """
     if url_of(path) is None and not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
@@ -41,7 +41,8 @@ def form_at(path: Path, *, inside: bool = True) -> Form:
 
 
 def _inside(folder: Path) -> str:
-    """A suggestion for a folder that has no form but contains one that has; folders come before files."""
+    """A suggestion for a folder that is not itself of any form but contains a path that is; folders come before
+    files."""
     with suppress(OSError):  # unreadable entries are skipped
         for path in islice(sorted(folder.iterdir(), key=lambda path: (path.is_file(), path.name)), MOST):
             with suppress(OSError, CheckpointError):
@@ -51,9 +52,11 @@ def _inside(folder: Path) -> str:
 
 
 def check_place(save: Path, flag: str = "--save-dir") -> None:
-    """Check that mega checkpoints saved at `save` will be recognised. Errors: ValueError if it holds foreign weights.
+    """Check that mega checkpoints saved at `save` will be recognised. Errors: ValueError if `save` holds foreign
+    weights.
 
-    With both in one folder it would be unclear which model is meant, and the next conversion would read the wrong one.
+    With both in one folder, it would be unclear which model is meant, and the next conversion would read the wrong
+    model.
     """
     foreign = foreign_form(save) if url_of(save) is None and save.exists() else None
     if foreign is not None:
@@ -61,5 +64,5 @@ def check_place(save: Path, flag: str = "--save-dir") -> None:
 
 
 def foreign_form(path: Path) -> Form | None:
-    """The foreign form at `path`; None if no form is recognised. Mega checkpoints may be there too."""
+    """The foreign form at `path`; None if no form is recognised. `path` may also contain mega checkpoints."""
     return next((form for form in FORMS if form.recognise(path)), None)

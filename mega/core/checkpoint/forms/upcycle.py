@@ -1,14 +1,14 @@
 """Initializes a mixture of experts from a dense checkpoint (Komatsuzaki et al. 2022; He et al. 2024, 2410.07524).
 
-With granularity g an expert has 1 / g of the dense network's width: expert j holds part j mod g of it, and the parts
-repeat. The router's rows are equal for the g experts that make up one copy.
+With granularity g an expert has 1 / g of the dense network's width. Expert j holds part j mod g of the dense network,
+so the parts repeat. The router's rows are equal for the g experts that make up one copy.
 
     dense network, width w      | part 0 | part 1 |          g = 2
     experts 0, 1, 2, 3, ...       part 0, part 1, part 0, part 1, ...
 
-If a token chooses the g experts of one copy, each with probability 1 / g, their sum is the dense network's output up to
-a factor, by which the matrices are multiplied. With g = 1 the mixture computes the same as the dense model, for any
-choice of experts. Knows no files.
+If a token chooses the g experts of one copy, each with probability 1 / g, the sum of the experts' outputs is the dense
+network's output up to a factor, for which the matrices are scaled. With g = 1 the mixture computes the same as the
+dense model, for any choice of experts. This module does not depend on files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mega.core.config.resolve import divisors
 from mega.core.config.sections import ModelConfig
 
 SCALED = "scaled/"
-"""Prefix of the name of a dense matrix that is multiplied."""
+"""Prefix of the name of a dense matrix that is scaled."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Upcycling:
     """How a mixture is made."""
 
     experts: int
-    """Experts of each layer."""
+    """Number of experts in each layer."""
     chosen: int
-    """Experts chosen for each token."""
+    """Number of experts chosen for each token."""
     granularity: int = 1
-    """Experts that make up one dense network."""
+    """Number of experts that make up one dense network."""
     seed: int = 1234
     """Seed of the router's initial values."""
 
 
 def upcycled(own: ExportSource, upcycling: Upcycling) -> OpenedForm:
-    """The initial mixture for a dense checkpoint; its table uses each of the source's tensors.
+    """The initial mixture for a dense checkpoint. Its table uses every tensor of the source.
 
     Errors: ValueError naming the flag whose number does not fit.
     """
@@ -85,7 +85,7 @@ def _check(model: ModelConfig, upcycling: Upcycling) -> None:
 
 
 def _target(tensor: Tensor, granularity: int, sources: Tensors) -> Target:
-    """One tensor of the mixture, made of the dense model's; for an expert, a part of it."""
+    """One tensor of the mixture, made of the dense model's tensor; for an expert, made of a part of that tensor."""
     name = f"weights/{tensor.name}"
     if tensor.member is None:
         return Target(name, tensor.shape, (whole(tensor.shape, name),))
@@ -100,7 +100,7 @@ def _target(tensor: Tensor, granularity: int, sources: Tensors) -> Target:
 
 
 class UpcycledSource:
-    """The dense model's tensors, with those of its feed-forward networks multiplied, and initial values of the
+    """The dense model's tensors, with scaled tensors for its feed-forward networks, and initial values for the
     routers."""
 
     def __init__(self, dense: Source, model: ModelConfig, upcycling: Upcycling) -> None:
@@ -140,8 +140,8 @@ class UpcycledSource:
 
 
 def _exponent(model: ModelConfig) -> float:
-    """Converts a factor of the output to one of each matrix: three matrices share it with a gate or a square, else
-    two."""
+    """The exponent that converts a factor of the output to a factor of each matrix. If there is a gate or a square, the
+    factor is divided into three, otherwise into two."""
     network = architecture(model).block.feed_forward
     return 1 / 3 if network.gated or network.activation == "relu2" else 1 / 2
 

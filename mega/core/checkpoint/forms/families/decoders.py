@@ -1,4 +1,4 @@
-"""Every family of decoders, and the choice of the family that a model is written as."""
+"""Every family of decoders, and the choice of the family in which a model is written."""
 
 from __future__ import annotations
 

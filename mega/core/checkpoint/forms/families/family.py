@@ -1,8 +1,8 @@
 """A family of decoders in Hugging Face's form: keys of its config.json, fixed values, names of its tensors.
 
-A family is a row of these, used in both directions: a config.json becomes the options of a model, and the options
-become a config.json; `weights/<name>` of every logical tensor is some rows of a tensor of the folder. A key that a
-family does not know is refused. Knows no files.
+A `HubFamily` is used in both directions: a config.json becomes the options of a model, and the options become a
+config.json; `weights/<name>` of every logical tensor is some rows of a tensor of the folder. A key that a family does
+not list is refused. This module does not depend on files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rows = Callable[[ModelConfig], Sequence[range]]
 
 @dataclass(frozen=True)
 class StoredModule:
-    """Some rows of a stored module, or all of them. transposed: its matrix is stored as [in, out]."""
+    """Some or all rows of a stored module. transposed: whether the module's matrix is stored as [in, out]."""
 
     module: str
     rows: Rows | None = None
@@ -34,18 +34,18 @@ class StoredModule:
 
 
 EXPERT = re.compile(r"(?<=\.experts)\.(\d+)\.")
-"""The number of an expert in the name of one of its modules."""
+"""Matches an expert's index in the name of one of its modules."""
 
 FUSED = ".gate_up_proj.weight"
-"""Suffix of an expert's gate and up if they are one matrix."""
+"""Suffix of the name of an expert's gate and up projections, stored as one matrix."""
 
 LLAMA_NAMES: Mapping[str, str | StoredModule] = {
     "model.embed_tokens": "embed_tokens",
     "model.norm": "norm",
     "lm_head": "lm_head",
 }
-"""The project's modules outside the layers -> those of Llama's relatives, whose modules in a layer have the same
-names."""
+"""The project's modules outside the layers -> the names in Llama's relatives. Modules inside a layer have the same
+names in both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +53,18 @@ class HubFamily:
     """One `model_type` of a config.json."""
 
     model_type: str
-    """The value of that key."""
+    """The value of `model_type`."""
     architecture: str
-    """Its class in transformers."""
+    """The family's class in transformers."""
     words: str
-    """Its name in messages."""
+    """The family's name in messages."""
     values: Mapping[str, object]
-    """Options that all its models have."""
+    """Options that all models of the family have."""
     keys: Mapping[str, Key]
-    """Keys of its config.json, in addition to `COMMON`."""
+    """Keys of the family's config.json, in addition to `COMMON`."""
     names: Mapping[str, str | StoredModule] = field(default_factory=lambda: LLAMA_NAMES)
-    """The project's modules -> stored ones, those of a layer by names within it, with {} for an expert's number.
-    Modules that are not listed have the same name in the folder."""
+    """The project's modules -> stored modules. Modules of a layer are listed by their names within the layer, with {}
+    for an expert's index. Modules that are not listed have the same name in the folder."""
     fused: Mapping[str, str | StoredModule] | None = None
     """`names` for a folder whose experts are stacked (mixtures.py)."""
     prefix: str = "model."
@@ -79,8 +79,8 @@ class HubFamily:
     # config.json
 
     def model_from_config(self, config: Mapping[str, object], where: str, names: Collection[str] = ()) -> ModelConfig:
-        """The resolved model section that a config.json describes. names: of the folder's tensors, which a family
-        of decoders does not use.
+        """The resolved model section that a config.json describes. names: names of the folder's tensors; not used by a
+        family of decoders.
 
         Errors: CheckpointError naming a key that is unknown, or whose value has no counterpart.
         """
@@ -100,7 +100,7 @@ class HubFamily:
         return model
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
-        """A config.json for `AutoModelForCausalLM`. dtype: of the weights, as torch names it ("bfloat16").
+        """A config.json for `AutoModelForCausalLM`. dtype: torch's name of the weights' dtype ("bfloat16").
 
         Errors: CheckpointError naming an option that this family does not have.
         """
@@ -116,9 +116,10 @@ class HubFamily:
     # Tensors
 
     def stored(self, name: str, prefix: str | None = None) -> tuple[str, StoredModule]:
-        """The name of a logical tensor in a folder, and the part of the stored module that it is.
+        """The name of the stored tensor that contains a logical tensor, and the part of the stored module that the
+        logical tensor is.
 
-        prefix: of the names [the family's].
+        prefix: prefix of all names; default: the family's prefix.
         """
         prefix = self.prefix if prefix is None else prefix
         module, _, kind = name.rpartition(".")
@@ -136,11 +137,12 @@ class HubFamily:
 
     @property
     def renames_linears(self) -> bool:
-        """Whether linears of the layers are stored under other names than the project's, or fused."""
+        """Whether linears of the layers are fused, or stored under names other than the project's."""
         return any("_proj" in module for module in self.names)
 
     def table(self, options: ModelConfig, names: Collection[str] = ()) -> Table:
-        """`weights/<name>` of every logical tensor. names: of the folder's tensors, which may lack the prefix."""
+        """The table for `weights/<name>` of every logical tensor. names: names of the folder's tensors, which may lack
+        the prefix."""
         if self.fused is not None and any(name.endswith(FUSED) for name in names):
             return replace(self, names=self.fused, fused=None).table(options, names)
         prefixed = not names or any(name.startswith(self.prefix) for name in names)
@@ -172,7 +174,8 @@ class HubFamily:
 
 
 def concatenated_qkv(which: str) -> Rows:
-    """The rows of query, key or value ("q", "k", "v") in a matrix of all queries, then all keys, then all values.
+    """The rows of query, key or value ("q", "k", "v") in a matrix that holds all queries, then all keys, then all
+    values.
 
     q of all heads | k of all kv heads | v of all kv heads
     """
@@ -187,7 +190,7 @@ def concatenated_qkv(which: str) -> Rows:
 
 
 def interleaved_qkv(which: str) -> Rows:
-    """The rows of query, key or value in a matrix that holds the three of one head after another.
+    """The rows of query, key or value in a matrix that holds query, key and value of each head, head after head.
 
     q of head 0 | k of head 0 | v of head 0 | q of head 1 | ...
     """
@@ -200,14 +203,15 @@ def interleaved_qkv(which: str) -> Rows:
 
 
 def gate_then_up(which: str) -> Rows:
-    """The rows of "gate" or "up" in a matrix of the gate above the up projection."""
+    """The rows of "gate" or "up" in a matrix that holds the gate above the up projection."""
     position = ("gate", "up").index(which)
     return lambda model: [range(position * model.ffn, (position + 1) * model.ffn)]
 
 
 def rotary_pairs(model: ModelConfig) -> Sequence[range]:
-    """Query or key rows of a family that rotates neighbours (2i, 2i + 1) together, in the project's order, which
-    rotates rows of the two halves together: of each head its even rotating rows, its odd ones, then the rest."""
+    """Query or key rows of a family that rotates neighbours (2i, 2i + 1) together, in the order of the project, which
+    rotates rows of the two halves together: for each head, the even rotating rows, the odd rotating rows, then the
+    rest."""
     width, turning = model.head_dim, int(model.head_dim * model.rope_fraction)
     return [
         run

@@ -1,5 +1,5 @@
-"""Gemma 1 to 3, text models: norm weights offset by one, a gated GELU, scaled embeddings. From Gemma 2 on norms on both
-sides of a branch, windows in some layers, and soft caps or norms of heads."""
+"""Gemma 1 to 3, text models: norm weights offset by one, a gated GELU, scaled embeddings. Models from Gemma 2 on have
+norms on both sides of a branch, windows in some layers, and soft caps or norms of heads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ GEMMA = {
 
 @dataclass(frozen=True)
 class QueryScalar:
-    """Scores are divided by the square root of this. If that is the usual scale, `attention_scale` stays None."""
+    """The number by whose square root scores are divided. If this is the usual scale, `attention_scale` remains
+    None."""
 
     names = ()
 

@@ -1,4 +1,4 @@
-"""GPT-2: matrices stored [in, out], a fused query, key and value. Source: transformers' GPT2LMHeadModel."""
+"""GPT-2: matrices stored as [in, out]; fused query, key and value. Source: transformers' GPT2LMHeadModel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 @dataclass(frozen=True)
 class HeadCount:
-    """The number of heads that share the hidden width, each with its own keys and values. hidden: the key of the
+    """The number of heads that share the hidden width, each with its own keys and values. hidden: the key of the hidden
     width."""
 
     hidden: str = "n_embd"
@@ -60,7 +60,8 @@ class Inner:
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """Whether scores are divided by the square root of a head's width, and whether by the layer's number."""
+    """Whether scores are divided by the square root of a head's width, and whether they are divided by the layer's
+    number."""
 
     names = ("scale_attn_by_inverse_layer_idx",)
 
@@ -80,7 +81,7 @@ SIZES: Mapping[str, Key] = {
     "n_head": HeadCount(),
     "n_inner": Inner(),
     "n_positions": Whole("positions"),
-    "n_ctx": Unread(),  # old files have it, with the same value
+    "n_ctx": Unread(),  # old files have this key too, with the same value
     "vocab_size": Whole("vocab"),
 }
 NUMBERS: Mapping[str, Key] = {

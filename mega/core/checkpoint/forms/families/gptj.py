@@ -1,4 +1,4 @@
-"""GPT-J: parallel branches with one norm, rotary positions of neighbouring channels, a bias of the logits."""
+"""GPT-J: parallel branches with one norm, rotary positions of neighbouring channels, a bias on the logits."""
 
 from __future__ import annotations
 

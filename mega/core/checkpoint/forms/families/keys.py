@@ -1,6 +1,7 @@
 """Kinds of keys of a config.json: how a value becomes options of a model, and how options become a value.
 
-The default of an absent key is transformers', which each family states. Knows no family and no files.
+The default of an absent key is that of transformers; each family states it. This module does not depend on the model
+family or on files.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Values = dict[str, Any]
 
 
 class Key(Protocol):
-    """One key, or several that belong together; `name` is the first."""
+    """One key, or several keys that belong together; `name` is the first key."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Keys of a config.json that it reads in addition to its own."""
+        """Keys of a config.json that are read in addition to the first key."""
 
     def read(self, config: Config, name: str, where: str) -> Values:
         """The options that the key determines. Errors: CheckpointError naming the key."""
@@ -34,14 +35,14 @@ class Key(Protocol):
 
 @dataclass(frozen=True)
 class _Alone:
-    """A key that is read without others."""
+    """A key that is read without any other key."""
 
     names = ()
 
 
 @dataclass(frozen=True)
 class Whole(_Alone):
-    """A positive whole number. default: computes the value of an absent or null key; None: the key is required."""
+    """A positive whole number. default: computes the value of an absent or null key; None if the key is required."""
 
     option: str
     default: Callable[[Config], int] | None = None
@@ -56,7 +57,7 @@ class Whole(_Alone):
 
 @dataclass(frozen=True)
 class Number(_Alone):
-    """A number. optional: null means that the option is unset."""
+    """A number. optional: whether null means that the option is unset."""
 
     option: str
     default: float | None = None
@@ -73,7 +74,7 @@ class Number(_Alone):
 
 @dataclass(frozen=True)
 class Flag(_Alone):
-    """True or false; null means false. on, off: the options of either value."""
+    """True or false; null means false. on, off: the options for true and for false."""
 
     default: bool
     on: Config
@@ -96,7 +97,7 @@ def flag(option: str, default: bool = False) -> Flag:
 
 @dataclass(frozen=True)
 class Word(_Alone):
-    """A word -> the option's value; of words with the same meaning the first is written."""
+    """A word -> the option's value. If several words have the same meaning, the first is written."""
 
     option: str
     values: Mapping[str, str]
@@ -115,7 +116,7 @@ class Word(_Alone):
 
 @dataclass(frozen=True)
 class Only(_Alone):
-    """A key that has no value except these; the first is written. absent: it may be absent."""
+    """A key that may have only the listed values; the first is written. absent: whether the key may be absent."""
 
     values: tuple[object, ...]
     absent: bool = True
@@ -143,7 +144,7 @@ class Unread(_Alone):
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two values are equal and both or neither are bool: 1 is not True."""
+    """Whether two values are equal and both or neither are bool, so that 1 is not equal to True."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 

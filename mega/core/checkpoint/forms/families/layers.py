@@ -1,6 +1,8 @@
-"""Keys of a config.json about single layers: which have a window, which have rotary positions, and their base.
+"""Keys of a config.json about individual layers: which layers have a window, which have rotary positions, and the base
+of these.
 
-Options hold patterns: 0 and 1 for the first layers, repeated for the others. Knows no family.
+Options hold patterns: 0 or 1 for each of the first layers, repeated for the following layers. This module does not
+depend on the model family.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def unrolled(pattern: tuple[int, ...], layers: int) -> list[bool]:
 
 
 Rule = Callable[[Config, int], list[str]]
-"""Returns the kinds of the given number of layers for a config.json that does not list them."""
+"""Returns the kind of each of the given number of layers, for a config.json that does not list the kinds."""
 
 
 def all_slide(config: Config, layers: int) -> list[str]:
@@ -46,7 +48,8 @@ def all_slide(config: Config, layers: int) -> list[str]:
 
 
 def every(full: int | str, default: int = 0) -> Rule:
-    """Every `full`th layer has full attention. If `full` is a key, its value is the step, `default` without it."""
+    """Every `full`th layer has full attention. If `full` is a key, its value is the step; if the key is absent,
+    `default` is the step."""
 
     def kinds(config: Config, layers: int) -> list[str]:
         step = full if isinstance(full, int) else whole_in(config, full, "config.json", default)
@@ -71,22 +74,23 @@ def full_with_rope(config: Config, layers: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Window:
-    """`sliding_window`, with the keys that determine which layers have it."""
+    """`sliding_window`, with the keys that determine which layers have a window."""
 
     default: int | None = None
-    """The window if the key is absent; null always means no window."""
+    """The window if the key is absent; a null key always means no window."""
     rule: Rule = all_slide
     """The kinds of layers if `layer_types` is absent."""
     switch: bool = False
-    """The window applies only if `use_sliding_window` is true."""
+    """Whether the window applies only if `use_sliding_window` is true."""
     listed: bool = False
-    """The family reads `layer_types`."""
+    """Whether the family reads `layer_types`."""
     others: tuple[str, ...] = ()
     """Keys that the rule reads."""
     local: bool = False
-    """Layers with a window have their own rotary positions, so a window that covers all positions is kept."""
+    """Whether layers with a window have their own rotary positions; a window is then kept even if it covers all
+    positions."""
     masked_anyway: bool = False
-    """transformers masks the listed layers even if the switch is off."""
+    """Whether transformers masks the listed layers even if the switch is off."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,11 +131,11 @@ class Window:
 
 @dataclass(frozen=True)
 class RopeByKind:
-    """Rotary positions of layers with a window and of those without: `rope_parameters` by the kind of layer.
+    """Rotary positions of layers with and without a window: `rope_parameters` by the kind of layer.
 
-    It is the family's key `max_position_embeddings`. full: keys for layers without a window; old files have only these.
-    local_base: the default for layers with a window. local_key: its name in old files; None: these layers have the base
-    of the others, without scaling.
+    A family lists this object under the key `max_position_embeddings`. full: keys for layers without a window; old
+    files have only these keys. local_base: default base of layers with a window. local_key: the name of that base in
+    old files; None if layers with a window use the base of the other layers, without scaling.
     """
 
     full: RopeKeys
@@ -163,7 +167,7 @@ class RopeByKind:
             raise CheckpointError(
                 f"{where}: rope_parameters {parameters!r:.60}: must be objects of numbers by kind of layer"
             )
-        # Later entries take precedence: the old key wins over the new one, as in transformers.
+        # Later entries take precedence. As in transformers, the old key wins over the new key.
         full = {"rope_theta": config.get("rope_theta"), **(parameters.get(FULL) or {}), **old_scaling}
         options = self.full.read({**other_keys, "rope_scaling": None, "rope_parameters": full}, name, where)
         sliding = parameters.get(SLIDING) or {}
@@ -197,15 +201,15 @@ class RopeByKind:
 
 
 def _unless_same(local: float, full: Values) -> float | None:
-    """The base of layers with a window; None if it equals the others' and those are not scaled."""
+    """The base of layers with a window; None if it equals the base of the other layers and they are not scaled."""
     unscaled = full.get("rope_interpolation", 1.0) == 1.0 and full.get("rope_scaling", "none") == "none"
     return None if unscaled and local == full["rope_base"] else local
 
 
 @dataclass(frozen=True)
 class WithoutRope:
-    """SmolLM3's `no_rope_layers`: 1 for layers with rotary positions, 0 for those without. Without the list, every
-    `no_rope_layer_interval`th layer has no rotary positions."""
+    """SmolLM3's `no_rope_layers`: 1 for layers with rotary positions, 0 for layers without. If the list is missing,
+    every `no_rope_layer_interval`th layer has no rotary positions."""
 
     names = ("no_rope_layer_interval",)
 

@@ -1,4 +1,4 @@
-"""Llama, and Mistral, Qwen2 and Qwen3, which differ from it by biases, norms of heads and windows."""
+"""Llama, and Mistral, Qwen2 and Qwen3, which differ from Llama in biases, norms of heads and windows."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ VALUES: Mapping[str, object] = {
 
 
 def kv_heads(absent: int | None = None) -> Whole:
-    """`num_key_value_heads`: null means the number of heads; `absent` is the value of an absent key [the same]."""
+    """`num_key_value_heads`: null means the number of heads. absent: the value of an absent key; default: the number of
+    heads."""
     return Whole("kv_heads", _where_absent("num_key_value_heads", absent, _heads))
 
 
 def head_dim(absent: int | None = None) -> Whole:
-    """`head_dim`: null means the hidden width divided by the heads; `absent` is the value of an absent key [the
-    same]."""
+    """`head_dim`: null means the hidden width divided by the number of heads. absent: the value of an absent key;
+    default: the value of null."""
     return Whole("head_dim", _where_absent("head_dim", absent, _share))
 
 
@@ -84,10 +85,10 @@ LLAMA: Mapping[str, Key] = {
 """Keys that Llama's relatives share."""
 
 ABSENT: Mapping[str, Key] = {"attention_bias": Only((False, None)), "mlp_bias": Only((False, None))}
-"""Biases that a family does not have."""
+"""Keys of biases, for a family that has no biases."""
 
 ATTENTION_BIAS = Flag(False, {"qkv_bias": True, "out_bias": True}, {"qkv_bias": False})
-"""Biases of all attention linears, in a family without any in its feed-forward layers."""
+"""Biases of all attention linears, in a family whose feed-forward layers have no biases."""
 
 
 @dataclass(frozen=True)

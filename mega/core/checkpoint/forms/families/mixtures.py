@@ -1,9 +1,10 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, whose layers are Llama's except for router and experts.
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, whose layers are Llama's except for the router and the
+experts.
 
-Files hold each expert's matrices separately. transformers 5 and later stacks those of a layer in memory, gate above up,
-and writes them stacked with `save_original_format=False`; `unstacked` reads such files under the experts' names. The
-balance loss of transformers combines all layers and sequences, which no option expresses, so `router_aux_loss_coef` is
-ignored.
+Files hold each expert's matrices separately. transformers 5 and later stacks the matrices of a layer's experts in
+memory, the gate above the up projection, and writes the stacks with `save_original_format=False`; `unstacked` reads
+such files under the experts' names. The balance loss of transformers combines all layers and sequences, which no option
+expresses, so `router_aux_loss_coef` is ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ExpertWidth:
 
 
 class OwnWidth(Whole):
-    """The width of an expert, in a family whose dense layers have another width."""
+    """The width of an expert, in a family whose dense layers have a separate width."""
 
     def write(self, model: ModelConfig, name: str) -> Values:
         return {name: model.expert_ffn or model.ffn}
@@ -53,7 +54,7 @@ class OwnWidth(Whole):
 
 @dataclass(frozen=True)
 class TwoNames(Whole):
-    """A number that has another name in new files."""
+    """A number whose key has another name in new files."""
 
     other: str = ""
 
@@ -67,7 +68,8 @@ class TwoNames(Whole):
 
 @dataclass(frozen=True)
 class SparseLayers:
-    """`decoder_sparse_step`: every n-th layer is a mixture; `mlp_only_layers`: exceptions that are dense."""
+    """`decoder_sparse_step`, the distance n if every n-th layer is a mixture, and `mlp_only_layers`, exceptions that
+    are dense."""
 
     names = ("mlp_only_layers",)
 
@@ -87,7 +89,7 @@ class SparseLayers:
 
 
 def alternating(config: Config, layers: int) -> list[str]:
-    """Qwen2-MoE's rule: of the first `max_window_layers` layers every second has the window."""
+    """Qwen2-MoE's rule: every second of the first `max_window_layers` layers has the window."""
     bound = config.get("max_window_layers", 28)
     if type(bound) is not int or bound < 0:
         raise CheckpointError(f"config.json: max_window_layers {bound!r}: must be a whole number of at least 0")
@@ -101,7 +103,7 @@ NORMALIZED = flag("router_normalize")
 
 
 def gate_then_up(which: str) -> Rows:
-    """The rows of an expert's "gate" or "up" in a matrix of the gate above the up projection."""
+    """The rows of an expert's "gate" or "up" in a matrix that holds the gate above the up projection."""
     position = ("gate", "up").index(which)
 
     def rows(model: ModelConfig) -> list[range]:

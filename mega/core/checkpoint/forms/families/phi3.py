@@ -22,7 +22,8 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class Dropouts:
-    """Dropouts of the residual stream and of the embedding, which are one option here. names: the other keys."""
+    """Dropouts of the residual stream and of the embedding, which are one option in this project. names: all keys but
+    the first."""
 
     names: tuple[str, ...]
     default: float = 0.0

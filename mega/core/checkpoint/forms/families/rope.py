@@ -1,6 +1,8 @@
-"""Keys of a config.json about rotary positions: `rope_parameters` of new files, `rope_scaling` and others of old ones.
+"""Keys of a config.json for rotary positions: `rope_parameters` in new files, `rope_scaling` and other keys in old
+files.
 
-If both exist, the old key takes precedence, as in transformers. Source: its modeling_rope_utils. Knows no family.
+If both exist, the old key takes precedence, as in transformers. Source: transformers' modeling_rope_utils. This module
+does not depend on the model family.
 """
 
 from __future__ import annotations
@@ -37,25 +39,25 @@ KINDS = tuple(NUMBERS)
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """All keys about rotary positions. It is the family's key `max_position_embeddings`, which some of them depend
-    on."""
+    """All keys for rotary positions. A family lists this object under the key `max_position_embeddings`, because some
+    of the other keys depend on that one."""
 
     base: float = 10000.0
     """Default of the base."""
     fraction: float = 1.0
     """Default of the fraction of a head that rotates."""
     partial: bool = False
-    """Heads may rotate in part."""
+    """Whether heads may rotate only in part."""
     base_key: str = "rope_theta"
     """Name of the base in old files."""
     fraction_key: str = "partial_rotary_factor"
     """Name of the fraction in old files."""
     kinds: tuple[str, ...] = KINDS
-    """Values of `rope_type` that the family has."""
+    """Values of `rope_type` that the family supports."""
     renamed: Mapping[str, str] = ()  # type: ignore[assignment]
-    """Further values -> the kind that they mean."""
+    """Further values of `rope_type` -> the kind that each means."""
     original: int | None = None
-    """Default of `original_max_position_embeddings`; None: the number of positions."""
+    """Default of `original_max_position_embeddings`; None means the number of positions."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +87,7 @@ class RopeKeys:
         return {**options, **self.scaling(rope, config, positions, f"{where}: {key}" if rope else where)}
 
     def scaling(self, rope: Config, config: Config, positions: int, where: str) -> Values:
-        """The options about scaled frequencies."""
+        """The options for scaled frequencies."""
         stated_kind = rope.get("rope_type", rope.get("type", "default"))
         kind = dict(self.renamed).get(stated_kind, stated_kind) if isinstance(stated_kind, str) else stated_kind
         if kind not in self.kinds:
@@ -94,7 +96,7 @@ class RopeKeys:
         for name, value in rope.items():
             if name not in (*common_keys, *NUMBERS[str(kind)]) and value is not None:
                 raise CheckpointError(f"{where}: {name} {value!r}: is not a key of rope_type {stated_kind!r}")
-        if kind in ("default", "dynamic"):  # the same within max_position_embeddings
+        if kind in ("default", "dynamic"):  # equal to unscaled within max_position_embeddings
             return {}
         if kind == "linear":
             return {"rope_interpolation": number_in(rope, "factor", where)}
@@ -143,8 +145,8 @@ def _yarn(rope: Config, positions: int, original: int, where: str) -> Values:
 
 
 def dynamic(config: Config) -> dict[str, object] | None:
-    """`rope_scaling` of a config.json with dynamic scaling. No option expresses it, because it has no effect within the
-    model's positions."""
+    """`rope_scaling` of a config.json with dynamic scaling. No option expresses dynamic scaling, because it has no
+    effect within the model's maximum number of positions."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key)
         if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "dynamic":
@@ -162,7 +164,7 @@ def _longrope(rope: Config, positions: int, original: int, where: str) -> Values
     elif rope.get("factor") is not None:
         factor = number_in(rope, "factor", where)
         magnitude = _longrope_magnitude(factor, original)
-    else:  # computed from the file's positions, because a run may change them
+    else:  # computed from the file's number of positions, because a run may change it
         magnitude = _longrope_magnitude(positions / original, original)
     return {
         "rope_short_factors": _factors(rope, "short_factor", where),

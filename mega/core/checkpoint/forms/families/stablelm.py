@@ -14,7 +14,7 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class WholeHeads:
-    """Query heads that divide the hidden width, and fewer heads of keys and values."""
+    """The number of query heads, which divide the hidden width evenly; there may be fewer heads of keys and values."""
 
     names = ("head_dim",)
 

@@ -1,4 +1,4 @@
-"""Models that llama.cpp has: their metadata, which correspond to keys of a config.json, and names of tensors.
+"""Models that llama.cpp supports: their metadata, which correspond to keys of a config.json, and names of tensors.
 
 Sources: docs/gguf.md of ggml; conversion/*.py of llama.cpp.
 """
@@ -38,10 +38,10 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""The project's modules -> llama.cpp's; modules of a layer by their names within it."""
+"""The project's modules -> llama.cpp's modules. Modules of a layer are listed by their names within the layer."""
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of divisors of Llama 3's scaled frequencies: half a head, fp32."""
+"""The tensor of the divisors of Llama 3's scaled frequencies, half a head's width long, in fp32."""
 
 OUTPUT = "output.weight"
 
@@ -51,11 +51,12 @@ class GgufFamily:
     """One `general.architecture`."""
 
     name: str
-    """The value of that key."""
+    """The value of `general.architecture`."""
     model_types: tuple[str, ...]
-    """`model_type` of config.json of the models that it holds; a file is read as the first of them."""
+    """The `model_type`s (in a config.json) of the models that such a file can hold; a file is read as the first of
+    these types."""
     neighbours: bool = False
-    """Query and key rows are in Meta's order, in which neighbouring rows are rotated together."""
+    """Whether query and key rows are in Meta's order, in which neighbouring rows are rotated together."""
 
 
 FAMILIES = (
@@ -79,7 +80,7 @@ SIZES = {
 
 NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
 SAME = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"}
-"""Keys whose value, if present, must equal that of the given key of a config.json."""
+"""Keys of the metadata -> the key of a config.json whose value they must equal, if present."""
 
 SCALING = "rope.scaling."
 ORIGINAL = f"{SCALING}original_context_length"
@@ -91,14 +92,14 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     f"{SCALING}yarn_ext_factor": (-1.0,),
     f"{SCALING}yarn_log_multiplier": (0.0,),
 }
-"""Keys that change what a model computes, unless their value is the one listed."""
+"""Keys that change what a model computes, unless they have the value listed here."""
 BETAS = {f"{SCALING}yarn_beta_fast": "beta_fast", f"{SCALING}yarn_beta_slow": "beta_slow"}
 """Parameters of YaRN: key of the metadata -> key of a config.json."""
 SCALED = ("linear", "yarn")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_POSITIONS = 8192
 ROPE_BASE = 10000.0
-"""The default, if the metadata have no base."""
+"""The default of the rotary base, if the metadata do not state it."""
 LEAST, MOST = 1e-37, 3e38
 """Range of positive numbers in 32 bits."""
 
@@ -120,7 +121,8 @@ def shortest(number: float) -> float:
 def model_of_metadata(
     metadata: Mapping[str, Json], tensors: Mapping[str, tuple[int, ...]], factors: list[float] | None, where: str
 ) -> tuple[GgufFamily, ModelConfig, dict[str, Json]]:
-    """The family, the model, and its config.json. tensors: shapes by name. factors: the values of `ROPE_FACTORS`.
+    """The family, the model, and the model's config.json. tensors: shapes by name. factors: the values of
+    `ROPE_FACTORS`.
 
     Errors: CheckpointError naming a setting that llama.cpp supports and this project does not.
     """
@@ -227,7 +229,8 @@ def _scaling(settings: dict[str, Json], factors: list[float] | None, place: str)
 
 
 def metadata_of_model(options: ModelConfig) -> tuple[GgufFamily, dict[str, Json]]:
-    """The family that can express a model, and its metadata. Errors: CheckpointError naming what no family supports."""
+    """The family that can express a model, and its metadata. Errors: CheckpointError naming a setting that no family
+    supports."""
     faults: list[CheckpointError] = []
     for family in FAMILIES:
         for model_type in family.model_types:
@@ -281,7 +284,7 @@ def gguf_name(name: str) -> str:
 
 
 def table(family: GgufFamily, options: ModelConfig, names: Iterable[str] = ()) -> Table:
-    """`weights/<name>` of every logical tensor. names: of the tensors in a file."""
+    """The table for `weights/<name>` of every logical tensor. names: names of the tensors in a file."""
     targets = []
     for tensor in inventory(options):
         heads = next((n for part, n in _heads(options).items() if part in tensor.name), None)
@@ -292,5 +295,5 @@ def table(family: GgufFamily, options: ModelConfig, names: Iterable[str] = ()) -
 
 
 def _heads(options: ModelConfig) -> Mapping[str, int]:
-    """Modules with rotated rows -> their heads."""
+    """Modules with rotated rows -> their number of heads."""
     return {".q_proj.": options.heads, ".k_proj.": options.kv_heads}

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, walked once within bounds before any object is made of it: the file must contain what the
+"""Checks the header of a GGUF file in one bounded pass before any object is made of it: the file must contain what the
 header announces.
 
 The gguf package makes objects of every item that a header announces, whether or not the file contains it.
@@ -21,8 +21,8 @@ SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 MOST_DIMS = 4
 MOST_ITEMS = 1 << 22
-"""Limit on the items of all arrays of a header, and on tensors, because each becomes an object. Large vocabularies have
-a million items."""
+"""Limit on the number of items in all arrays of a header, and on the number of tensors, because each becomes an object.
+Large vocabularies have a million items."""
 
 
 def check_header(path: Path) -> None:
@@ -63,7 +63,7 @@ class HeaderWalk:
         return int(value)
 
     def _skip(self, size: int) -> int:
-        """Advance; return the position before."""
+        """Advance by `size` bytes; return the position before."""
         begin, remaining = self._at, len(self._data) - self._at
         if size > remaining:
             raise ValueError(f"it ends within its header ({size} bytes are announced, {remaining} are left)")

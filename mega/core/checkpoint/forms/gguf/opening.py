@@ -1,4 +1,4 @@
-"""A .gguf file as weights that are read in place: metadata, tensors, and the files of its tokenizer."""
+"""A .gguf file as weights that are read in place, with its metadata, its tensors, and the files of its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-"""Quantized types with one scale for each block; they are read as fp32."""
+"""Quantized types with one scale for each block, which are read as fp32."""
 WRITTEN = ("Q8_0",)
 """The quantized types that can also be written."""
 
@@ -49,13 +49,15 @@ def _file(path: Path) -> Path:
 
 
 def tokenizer(files: object) -> str | None:
-    """None: its tokenizer is a tokenizer.json, which the form of Hugging Face's folders recognises."""
+    """None, because the tokenizer is stored as a tokenizer.json, which the form of Hugging Face's folders
+    recognises."""
     return None
 
 
 @cache
 def _reader(path: Path, changed: int) -> GGUFReader:
-    """The reader of a file. changed: when the file was last written, so that a changed file is read again."""
+    """The reader of a file. changed: the time at which the file was last written, so that a changed file is read
+    again."""
     check_header(path)
     try:
         from gguf import GGUFReader
@@ -83,8 +85,8 @@ def opened_file(path: Path) -> tuple[Path, GGUFReader, dict[str, Json]]:
 
 
 class GgufSource:
-    """The tensors of a memory-mapped file. Quantized tensors are read by whole rows. If any is quantized, all tensors
-    are read as fp32."""
+    """The tensors of a memory-mapped file. Quantized tensors are read by whole rows. If any tensor is quantized, all
+    tensors are read as fp32."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -113,7 +115,8 @@ class GgufSource:
         return values[(slice(None), *columns)].to(self.tensors[name][1])
 
     def rounded(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Round whole rows as the file stores them, if it stores the tensor `name` with less precision."""
+        """Round whole rows in the same way as the file does, if the file stores the tensor `name` with lower
+        precision."""
         kind = self._tensors[name].tensor_type
         if kind.name in PLAIN:
             return values.to(PLAIN[kind.name]).to(self.tensors[name][1])
@@ -126,7 +129,7 @@ class GgufSource:
 
 
 def shape_of(sizes: Iterable[SupportsInt]) -> tuple[int, ...]:
-    """The shape of a tensor whose sizes the file lists, the slowest dimension first."""
+    """The shape of a tensor, slowest dimension first, from the sizes listed in the file."""
     return tuple(map(int, sizes))[::-1]
 
 
@@ -141,7 +144,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def _factors(source: GgufSource) -> list[float] | None:
-    """The values of `ROPE_FACTORS`, which are one row."""
+    """The values of the tensor `ROPE_FACTORS`, which is one row."""
     if ROPE_FACTORS not in source.tensors:
         return None
     factors: list[float] = source.read(ROPE_FACTORS, whole_box(source.tensors[ROPE_FACTORS][0])).flatten().tolist()

@@ -33,10 +33,10 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 NO_TOKENIZER: dict[str, Json] = {f"{PREFIX}model": "none"}
-"""llama.cpp opens no file without this key."""
+"""llama.cpp does not open a file without this key."""
 
 BLOCK = 32
-"""Numbers in a block of Q8_0."""
+"""Number of values in a block of Q8_0."""
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
@@ -67,7 +67,7 @@ def _widths(own: ExportSource) -> list[int]:
 
 
 def _vocabulary(own: ExportSource, options: FormOptions) -> tuple[dict[str, Json], tuple[str, ...]]:
-    """The metadata of the tokenizer and of the chat template, and lines on losses."""
+    """The metadata of the tokenizer and of the chat template, and messages about losses."""
     try:
         tokens = options.tokens(own.checkpoint)
     except ValueError as error:
@@ -98,7 +98,7 @@ def _write(
     outtype: str,
     factors: list[float] | None,
 ) -> int:
-    """Write the file; return the bytes of its tensors."""
+    """Write the file; return the number of bytes of its tensors."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, family)
@@ -126,7 +126,7 @@ def _write(
 
 
 def _put(writer: GGUFWriter, key: str, value: Json) -> None:
-    """Write a value of the metadata, with the type of its Python type."""
+    """Write a value of the metadata, with the GGUF type that corresponds to its Python type."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -1,9 +1,10 @@
-"""A tokenizer in GGUF's metadata, as a tokenizer.json, and the reverse: byte-level BPE ("gpt2") and SentencePiece's
-("llama").
+"""Converts the tokenizer in GGUF's metadata to a tokenizer.json and back: byte-level BPE ("gpt2") and SentencePiece's
+BPE ("llama").
 
 The rule that splits a text before byte-level BPE is a name in GGUF (`tokenizer.ggml.pre`) and a regular expression in a
-tokenizer.json; a rule without a name is refused. Merges of SentencePiece's pieces are implied by scores in GGUF and
-listed in a tokenizer.json. Knows no tensors. Source: llama.cpp, src/llama-vocab.cpp.
+tokenizer.json; a regular expression for which GGUF has no name is refused. Merges of SentencePiece's pieces are implied
+by scores in GGUF and listed in a tokenizer.json. This module does not depend on tensors. Source: llama.cpp,
+src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class TextRule(NamedTuple):
     pattern: str
     """The regular expression of a part."""
     digits: bool = False
-    """Each digit is first split off as a part."""
+    """Whether each digit is first split off as a separate part."""
     whole: bool = False
-    """A part that is itself a token is not merged from bytes."""
+    """Whether a part that is itself a token is used whole, without merging."""
     normalizer: str | None = None
-    """The Unicode normalization of the text."""
+    """The Unicode normalization applied to the text, if any."""
 
 
 CUTS = {
@@ -51,7 +52,7 @@ CUTS = {
 """llama.cpp's name of a rule -> the rule."""
 
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-"""Other names that llama.cpp uses. `default` is a different rule without a name, and is refused."""
+"""Other names that llama.cpp uses for these rules. `default` is a different rule and is refused."""
 
 ENDS = ("eos", "eot", "eom")
 """Tokens that end a text or a turn."""
@@ -187,7 +188,8 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
         raise CheckpointError(f"{where}: holds no {PREFIX}scores for its {len(ids)} tokens")
     plain = {piece: number for piece, number in ids.items() if kinds[number] == NORMAL}
     merges: list[tuple[float, int, int, str]] = []
-    # Every pair of pieces that joins to a piece is a merge; llama.cpp merges the pair with the highest score first.
+    # Every pair of pieces whose concatenation is a piece is a merge; llama.cpp merges the pair with the highest score
+    # first.
     for piece, number in plain.items():
         for cut in range(1, len(piece)):
             left_piece, right_piece = piece[:cut], piece[cut:]
@@ -225,8 +227,9 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
 
 
 def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
-    """The metadata of a tokenizer.json. ids: `bos_token_id` and others. rows: of the embedding; ids that the tokenizer
-    does not use are marked unused. Errors: CheckpointError naming a setting that llama.cpp does not support."""
+    """The metadata for a tokenizer.json. ids: `bos_token_id` and others. rows: number of rows of the embedding. Ids
+    that the tokenizer does not use are marked unused. Errors: CheckpointError naming a setting that llama.cpp does not
+    support."""
     model, added_tokens = below(whole, "model"), whole.get("added_tokens") or []
     vocab = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocab, dict):
@@ -288,7 +291,8 @@ def _list(value: Json) -> list[Json]:
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[Json]:
-    """Minus the rank of the first merge that makes a piece: llama.cpp merges the pair with the highest score."""
+    """The negative rank of the first merge that makes each piece, because llama.cpp merges the pair with the highest
+    score."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
@@ -296,7 +300,7 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[Json]:
 
 
 def _leads_with_blank(whole: Mapping[str, Json], vocab: Mapping[str, Json]) -> bool:
-    """Whether a blank is added before a text. Errors: CheckpointError if the normalization does more than replace
+    """Whether a space is added before a text. Errors: CheckpointError if the normalization does more than replace
     blanks."""
     outer, before = below(whole, "normalizer"), below(whole, "pre_tokenizer")
     steps = [each for each in _list(outer.get("normalizers")) or [outer] if isinstance(each, dict) and each]
@@ -313,7 +317,8 @@ def _leads_with_blank(whole: Mapping[str, Json], vocab: Mapping[str, Json]) -> b
 
 
 def _added(whole: Mapping[str, Json]) -> tuple[int | None, int | None]:
-    """The tokens that are added before and after every text. Errors: CheckpointError if there are several."""
+    """The ids of the tokens added before and after every text. Errors: CheckpointError if several are added on one
+    side."""
     outer = below(whole, "post_processor")
     before: list[int] = []
     after: list[int] = []
@@ -337,7 +342,7 @@ def _added(whole: Mapping[str, Json]) -> tuple[int | None, int | None]:
 
 
 PARTS = (["ByteLevel"], ["Digits", "ByteLevel"], ["Split", "ByteLevel"], ["Digits", "Split", "ByteLevel"])
-"""Sequences of steps that may split a text."""
+"""The sequences of pre-tokenizer steps that are supported."""
 
 
 def _pre(whole: Mapping[str, Json], ignores_merges: bool) -> str:

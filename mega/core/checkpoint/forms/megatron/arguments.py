@@ -1,6 +1,7 @@
-"""The model of a Megatron-LM checkpoint as its arguments describe it, in all their spellings, both ways.
+"""Converts Megatron-LM's arguments, in all their spellings, to the model that they describe, and back.
 
-The vocabulary without its padding, which the arguments rarely state, is also determined here. Knows no tensors.
+The size of the vocabulary without padding, which the arguments rarely state, is also determined here. This module does
+not depend on tensors.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
 def vocabulary(
     values: Mapping[str, object], rows: int, requested: int | None, folder: Path
 ) -> tuple[int, tuple[str, ...]]:
-    """The number of rows of a table that are tokens, and lines for the user about rows that are not, or may not be.
+    """The number of a table's rows that are tokens, and messages for the user about rows that are not, or may not be,
+    tokens.
 
     Megatron's arguments state the padded size. They state the size before padding only if both are equal: `vocab_size`
-    may exclude an end of document. Trees written by mega state `true_vocab_size`; it is the padded size if the tree was
-    converted from one that did not state it. A tokenizer in the `folder` is reported, but no row is cut on a guess.
-    requested: the size that the user states. Errors: ValueError if it is impossible.
+    may exclude an end-of-document token. Trees written by mega state `true_vocab_size`, which is the padded size if the
+    tree was converted from a tree without this argument. A tokenizer in the `folder` is reported, but rows are never
+    cut on a guess.
+    requested: the size that the user states. Errors: ValueError if this size is impossible.
 
     >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))[0]
     50257
@@ -70,7 +73,7 @@ CUT = (
     "Megatron-LM's softmax counted them, so the loss is lower without them, and they do not come back; a run that is "
     "to have its losses keeps all rows (--no-mask-padded-vocab)"
 )
-"""The consequence of cutting padding off."""
+"""The consequence of removing padding, for messages."""
 
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
@@ -103,7 +106,8 @@ UNUSED: dict[str, object] = {
 
 
 def as_core_uses(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Arguments of a tree that Megatron-core wrote, corrected to what it computes, and a line for each correction.
+    """Arguments of a tree that Megatron-core wrote, corrected to what Megatron-core computes, and a message for each
+    correction.
 
     Trees written by mega need no correction.
 
@@ -121,7 +125,7 @@ def as_core_uses(values: Mapping[str, object]) -> tuple[dict[str, object], tuple
 
 
 def unused_by_core(arguments: Mapping[str, object]) -> tuple[str, ...]:
-    """Lines for a tree written for Megatron-core with these `arguments`, if core will compute another model."""
+    """Messages about those of a tree's `arguments` with which Megatron-core will compute another model."""
     return tuple(
         f"args.{name} {arguments[name]!r}: Megatron-core does not use it (up to 0.19): it computes as with "
         f"{UNUSED[name]!r}, and has other losses"
@@ -130,7 +134,7 @@ def unused_by_core(arguments: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _misleading(values: Mapping[str, object]) -> list[str]:
-    """The `UNUSED` arguments whose values differ from what core computes with them."""
+    """The names of the `UNUSED` arguments whose values differ from those with which core computes."""
     rope = values.get("position_embedding_type") == "rope"
     erf = not (values.get("bias_gelu_fusion", True) or values.get("swiglu") or values.get("squared_relu"))
     matters = {
@@ -164,7 +168,7 @@ SAME: dict[str, tuple[str, float | bool]] = {
 
 
 ZERO_CENTERED = "layernorm_zero_centered_gamma"
-"""Megatron-core's name of --apply-layernorm-1p."""
+"""Megatron-core's name for --apply-layernorm-1p."""
 
 
 def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -> ModelConfig:
@@ -251,7 +255,8 @@ def arguments_of(
 ) -> dict[str, object]:
     """The arguments that Megatron's loaders read from a checkpoint.
 
-    tokenizer: as --tokenizer-type names it. core: as Megatron-core 0.18 spells them, else as Megatron-LM of 2023.
+    tokenizer: the value of --tokenizer-type. core: whether to use the spellings of Megatron-core 0.18, not of
+    Megatron-LM of 2023.
     Errors: CheckpointError naming an option that Megatron-LM does not have.
     """
     model = architecture(options)
@@ -286,7 +291,8 @@ FAMILY_OPTIONS = (
     *("family", "decoder_layers", "norm_placement", "head", "head_activation", "binary_head", "classes"),
     *("token_types", "memory_padding"),
 )
-"""Options of BERT and T5 that arguments do not state: families.py derives them from tensors, or checks them."""
+"""Options of BERT and T5 that arguments do not state; families.py derives these options from tensors, or checks
+them."""
 
 
 RETRIEVER_OPTIONS = tuple(field.name for field in dataclasses.fields(RetrieverOptions))
@@ -294,8 +300,8 @@ RETRIEVER_OPTIONS = tuple(field.name for field in dataclasses.fields(RetrieverOp
 
 
 TOKENIZER = "GPT2BPETokenizer"
-"""The tokenizer type that a tree records if the mega checkpoint does not name a tokenizer. Megatron compares it if
---vocab-file is given, and then it is usually GPT-2's."""
+"""The tokenizer type that a tree records if the mega checkpoint does not name a tokenizer. Megatron compares the
+recorded type if --vocab-file is given, and then the tokenizer is usually GPT-2's."""
 
 
 def _size_arguments(model: Architecture, rope_fraction: float) -> dict[str, object]:
@@ -367,7 +373,7 @@ def _layer_arguments(model: Architecture, core: bool) -> dict[str, object]:
 def core_flags(arguments: Mapping[str, object]) -> list[str]:
     """The flags with which Megatron-core 0.18 builds the model of a tree with these `arguments` (from `arguments_of`).
 
-    They include every argument that core compares, and every one whose default would differ.
+    The flags include every argument that core compares, and every argument whose default would differ.
     """
     rope, grouped = bool(arguments["use_rotary_position_embeddings"]), bool(arguments["group_query_attention"])
     linear, scaled = arguments["rotary_seq_len_interpolation_factor"] is not None, bool(arguments["use_rope_scaling"])
@@ -415,7 +421,7 @@ def _flag(name: str) -> str:
 
 
 def padding_note(tokens: int, rows: int) -> tuple[str, ...]:
-    """The line about a table of `rows` that is written for `tokens`; none without padding."""
+    """A message about a table of `rows` rows that is written for `tokens` tokens; empty if the table has no padding."""
     if rows == tokens:
         return ()
     return (

@@ -1,8 +1,8 @@
-"""Flat buffers and names of Megatron-core's optimizer state. Data, used in both directions.
+"""Flat buffers and names of Megatron-core's optimizer state, for reading and writing.
 
-A tensor of the state has no name, only a position: in a list of parameters, in the order of eras.py, or in a flat
-buffer (`buckets_of`). Only torch_dist names a part of it (`state_name`). Facts are those of core 0.18.2. Knows no
-files, and of tensors only their sizes.
+A tensor of the state has no name, only a position in a list of parameters, in the order of eras.py, or in a flat buffer
+(`buckets_of`). Only torch_dist names a part of the state (`state_name`). Facts are those of core 0.18.2. This module
+does not depend on files, and uses only the sizes of tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from mega.core.checkpoint.forms.megatron.eras import TIED_COPY, WORDS
 
 GROUP_KEYS: dict[str, object] = {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
-"""Keys of a parameter group in addition to torch's; core identifies its groups by the first two."""
+"""Keys of a parameter group in addition to torch's; core identifies its groups by the first two keys."""
 
 KINDS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "master": "param"}
 """The project's kinds of state -> the distributed optimizer's names."""
@@ -53,7 +53,7 @@ class FlatName:
     """The name of a flat buffer of the distributed optimizer in torch_dist."""
 
     rank: int
-    """Its rank, counted over tensor ranks first, then pipeline ranks."""
+    """The buffer's rank, counted over tensor ranks first, then over pipeline ranks."""
     chunk: int
     """The model chunk of that rank."""
     bucket: int
@@ -63,7 +63,7 @@ class FlatName:
 
 
 def flat_name(name: str) -> FlatName | None:
-    """Parse a name of torch_dist; None if it is not a flat buffer of the distributed optimizer."""
+    """Parse a name of torch_dist; None if the name is not that of a flat buffer of the distributed optimizer."""
     match = _FLAT.fullmatch(name)
     return None if match is None else FlatName(int(match[1]), int(match[2]), int(match[3]), match[4])
 
@@ -74,17 +74,19 @@ ALIGNED = 64
 
 @dataclass
 class FlatBucket:
-    """Some parameters in one flat buffer: the position of each, and the length without the padding at its end."""
+    """Some parameters in one flat buffer: the position of each, and the buffer's length without the padding at its
+    end."""
 
     begins: dict[str, int] = field(default_factory=dict)
     length: int = 0
 
 
 def buckets_of(numbers: Mapping[str, int], limit: int | None, alone: Collection[str] = ()) -> list[FlatBucket]:
-    """The positions at which the distributed optimizer stores the parameters of a model chunk, the last one first.
+    """The positions at which the distributed optimizer stores the parameters of a model chunk, the last parameter
+    first.
 
-    numbers: elements of each parameter, in the order of the modules. limit: elements that fill a bucket; None: a single
-    bucket. alone: tied embeddings of several stages, which get a bucket of their own.
+    numbers: number of elements of each parameter, in the order of the modules. limit: number of elements that fill a
+    bucket; None means a single bucket. alone: tied embeddings of several stages, each of which gets a separate bucket.
 
     >>> buckets_of({"a": 100, "b": 10, "c": 70}, None)
     [FlatBucket(begins={'c': 0, 'b': 128, 'a': 192}, length=292)]

@@ -1,8 +1,9 @@
-"""Megatron-LM's modules by era: their names, and the order in which they list their parameters. Data, used both ways.
+"""Megatron-LM's modules by era: their names, and the order in which they list their parameters, for reading and
+writing.
 
-An era is a row of `ERAS`. All vocabularies are translated to a common one, the legacy tree's since 2023-09. Its
-`encoder` is the only stack of GPT, Llama and BERT; Megatron-core calls GPT's stack `decoder`. Source: Megatron-LM 23.06
-to its core 0.18. Knows no files and no tensors.
+An era is a row of `ERAS`. All vocabularies are translated to a common one, the vocabulary of legacy trees since
+2023-09. Its `encoder` is the only stack of GPT, Llama and BERT; Megatron-core calls GPT's stack `decoder`. Source:
+Megatron-LM 23.06 to its core 0.18. This module does not depend on files or tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 Era = Literal["legacy", "legacy-layernorm", "core-local", "core"]
-"""Legacy trees since 2023-09, and earlier ones; Megatron-core with local modules, and with Transformer Engine."""
+"""In order: legacy trees since 2023-09, earlier legacy trees, Megatron-core with local modules, Megatron-core with
+Transformer Engine."""
 
 STYLES: dict[str, Era] = {
     "megatron": "legacy",
@@ -53,7 +55,7 @@ LEGACY = {
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
-"""The project's modules -> the legacy tree's, which are the common vocabulary."""
+"""The project's modules -> the legacy tree's modules, which are the common vocabulary."""
 
 BERT = {
     "model.embed_types": "embedding.tokentype_embeddings",
@@ -73,7 +75,7 @@ DECODER = {
     "encoder_attn.o_proj": "inter_attention.dense",
     "post_attention_layernorm": "post_inter_attention_norm",
 }
-"""The project's modules -> common ones, where they differ from GPT's; for T5's decoder within its own stack."""
+"""The project's modules in T5's decoder -> common names within the decoder's stack, where they differ from GPT's."""
 
 RETRIEVER = {
     "inter_attn_layernorm": "post_attention_norm",
@@ -83,7 +85,8 @@ RETRIEVER = {
     "inter_attn.o_proj": "inter_attention.dense",
     "post_attention_layernorm": "post_inter_attention_norm",
 }
-"""The same for layers that read neighbours, and for the first layer of the neighbours' encoder."""
+"""The project's modules -> common names, for layers that read neighbours and for the first layer of the neighbours'
+encoder."""
 
 CORE_DECODER = {
     "post_attention_norm.": "pre_cross_attn_layernorm.",
@@ -92,7 +95,7 @@ CORE_DECODER = {
     "inter_attention.key_value.": "cross_attention.linear_kv.",
     "inter_attention.dense.": "cross_attention.linear_proj.",
 }
-"""Common names in a T5 decoder -> Megatron-core's, where they differ from GPT's."""
+"""Common names in a T5 decoder -> Megatron-core's names, where they differ from GPT's."""
 
 CORE_HEADS = {
     "gpt": {TIED_COPY: "output_layer.weight"},
@@ -103,7 +106,7 @@ CORE_HEADS = {
     },
     "t5": {"lm_head.bias": "lm_head.output_layer.bias", TIED_COPY: "lm_head.output_layer.weight"},
 }
-"""Common names of heads -> Megatron-core's, by family."""
+"""Common names of heads -> Megatron-core's names, by family."""
 
 ALIASES = {
     "t5": {
@@ -112,7 +115,8 @@ ALIASES = {
         "output_layer.bias": "lm_head.output_layer.bias",
     }
 }
-"""Second names that Megatron-core's modules have for one tensor, by family; both names are written."""
+"""By family: common names of tensors that Megatron-core's modules store under two names -> the second name. Both are
+written."""
 
 OWN_STACKS = ("bert", "t5")
 """Families whose stacks keep their common names in Megatron-core."""
@@ -139,13 +143,14 @@ CORE = {
     "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
     ".final_norm.": ".final_layernorm.",
 }
-"""Common names -> Megatron-core's."""
+"""Common names -> Megatron-core's names."""
 
 TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Megatron-core's local names -> Transformer Engine's, where a norm is part of the linear layer after it."""
+"""Megatron-core's local names -> names with Transformer Engine, where a norm is part of the linear layer that
+follows."""
 
 _EXPERT = re.compile(r"\.mlp\.(experts\.(\d+)|shared_expert)\.")
 """The part of a logical tensor's name that identifies a feed-forward network of a mixture."""
@@ -157,14 +162,16 @@ _CORE_EXPERTS = (
     (re.compile(r"(experts\.(?:\d+\.)?)linear_fc1\."), r"\1dense_h_to_4h."),
     (re.compile(r"(experts\.(?:\d+\.)?)linear_fc2\."), r"\1dense_4h_to_h."),
 )
-"""Names of a mixture in any tree -> common ones, which are those of the layers of late 2023. 23.06 has no `local_`;
-Megatron-core has `experts.local_experts`, or with grouped products a number at the end."""
+"""Names of a mixture in any tree -> common names, which are those of the layers of late 2023. Release 23.06 has no
+`local_`; Megatron-core has `experts.local_experts`, or the expert's index at the end of the name if products are
+grouped."""
 
 BALANCE_BIAS, THRESHOLDS = ".mlp.router.expert_bias", ".mlp.router.qb_beta"
-"""Suffixes of tensors that balance experts: a bias of the choice, and the thresholds of `quantile` (core 0.19)."""
+"""Suffixes of tensors that balance experts: a bias added when experts are chosen, and the thresholds of `quantile`
+(core 0.19)."""
 
 BALANCES = (BALANCE_BIAS, THRESHOLDS)
-"""Suffixes of tensors that are not parameters: they have no gradient and no moments."""
+"""Suffixes of tensors that are not parameters, so they have no gradient and no moments."""
 
 # Order
 
@@ -178,7 +185,7 @@ _STACKS = (
     "decoder.final_norm",
     "mtp",
 )
-"""The modules outside of blocks in the order of a model's parameters, without those of its last stage."""
+"""The modules outside blocks, in the order of a model's parameters, except the modules of the last stage."""
 
 _CORE_FROM_QKV = (
     "self_attention.query_key_value",
@@ -209,9 +216,9 @@ class Modules:
     last: tuple[str, ...]
     """Modules of the last stage."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Common names -> the era's."""
+    """Common names -> the era's names."""
     core: bool = False
-    """They are Megatron-core's, whose trees are flat."""
+    """Whether the modules are Megatron-core's, whose trees are flat."""
 
 
 _LEGACY = Modules(
@@ -269,7 +276,7 @@ ERAS: dict[Era, Modules] = {
 
 _LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.+)")
 _AHEAD = re.compile(r"(mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
-"""A layer that predicts a token after the next one, as Megatron-core and this project name it."""
+"""The name of a layer that predicts a token after the next one, in Megatron-core and in this project."""
 _AHEAD_FIRST, _AHEAD_LAST = ("enorm", "hnorm", "eh_proj"), "final_norm"
 """The modules of such a layer before and after an ordinary one."""
 
@@ -285,13 +292,14 @@ def stack_of(name: str) -> tuple[str, str]:
 
 
 def has_two_stacks(names: Collection[str]) -> bool:
-    """Whether names of a tree describe a model with a decoder that reads an encoder. A retriever's are one stack."""
+    """Whether a tree's names describe a model whose decoder reads an encoder. A model with a retriever has one
+    stack."""
     return any(re.search(r"decoder\.layers\..*\.(inter|cross)_attention\.", name) for name in names)
 
 
 def common_head(name: str) -> str:
-    """The common name of a head's tensor in a tree of any era; other names unchanged. The bias of an output layer
-    belongs to the head for words.
+    """The common name of a head's tensor in a tree of any era; other names are returned unchanged. The bias of an
+    output layer belongs to the head for words.
 
     >>> common_head("lm_head.layernorm.bias"), common_head("lm_head.output_layer.bias")
     ('lm_head.norm.bias', 'lm_head.bias')
@@ -303,7 +311,7 @@ def common_head(name: str) -> str:
 
 
 def legacy_name(name: str, layer: int | None = None) -> str:
-    """The common name of a logical tensor; `layer` is its block's number within its stage.
+    """The common name of a logical tensor; `layer` is the index of its block within the stage.
 
     >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
     'encoder.layers.1.self_attention.query_key_value.weight'

@@ -1,7 +1,7 @@
-"""BERT and T5 in Megatron-LM's trees: the stages of their modules, how they are fused, their arguments.
+"""BERT and T5 in Megatron-LM's trees: the stages of their modules, how their matrices are fused, and their arguments.
 
-Names are those of eras.py's common vocabulary. Source: Megatron-LM 23.06 to its core. Knows no files, and of tensors
-only their shapes.
+Names are those of eras.py's common vocabulary. Source: Megatron-LM 23.06 to its core. This module does not read files,
+and uses only names and shapes of tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mega.core.plan.layers import split_layers, stage_layers
 def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
     """The rows of one tensor rank's key or value heads in the fused matrix of cross attention.
 
-    part: "k" or "v". heads: of this rank. width: rows of a head. version: the file's checkpoint_version.
+    part: "k" or "v". heads: number of this rank's heads. width: rows per head. version: the file's checkpoint_version.
 
         version 0          version 1, by row    versions 2 and 3, by head
         k k k k v v v v    k v k v k v k v      k k v v | k k v v
@@ -44,25 +44,25 @@ class Stages(NamedTuple):
     """The stages of a tree that hold a model's units."""
 
     blocks: list[tuple[str, int]]
-    """The stage (pipeline rank and chunk, as in names) of each block, and its number there; T5's decoder follows its
-    encoder."""
+    """For each block, its stage (pipeline rank and chunk, as in names) and its index in that stage; T5's decoder
+    follows its encoder."""
     end: str
     """The stage of the head."""
     copies: Mapping[str, list[str]]
-    """The project's tensors that are stored several times -> stage and name of their further copies."""
+    """The project's tensors that are stored several times -> the stage and name of each further copy."""
 
     def place(self, model: Architecture, unit: Unit) -> tuple[str, int | None]:
-        """The stage of a unit, and for a block its number there."""
+        """The stage of a unit, and for a block its index in that stage."""
         if isinstance(unit, int):
             return self.blocks[unit]
-        if unit == "middle":  # an encoder's last norm
+        if unit == "middle":  # the encoder's last norm
             return self.blocks[model.stacks[0].numbers[-1]][0], None
         return "0.0" if unit == "embedding" else self.end, None
 
 
 def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied: Collection[str] = ()) -> Stages:
-    """Stages from the positions of the blocks. tied: names of the tied embedding on the last stage. If it is empty, one
-    is assumed wherever the last stage does not embed text."""
+    """Stages from the positions of the blocks. tied: names of the tied embedding on the last stage. If `tied` is empty,
+    a tied embedding is assumed wherever the last stage does not embed text."""
     words, positions = "model.embed_tokens.weight", "model.embed_positions.weight"
     # The stage that embeds the decoder's text.
     first = blocks[model.stacks[-1].first][0] if len(model.stacks) > 1 else "0.0"
@@ -79,7 +79,7 @@ def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied
 def written_stages(model: Architecture, pp: int) -> Stages:
     """The stages of a model's units in a tree of `pp` stages.
 
-    Errors: ValueError if blocks cannot be divided so.
+    Errors: ValueError if the blocks cannot be divided into `pp` stages.
     """
     encoder = len(model.stacks[0].layers)
     stages = [chunks[0] for chunks in stage_layers(len(model.layers), pp, explicit=_sizes(model, pp))]
@@ -92,8 +92,8 @@ def written_stages(model: Architecture, pp: int) -> Stages:
 
 
 def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
-    """Blocks of each stage. For T5, the division between encoder and decoder whose largest stage has the fewest
-    blocks."""
+    """The number of blocks of each stage. For T5, the stages are divided between encoder and decoder so that the
+    largest stage has as few blocks as possible."""
     if len(model.stacks) == 1 or pp == 1:
         return ()
     encoder, decoder = (len(stack.layers) for stack in model.stacks)
@@ -113,8 +113,8 @@ def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
 
 
 def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
-    """Errors: CheckpointError naming an option that Megatron-LM's BERT or T5 does not have. distributed: the state will
-    be written as the distributed optimizer's."""
+    """Errors: CheckpointError naming an option that Megatron-LM's BERT or T5 does not have. distributed: whether the
+    state will be written as the distributed optimizer's."""
     family = FAMILIES.get(model.family)
     if family is None:
         return
@@ -129,8 +129,8 @@ def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
 
 
 def check_retriever(model: ModelConfig, to: str, pp: int, *, state: bool) -> None:
-    """Errors: CheckpointError naming an option that Megatron-LM's Retro does not have. state: the optimizer's state
-    will be written."""
+    """Errors: CheckpointError naming an option that Megatron-LM's Retro does not have. state: whether the optimizer's
+    state will be written."""
     structure = architecture(model)
     attention, usual = structure.block.attention, dataclasses.replace(model, retro_layers=())
     if to not in ("megatron", "megatron-23.06"):
@@ -156,7 +156,7 @@ RETRIEVER_ARGUMENTS = {
     "retro_encoder_hidden_dropout": "retro_encoder_hidden_dropout",
     "retro_encoder_attention_dropout": "retro_encoder_attention_dropout",
 }
-"""Options of a retriever -> Megatron-LM's arguments."""
+"""Options of a retriever -> the names of Megatron-LM's arguments."""
 
 
 def retriever_arguments(model: ModelConfig) -> dict[str, object]:
@@ -168,7 +168,7 @@ def retriever_arguments(model: ModelConfig) -> dict[str, object]:
 
 
 def family_arguments(model: Architecture, pp: int) -> dict[str, object]:
-    """Megatron's arguments in addition to GPT's, for a model on `pp` stages."""
+    """Megatron's arguments for a model on `pp` stages, in addition to GPT's arguments."""
     family = FAMILIES.get(model.family)
     return {} if family is None else family.arguments(model, pp)
 
@@ -181,9 +181,9 @@ class MegatronFamily(NamedTuple):
     """A family other than GPT and Llama in a tree."""
 
     rules: Callable[[Architecture], Rules]
-    """Options that the tree fixes."""
+    """Flags for which the tree can express only one value."""
     arguments: Callable[[Architecture, int], dict[str, object]]
-    """Its arguments for a model on `pp` stages."""
+    """The family's arguments for a model on `pp` stages."""
 
 
 def _bert_rules(model: Architecture) -> Rules:
@@ -198,7 +198,7 @@ def _bert_rules(model: Architecture) -> Rules:
 
 
 def _bert_arguments(model: Architecture, pp: int) -> dict[str, object]:
-    return {"bert_binary_head": model.input.types > 0}  # Megatron adds token types together with this head
+    return {"bert_binary_head": model.input.types > 0}  # in Megatron, this head also adds token types
 
 
 def _t5_rules(model: Architecture) -> Rules:
@@ -216,13 +216,15 @@ def _t5_arguments(model: Architecture, pp: int) -> dict[str, object]:
 
 
 FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": MegatronFamily(_t5_rules, _t5_arguments)}
-"""The families other than GPT and Llama, whose trees are alike."""
+"""The families other than GPT and Llama. The trees of GPT and Llama need no such entry."""
 
 
 def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
-    """The BERT or T5 that a tree's tensors contain, from a model that Megatron's arguments `values` describe as a GPT.
+    """The BERT or T5 that a tree's tensors contain, derived from `model`, the GPT that Megatron's arguments `values`
+    describe.
 
-    tensors: by `tp.pp.chunk/common name`. Errors: CheckpointError naming an argument that the tensors contradict.
+    tensors: the tensors by `tp.pp.chunk/common name`. Errors: CheckpointError naming an argument that the tensors
+    contradict.
     """
     shapes = {name.partition("/")[2]: shape for name, (shape, _) in tensors.items()}
     if has_two_stacks(shapes):
@@ -258,15 +260,15 @@ def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors
 
 
 def _numbers(names: Collection[str], pattern: str) -> tuple[int, ...]:
-    """The numbers of layers whose names match, ascending."""
+    """The indices of layers whose names match, ascending."""
     return tuple(sorted({int(match[1]) for name in names if (match := re.fullmatch(pattern, name))}))
 
 
 def _with_retriever(
     model: ModelConfig, values: Mapping[str, object], reading: tuple[int, ...], encoder: int, where: str
 ) -> ModelConfig:
-    """A model that reads neighbours, which have no rotary positions. Arguments do not state which layers read them, and
-    not always the length of a chunk.
+    """A model that reads neighbours; the neighbours have no rotary positions. Arguments do not state which layers read
+    neighbours, and do not always state the length of a chunk.
 
     Errors: CheckpointError if an argument is not a number.
     """

@@ -1,8 +1,8 @@
-"""Megatron's arguments of a mixture of experts: Megatron-core's (0.18; of quantiles 0.19), both ways, and those of the
-Switch layers of 2023.
+"""Megatron's arguments of a mixture of experts: Megatron-core's (0.18; those for quantiles 0.19), for reading and
+writing, and those of the Switch layers of 2023, for reading.
 
-In core `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` a number or a list. Knows of
-tensors only their names.
+In core, `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` may be a number or a list. This
+module uses only the names of tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SAME: dict[str, str] = {
     "pad_to_capacity": "moe_pad_expert_input_to_capacity",
     "shared_gate": "moe_shared_expert_gate",
 }
-"""The project's options -> core's arguments of the same meaning; None in core is the project's default."""
+"""The project's options -> core's arguments of the same meaning; None in core means the project's default."""
 
 SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt-softplus"}
 BALANCES = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
 CHOICES = {"sinkhorn": "sinkhorn", "quantile_balancing": "quantile"}
 QUANTILE_EMA = "moe_router_quantile_balancing_ema"
-"""An argument of core 0.19 that older releases do not know: written only for a router that chooses by quantiles."""
+"""An argument of core 0.19 that older releases do not accept, written only for a router that chooses by quantiles."""
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
     "moe_apply_probs_on_input": (False, None),
@@ -95,7 +95,8 @@ def _checked(name: str, value: object, where: str) -> object:
 
 
 def _layers(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
-    """The layers that are mixtures. Core's list is a Python expression; files hold its value."""
+    """The options for which layers are mixtures. Core's flag is a Python expression for a list; files hold the value of
+    that expression."""
     frequency = values.get("moe_layer_freq", 1)
     frequency = 1 if frequency is None else frequency
     if type(frequency) is int and frequency > 0:
@@ -129,15 +130,16 @@ def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
 
 
 def with_switch(model: ModelConfig, values: Mapping[str, object]) -> ModelConfig:
-    """A mixture with the Switch layers of 2023, whose arguments state only the number of experts: those of 23.06, and
-    with `expert_parallel` those of late 2023."""
+    """A mixture with the Switch layers of 2023, whose arguments state only the number of experts. The layers are those
+    of release 23.06, or those of late 2023 if there is an argument `expert_parallel`."""
     if "expert_parallel" in values:
         return replace(model, experts_chosen=1, router_bias=True, router_choice="sinkhorn")
     return replace(model, experts_chosen=1, router_bias=True, router_normalize=False)
 
 
 def mixture_arguments(options: ModelConfig) -> dict[str, object]:
-    """Core's arguments of a mixture; {} for a dense model. Errors: CheckpointError naming what core does not have."""
+    """Core's arguments of a mixture; {} for a dense model. Errors: CheckpointError naming an option that core does not
+    have."""
     if not options.experts:
         return {}
     if options.router_bias:

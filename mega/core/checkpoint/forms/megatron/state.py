@@ -1,12 +1,13 @@
 """Adam's state in Megatron-LM's trees: masters and moments, assigned to their weights.
 
-Megatron numbers its parameters: a tensor of the state has no name, only a position in a list. eras.py has the order in
-which a model lists its parameters, for each era. With this order the state's tensors get the names of their weights,
+Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. For each era, eras.py
+has the order in which a model lists its parameters. With this order the state's tensors get the names of their weights,
 and the table that moves a weight also moves its master and its moments.
 
-Four forms are read: that of the fp32 optimizer, that of 16-bit weights with fp32 masters, and two of the distributed
-optimizer's `distrib_optim.pt`, as written up to 2023 and by Megatron-core. Any other form is refused, because a wrong
-guess at the order would give each weight the moments of another. state_write.py writes them. Knows nothing of training.
+Four forms are read: the state of the fp32 optimizer, the state of the optimizer for 16-bit weights with fp32 masters,
+and the distributed optimizer's `distrib_optim.pt` as written up to 2023 and as written by Megatron-core. Any other form
+is refused, because a wrong guess at the order would give each weight the moments of another. state_write.py writes
+these forms. This module does not depend on training.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ LARGEST = 1e300
 """Limit on the magnitude of every number in a state."""
 
 PADDING = 1 << 16
-"""Limit on the padding of a flat buffer. It is padded to a multiple of its data ranks, which are fewer than this."""
+"""Limit on the padding of a flat buffer. A buffer is padded to a multiple of the number of its data ranks, which is
+below this limit."""
 
 
 def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
-    """Megatron's groups of parameters: True with weight decay, then False without, each in the order of `dims`.
+    """Megatron's groups of parameters: first True (with weight decay), then False (without), each in the order of
+    `dims`.
 
     dims: name -> number of dims of the tensor.
     """
@@ -48,7 +51,7 @@ def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
 
 
 def state_table(weights: Table, kind: str) -> Table:
-    """The table of a kind of state, derived from that of the weights; tensors that are not learned have no state."""
+    """The table of a kind of state, derived from the weights' table. Tensors that are not learned have no state."""
     parameters = tuple(
         each for each in weights.targets if not f"{each.name} {each.fragments[0].source}".endswith(BALANCES)
     )
@@ -62,15 +65,15 @@ class OptimizerScalars:
     """The values of a state that are not tensors of parameters."""
 
     updates: int
-    """Steps that were not skipped."""
+    """Number of steps that were not skipped."""
     constants: Mapping[str, float]
     """Adam's constants, by the names of the project's options."""
     scaler: Mapping[str, float] | None = None
     """The state of the project's loss scaler."""
     schedule: Mapping[str, Mapping[str, Json]] | None = None
-    """The project's schedule; None if it cannot express Megatron's."""
+    """The project's schedule; None if the project cannot express Megatron's."""
     samples: int | None = None
-    """The samples that the schedule has counted."""
+    """Number of samples that the schedule has counted."""
 
 
 @dataclass
@@ -87,7 +90,7 @@ class State:
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.tensors))
 
     def add(self, tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, where: Path) -> None:
-        """Add one rank's state. Errors: CheckpointError if its scalars differ from those of earlier ranks."""
+        """Add one rank's state. Errors: CheckpointError if the rank's scalars differ from those of earlier ranks."""
         if self.scalars not in (None, scalars):
             raise CheckpointError(f"{where}: its optimizer is not at the step, scale and schedule of other ranks'")
         self.scalars = scalars
@@ -106,10 +109,10 @@ def read_state(
     to: State,
     era: Era = "legacy",
 ) -> None:
-    """Add one rank's state to `to`, if it has any.
+    """Add one rank's state to `to`, if the rank has any.
 
-    content: the content of the rank's file of weights. label: `tp.pp`, the rank's prefix in names. chunks: the weights
-    of each model chunk by common name. era: of the modules that wrote the file.
+    content: the content of the rank's weights file. label: `tp.pp`, the rank's prefix in names. chunks: the weights of
+    each model chunk by common name. era: the era of the modules that wrote the file.
     Errors: CheckpointError naming the file, and the tensor or key that does not fit.
     """
     optimizer = content.get("optimizer")
@@ -147,9 +150,9 @@ Group = dict[str, object]
 
 
 def optimizer_parts(optimizer: object, where: Path) -> tuple[dict[str, object], dict[str, object], list[object]]:
-    """(the state in a file, the part of it that torch's optimizer wrote, its groups of parameters).
+    """(the optimizer's state in a file, the part of this state that torch's optimizer wrote, its groups of parameters).
 
-    Errors: CheckpointError if it has another form.
+    Errors: CheckpointError if the state has another form.
     """
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -165,7 +168,8 @@ def values_of(content: Mapping[str, object]) -> dict[str, object]:
 
 
 def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[str]:
-    """The names of a model chunk in the order of its parameters; files of Megatron-core have them in that order too."""
+    """The names of a model chunk in the order of its parameters; Megatron-core's files list the names in that order
+    too."""
     stored_names = [name for name in chunk if not name.endswith(BALANCES)]
     names = sorted(stored_names, key=lambda name: parameter_place(name, era))
     if ERAS[era].core and names != stored_names:
@@ -175,7 +179,7 @@ def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[
 
 
 def in_order_of(groups: Sequence[object], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
-    """`grouped` in the order of a state's groups, if those record their weight decay."""
+    """`grouped` in the order of a state's groups, if these groups record their weight decay."""
     has_decay = [plain(group.get("wd_mult", 1.0)) != 0 if isinstance(group, dict) else True for group in groups]
     return {decayed: grouped[decayed] for decayed in dict.fromkeys((*has_decay, *grouped)) if decayed in grouped}
 
@@ -194,9 +198,10 @@ def check_optimizer(values: Mapping[str, object], where: Path) -> None:
 def check_groups(
     groups: Sequence[object], grouped: Mapping[bool, Sequence[str]], where: Path, *, experts: bool = False
 ) -> list[Group]:
-    """The groups of a state. experts: they belong to the optimizer of experts that ranks hold separately.
+    """The groups of a state. experts: whether the groups belong to the optimizer of the experts that ranks hold
+    separately.
 
-    Errors: CheckpointError if they differ from the groups that the model implies.
+    Errors: CheckpointError if the groups differ from those that the model implies.
     """
     checked = [group for group in groups if isinstance(group, dict)]
     for number, group in enumerate(checked):
@@ -224,7 +229,7 @@ def _ordinary(
     grouped: Sequence[Sequence[str]],
     where: Path,
 ) -> Iterator[tuple[str, object]]:
-    """Masters and moments of the optimizers that store them as one tensor for each parameter."""
+    """Masters and moments of the optimizers that store one tensor of each kind for each parameter."""
     states = inner.get("state")
     if not isinstance(states, dict):
         raise CheckpointError(f"{where}: optimizer holds no state, and there is no {DISTRIBUTED}; {LEAVE}")
@@ -240,7 +245,7 @@ def _ordinary(
     for number, (group, names) in enumerate(zip(groups, grouped, strict=True)):
         indices = _listed(group.get("params"), len(names), f"{where}: optimizer.param_groups[{number}].params")
         for name, index in zip(names, indices, strict=True):
-            # Entries are removed, so that none is used for two parameters.
+            # Used entries are removed, so that no entry is used for two parameters.
             parameter_state = remaining.pop(index, None) if isinstance(index, int) else None
             for kind in ("moment1", "moment2"):
                 yield f"{kind}/{name}", parameter_state.get(KINDS[kind]) if isinstance(parameter_state, dict) else None
@@ -260,12 +265,13 @@ def _listed(value: object, count: int, what: str) -> list[object]:
 def _distributed(
     path: Path, weights: Mapping[str, torch.Tensor], values: Mapping[str, object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Masters and moments of the distributed optimizer: flat vectors, the last parameter first, padding at the end.
+    """Masters and moments of the distributed optimizer: flat vectors that begin with the last parameter and end with
+    padding.
 
         vector:  | last parameter | ... | second | first | padding |          reversed order of `weights`
 
-    23.06 has one vector for each dtype, later releases of 2023 a list with one for each bucket. Megatron-core also
-    leaves gaps between parameters (`buckets_of`). values: Megatron's arguments.
+    Release 23.06 has one vector for each dtype; later releases of 2023 have a list with one vector for each bucket.
+    Megatron-core also leaves gaps between parameters (`buckets_of`). values: Megatron's arguments.
     """
     content = torch_file(path)
     if not isinstance(content, dict):
@@ -292,7 +298,7 @@ def _distributed(
 def _begins(
     names: Sequence[str], weights: Mapping[str, torch.Tensor], values: Mapping[str, object]
 ) -> tuple[dict[str, int], int]:
-    """(the position of each parameter in Megatron-core's vector of all buckets of a model chunk, the vector's
+    """(the position of each parameter in the vector in which Megatron-core joins a model chunk's buckets, the vector's
     length)."""
     label = names[0].partition("/")[0]
     _, stage, chunk = map(int, label.split("."))
@@ -315,7 +321,8 @@ def _cut(
     kind: str,
     path: Path,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cut a kind of state of each parameter out of one flat vector. begins: from `_begins`; None: without gaps."""
+    """Cut one kind of state out of a flat vector, for each parameter. begins: the result of `_begins`; None if there
+    are no gaps."""
     label, end = f"{path}: {KINDS[kind]}", 0
     if begins is not None and len(vector) != begins[1]:
         raise CheckpointError(f"{label}: has {len(vector)} numbers, core's buckets of these parameters {begins[1]}")
@@ -340,10 +347,9 @@ def _flat(value: object, what: str) -> torch.Tensor:
 
 
 def _checked(tensors: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Check that all tensors exist, are fp32 and have their weights' shapes, and that each master, rounded, is its
-    weight.
+    """Check that all tensors exist, are fp32 and have their weights' shapes, and that each master rounds to its weight.
 
-    The last check also proves the order of parameters.
+    The check of the masters also proves the order of parameters.
     """
     kinds = {name.partition("/")[0] for name in tensors}
     if any(tensor.dtype != torch.float32 for tensor in weights.values()):
@@ -370,7 +376,7 @@ def scalars_in(
 ) -> OptimizerScalars:
     """The scalars of a state; the arguments are the results of `optimizer_parts` for the file `where`.
 
-    Errors: CheckpointError if it is not the state of one Adam.
+    Errors: CheckpointError if the state is not that of one Adam optimizer.
     """
     steps = _steps(groups, inner.get("state"))
     if not steps:
@@ -384,7 +390,7 @@ def scalars_in(
 
 
 def _steps(groups: Sequence[Mapping[str, object]], states: object) -> list[Plain]:
-    """Adam's step counts: of all groups, of all parameters, or one for all; None for each that is missing."""
+    """Adam's step counts: one for each group, one for each parameter, or one for all; None for each missing count."""
     parameter_states = dict(states) if isinstance(states, dict) else {}
     steps_found = [plain(parameter_states.pop("common_step"))] if "common_step" in parameter_states else []
     for holders in (groups, list(parameter_states.values())):
@@ -431,12 +437,12 @@ def _scaler(state: object, where: Path) -> dict[str, float] | None:
 LR = {"peak": "max_lr", "least": "min_lr", "warmup": "lr_warmup_steps", "decay": "lr_decay_steps"}
 DECAY = {"start": "start_wd", "end": "end_wd", "total": "wd_incr_steps"}
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
-"""Styles of the learning rate; weight decay has the first three."""
+"""Styles of the learning rate's schedule; the schedule of weight decay has the first three."""
 
 
 def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, Json]] | None, int | None]:
-    """The project's schedule and the samples it has counted, from `opt_param_scheduler`; None if its form is
-    unknown."""
+    """The project's schedule and the number of samples it has counted, from `opt_param_scheduler`; None for both if the
+    form of `opt_param_scheduler` is unknown."""
     scheduler = content.get("opt_param_scheduler")
     if not isinstance(scheduler, dict):
         return None, None
@@ -453,8 +459,8 @@ def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, 
 
 
 def check_counts(scalars: OptimizerScalars | None, iteration: object, folder: Path) -> None:
-    """Errors: CheckpointError if a state's count of updates, the file's iteration and its folder's name contradict each
-    other. Weights without state need no such check."""
+    """Errors: CheckpointError if the state's count of updates, the file's iteration and the folder's name contradict
+    each other. Weights without state need no such check."""
     if scalars is None:
         return
     match = re.fullmatch(r"iter_(\d{1,15})", folder.name)
@@ -466,7 +472,8 @@ def check_counts(scalars: OptimizerScalars | None, iteration: object, folder: Pa
 
 
 def plain_state(scalars: OptimizerScalars | None, iteration: int, consumed: int, validated: int) -> dict[str, Json]:
-    """The plain state of a mega checkpoint with optimizer state. validated: samples of validation."""
+    """The plain state of a mega checkpoint with optimizer state. validated: number of validation samples that were
+    used."""
     if scalars is None:
         return {}
     return {
@@ -485,7 +492,7 @@ def plain_state(scalars: OptimizerScalars | None, iteration: int, consumed: int,
 
 
 def state_note(scalars: OptimizerScalars | None, requested: bool, action: str) -> str:
-    """One line for the user about the optimizer's state."""
+    """A one-line message for the user about the optimizer's state."""
     if not requested:
         return "optimizer: left out, if there is any (--no-load-optim)"
     if scalars is None:

@@ -1,9 +1,9 @@
 """Writes Adam's state in the forms of Megatron-LM that state.py reads, for 2023 and for Megatron-core.
 
-A state is plain, one tensor for each parameter, or the distributed optimizer's: flat vectors in `distrib_optim.pt`.
-Adam's count of updates is stored in the groups of parameters, as FusedAdam of Apex and Transformer Engine expects.
-torch's own AdamW stores it with each parameter and cannot resume from these files. Knows the order of weights but not
-their names, and no folders.
+A state is either plain, with one tensor for each parameter, or the distributed optimizer's, with flat vectors in
+`distrib_optim.pt`. Adam's count of updates is stored in the groups of parameters, as FusedAdam of Apex and Transformer
+Engine expects. torch's own AdamW stores the count with each parameter and cannot resume from these files. This module
+depends on the order of weights, but not on their names or on folders.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mega.core.untrusted import Json, below
 
 
 def state_kinds(checkpoint: StoredWeights) -> tuple[str, ...]:
-    """The kinds of state that are written into a tree; empty without optimizer state.
+    """The kinds of state that are written into a tree; empty if the checkpoint has no optimizer state.
 
     Errors: CheckpointError if the checkpoint has state that such a tree cannot hold.
     """
@@ -73,11 +73,10 @@ def optimizer_scalars(meta: Mapping[str, Json], where: str) -> OptimizerScalars:
 def written_state(
     tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, era: Era, *, flat: bool
 ) -> dict[str, object]:
-    """The optimizer's part of one rank's file of weights: `optimizer`, and `opt_param_scheduler` if there is a
-    schedule.
+    """The optimizer's part of one rank's weights file: `optimizer`, and `opt_param_scheduler` if there is a schedule.
 
-    tensors: by `kind/common name`. With masters the form is that of 16-bit weights, else the fp32 optimizer's. flat:
-    only the groups are written here; the tensors are in `written_vectors`.
+    tensors: state by `kind/common name`. If there are masters, the form is that of 16-bit weights, otherwise the fp32
+    optimizer's. flat: whether only the groups are written here, because `written_vectors` writes the tensors.
     """
     of_kind = {kind: in_order(tensors, f"{kind}/", era) for kind in KINDS}
     grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
@@ -140,8 +139,9 @@ def written_scaler(scalars: OptimizerScalars) -> dict[str, object]:
 
 
 def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
-    """Megatron's scheduler from the project's schedule. Core does not load an optimizer without one. If Megatron cannot
-    express the schedule, core gets a scheduler that only counts, and a note advises to override it (`overridden`)."""
+    """Megatron's scheduler, derived from the project's schedule. Core does not load an optimizer without a scheduler.
+    If Megatron cannot express the schedule, core gets a scheduler that only counts, and a note advises overriding it
+    (`overridden`)."""
     lr: Mapping[str, object]
     decay: Mapping[str, object]
     if scalars.schedule is not None and not overridden(scalars):
@@ -173,7 +173,8 @@ def written_vectors(
 ) -> dict[object, object]:
     """The content of `distrib_optim.pt` of one rank, for a run that does not overlap the reduction of gradients.
 
-    weights: by common name. state: by `kind/common name`; without masters the fp32 weights are written in their place.
+    weights: weights by common name. state: state by `kind/common name`; if there are no masters, the fp32 weights are
+    written in their place.
     tied: whether the whole model is tied, even if its head is on another rank.
     """
     names = [name for name in in_order(weights, "", era) if not name.endswith(BALANCES)]

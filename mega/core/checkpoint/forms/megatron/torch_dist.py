@@ -1,7 +1,8 @@
-"""Reads checkpoints in torch's distributed format as Megatron-core writes them (`torch_dist`).
+"""Reads checkpoints in torch's distributed format, as written by Megatron-core (`torch_dist`).
 
-Their index, `.metadata`, is a pickle. This module interprets it itself, with the dozen instructions that such files
-need: it builds plain records of names and values, and can neither import nor call anything.
+Their index, `.metadata`, is a pickle. This module interprets the pickle itself and supports only the dozen instructions
+that such files need. The interpreter builds plain records of names and values, and can neither import nor call
+anything.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def read_records(data: bytes, path: Path) -> object:
     """
     stack: list[Any] = []
     memo: dict[int, object] = {}
-    budget = len(data)  # elements that may be copied: an honest file lists the arguments of each record
+    budget = len(data)  # limit on copied elements: a genuine file lists each record's arguments
 
     def since_mark() -> list[object]:
         mark = len(stack) - 1
@@ -132,17 +133,17 @@ def read_records(data: bytes, path: Path) -> object:
 class StoredChunk:
     """A stored rectangle."""
 
-    box: Box  # of the stored tensor
+    box: Box  # the rectangle within the stored tensor
     file: str  # the file that contains it
-    offset: int  # of its first byte in the file
-    length: int  # in bytes
+    offset: int  # position of its first byte in the file
+    length: int  # number of bytes
 
 
 @dataclass(frozen=True)
 class CheckedChunk:
-    """The elements of a stored rectangle that was read and checked. If possible they are a mapping of the file.
+    """The elements of a stored rectangle that was read and checked, memory-mapped from the file if possible.
 
-    data: uint8 [*size, bytes of an element], without alignment.
+    data: uint8 [*size, bytes of an element], not necessarily aligned.
     """
 
     data: torch.Tensor
@@ -155,8 +156,8 @@ class CheckedChunk:
 
 @dataclass(frozen=True)
 class View:
-    """A part of a stored tensor: all of it, one of several stacked ones at `index` (a layer, an expert, or both), or
-    the numbers of a vector from `begin` on."""
+    """A part of a stored tensor: the whole tensor, one of several stacked tensors at `index` (a layer, an expert, or
+    both), or the numbers of a vector from `begin` on."""
 
     stored: str
     index: tuple[int, ...] = ()
@@ -167,8 +168,8 @@ class DistributedSource:
     """The tensors of a `torch_dist` folder, under common names of a single rank: `0.0.0/encoder.layers.N...`.
 
     Uniform layers are stacked in the files, [layers, ...], and so are experts, [layers, experts, ...] or [experts,
-    ...]; here each layer and expert is a separate tensor. `state` lists an optimizer's tensors as they are stored; they
-    become readable only by `show` and `show_flat` (torch_dist_state.py).
+    ...]; here each layer and expert is a separate tensor. `state` lists an optimizer's tensors as they are stored;
+    these tensors can be read only after `show` or `show_flat` (torch_dist_state.py).
 
         stored [layers, experts, *shape]      View(stored, (layer, expert)) is one tensor of `shape`
     """
@@ -191,8 +192,8 @@ class DistributedSource:
                 self.show(name, name)
 
     def show(self, stored: str, weight: str, kind: str = "") -> None:
-        """Make a stored tensor readable under the common names of the weight stored as `weight`, for the state
-        `kind`."""
+        """Make a stored tensor readable under the common names of the weight stored as `weight`. kind: the kind of
+        state that the tensor holds; empty for a weight."""
         shape, dtype = self._shapes[stored], self._dtype(stored)
         stacked = weight.startswith(LAYERS) and not re.match(r"\d+\.", weight.removeprefix(LAYERS))
         depth = stacked + (EXPERTS in weight)
@@ -211,11 +212,11 @@ class DistributedSource:
         self.tensors[name] = (shape, self._dtype(stored))
 
     def hide(self, kind: str) -> None:
-        """Remove the tensors of a kind of state again."""
+        """Undo `show` and `show_flat` for a kind of state."""
         self.tensors = {name: value for name, value in self.tensors.items() if not name.startswith(f"{kind}/")}
 
     def object(self, name: str) -> object:
-        """An object stored under a name that is not a tensor; None if the name is unknown. Errors: CheckpointError."""
+        """A stored object other than a tensor; None if the name is unknown. Errors: CheckpointError."""
         place = self._objects.get(f"{name}/shard_0_1")
         if place is None:
             return None
@@ -239,7 +240,7 @@ class DistributedSource:
         filled = 0
         for chunk in self._chunks[stored]:
             if shared := chunk.box.intersection(box):
-                loaded = self._load(stored, chunk)  # cached, because several tensors are cut from one rank's buffer
+                loaded = self._load(stored, chunk)  # cached: several tensors are cut from one rank's buffer
                 if loaded.dtype != tensor.dtype:
                     raise CheckpointError(
                         f"{self._folder / chunk.file}: {stored}: is {loaded.dtype} at {chunk.box.start}, elsewhere "
@@ -257,7 +258,7 @@ class DistributedSource:
         return self._dtypes[name]
 
     def _load(self, name: str, chunk: StoredChunk) -> CheckedChunk:
-        """One stored rectangle, a small torch file within a file, read and checked only once."""
+        """One stored rectangle, read and checked only once. A rectangle is a small torch file within a file."""
         with self._locks[chunk]:
             if chunk not in self._checked:
                 self._checked[chunk] = self._check(name, chunk)
@@ -274,7 +275,7 @@ class DistributedSource:
                 size = path.stat().st_size
                 self._mapped[chunk.file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
             mapped = self._mapped[chunk.file][chunk.offset + begin :][: data.numel()]
-            if torch.equal(mapped, data.flatten()):  # false if the stored tensor was a part of another one
+            if torch.equal(mapped, data.flatten()):  # false if the stored tensor was a part of another tensor
                 data = mapped.view(data.shape)
         return CheckedChunk(data, tensor.dtype)
 
@@ -295,8 +296,8 @@ Place = tuple[str, int, int]
 def _index(
     index: Any, folder: Path
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, list[StoredChunk]], dict[str, Place]]:
-    """(shapes of the tensors, their stored rectangles, positions of the objects that are not tensors), from the
-    index."""
+    """Parse the index: (shapes of the tensors, their stored rectangles, positions of the objects that are not
+    tensors)."""
     path = folder / ".metadata"
     try:
         stored: dict[tuple[str, tuple[int, ...]], Place] = {}
@@ -387,7 +388,8 @@ def _common(folder: Path) -> dict[str, object]:
 def arguments(content: Mapping[str, object], folder: Path, tensors: Tensors, heads: int | None) -> dict[str, object]:
     """Megatron's arguments: those in common.pt, or those implied by the tensors and the number of heads.
 
-    content: of common.pt. Errors: CheckpointError if both are missing.
+    content: the content of common.pt. Errors: CheckpointError if both the arguments and the number of heads are
+    missing.
     """
     if values := values_of(content):
         stored_heads = values.get("num_attention_heads")

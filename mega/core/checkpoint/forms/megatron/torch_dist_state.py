@@ -1,9 +1,10 @@
 """Adam's state in Megatron-core's distributed checkpoints: the tensors of parameters, and the scalars.
 
-Two forms are read. Named: each moment and master is a separate tensor, stacked like the weights (the plain optimizers;
-the distributed one, "fully reshardable"). Flat: the distributed optimizer's buffers of each tensor and pipeline rank
-("dp reshardable"), in which a parameter has only a position (core.py). Any other form is refused. Masters, rounded,
-must equal the weights, which proves the positions. Knows no files: torch_dist.py reads them.
+Two forms are read. In the named form each moment and master is a separate tensor, stacked like the weights; it is
+written by the plain optimizers, and by the distributed optimizer if "fully reshardable". The flat form ("dp
+reshardable") consists of the distributed optimizer's buffers of each tensor and pipeline rank, in which a parameter has
+only a position (core.py). Any other form is refused. Masters must round to the weights, which proves the positions.
+This module does not open files; torch_dist.py reads them.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class Stored(Source, Protocol):
         """Make the numbers of a stored vector from `begin` on readable as the tensor `name`."""
 
     def hide(self, kind: str) -> None:
-        """Remove the tensors of a kind of state again."""
+        """Undo `show` and `show_flat` for a kind of state."""
 
     def object(self, name: str) -> object:
-        """An object stored under a name that is not a tensor; None if the name is unknown."""
+        """A stored object other than a tensor; None if the name is unknown."""
 
 
 def state_of(
@@ -74,9 +75,10 @@ def state_of(
     weights: Table,
     where: Path,
 ) -> tuple[list[Table], OptimizerScalars | None]:
-    """(tables of the state's tensors, which `source` makes readable, and the scalars); ([], None) without state.
+    """(tables of the state's tensors, which this function makes readable in `source`, and the scalars); ([], None) if
+    there is no state.
 
-    content: of the folder's common.pt. values: Megatron's arguments. weights: the table of the weights.
+    content: the content of the folder's common.pt. values: Megatron's arguments. weights: the table of the weights.
     Errors: CheckpointError naming the tensor or key that does not fit.
     """
     if not source.state:
@@ -110,7 +112,7 @@ KEYS = frozenset(KINDS.values())
 
 
 def model_dims(weights: Table) -> dict[str, int]:
-    """The number of dims of each logical tensor; it determines the groups of parameters."""
+    """The number of dims of each logical tensor, which determines the groups of parameters."""
     return {target.name: len(target.shape) for target in weights.targets}
 
 
@@ -137,7 +139,7 @@ def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], wher
 def _rank_scalars(
     source: Stored, content: Mapping[str, object], dims: Mapping[str, int], rank: int, where: Path
 ) -> OptimizerScalars:
-    """The scalars of the form in which each rank stores its own."""
+    """The scalars of one rank, in the form in which each rank stores its own scalars."""
     prefix = f"optimizer.distributed.dp_group_idx_{rank}."
     optimizer = {"optimizer": source.object(f"{prefix}optimizer"), "grad_scaler": source.object(f"{prefix}grad_scaler")}
     return _scalars(content, optimizer, dims, where / prefix)
@@ -161,7 +163,7 @@ def _scalars(
 def _saved(
     model: ModelConfig, values: Mapping[str, object], buffers: Iterable[FlatName], source: Stored, where: Path
 ) -> tuple[Table, list[list[str]]]:
-    """(the table of the weights as the saving ranks held them, the labels of each rank's model chunks)."""
+    """(the table of the weights as the ranks that saved them held them, the labels of each rank's model chunks)."""
     ranks, parts = {each.rank for each in buffers}, {each.chunk for each in buffers}
     sizes = [
         size if isinstance(size := values.get(name) or 1, int) else 0
@@ -182,7 +184,7 @@ def _saved(
     stages = stage_layers(len(structure.layers), pp, chunks)
     parts_of = [(f"{p}.{c}", stages[p][c]) for p in range(pp) for c in range(chunks)]
     position_of = {block: (part, number) for part, numbers in parts_of for number, block in enumerate(numbers)}
-    # The last of several stages stores a tied embedding a second time.
+    # If there are several stages, the last stage stores a second copy of a tied embedding.
     tied = ("output_layer.weight",) if len(parts_of) > 1 and structure.tied else ()
     tree_stages = stages_of(
         structure, [position_of[block] for block in sorted(position_of)], f"{pp - 1}.{chunks - 1}", tied
@@ -244,8 +246,8 @@ def _show_flat(
 def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path, explanation: str) -> list[str]:
     """The kinds of state to read. Masters are read only for 16-bit weights; fp32 weights are their own masters.
 
-    Errors: CheckpointError if a kind is missing or not fp32, a tensor is missing or has another shape, or a master,
-    rounded, is not its weight.
+    Errors: CheckpointError if a kind is missing or not fp32, a tensor is missing or has another shape, or a master does
+    not round to its weight.
     """
     for name, (_, dtype) in source.tensors.items():
         if name.partition("/")[0] in kinds and dtype != torch.float32:

@@ -1,8 +1,9 @@
-"""Writes checkpoints in torch's distributed format as Megatron-core 0.18 reads them (`torch_dist`).
+"""Writes checkpoints in torch's distributed format, as read by Megatron-core 0.18 (`torch_dist`).
 
-One file of tensors, each a small torch file, and an index of their positions. Uniform layers are stacked in the index,
-[layers, ...], and written one by one. Such a folder fits any layout whose vocabulary is padded to the same number of
-rows. eras.py has the names, trees_write.py the values that are not tensors. Knows no ranks.
+A checkpoint consists of one file of tensors, each a small torch file, and an index of their positions. Uniform layers
+are stacked in the index, [layers, ...], and are written one by one. Such a folder fits any layout whose vocabulary is
+padded to the same number of rows. eras.py has the names, trees_write.py has the values that are not tensors. This
+module does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 class DistcpFile:
-    """A file of tensors and its index. file: a new file to write into."""
+    """A file of tensors and its index. file: a new file that is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -131,12 +132,13 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 def _stacked(metadata: TreeMetadata) -> bool:
-    """Whether core stacks the layers in the index, which it does if all layers or none have experts."""
+    """Whether core stacks the layers in the index. Core does so if all layers have experts or none has."""
     return metadata.arguments.get("moe_layer_freq", 1) == 1
 
 
 def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, metadata: TreeMetadata) -> None:
-    """Write one tensor of the table, by its name there: `0.0.0/common name`, for state `kind/0.0.0/common name`.
+    """Write one tensor of the table. name: its name in the table, `0.0.0/common name`, or `kind/0.0.0/common name` for
+    state.
 
     layer 3's weight [out, in] of 12 layers:  rectangle at (3, 0, 0) of size [1, out, in] in [12, out, in]
     """
@@ -151,7 +153,7 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architect
     start, whole = (*index.values(), *(0,) * tensor.dim()), (*depth.values(), *tensor.shape)
     tensor = tensor[(None,) * len(index)]
     names = [state_name(kind, weight, distributed=metadata.flat) if kind else weight]
-    # The distributed optimizer stores fp32 weights a second time, as masters.
+    # The distributed optimizer also stores a second copy of fp32 weights, as masters.
     if not kind and metadata.flat and "master" not in metadata.kinds:
         names.append(state_name("master", weight, distributed=True))
     for each in names:
@@ -159,12 +161,12 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architect
 
 
 def _experts(model: Architecture) -> int:
-    """The experts of each mixture."""
+    """The number of experts of each mixture."""
     return next((layer.experts.count for layer in model.layers if layer.experts is not None), 0)
 
 
 def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
-    """Names of the extra states that core's modules read: state of fp8, and empty without fp8."""
+    """Names of the extra states that core's modules expect. An extra state is used for fp8 and is otherwise empty."""
     count = len(model.layers)
     for number, layer in enumerate(model.layers):
         normed = layer.attention.q_norm is not None

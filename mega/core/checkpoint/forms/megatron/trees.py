@@ -1,9 +1,10 @@
-"""Reads Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`: weights of every family, and the table both ways.
+"""Reads Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`: the weights of every family, and the table for
+reading and writing.
 
-The names of all eras (eras.py) are translated to one table. Rows of the fused query-key-value matrix are in the order
-of the tree's `checkpoint_version`. Trees of any tensor and pipeline size are read, interleaved or not; trees_write.py
-writes them. Random states are not converted. arguments.py reads a tree's model, families.py adds BERT and T5, state.py
-reads optimizers.
+The names of all eras (eras.py) are translated to the common names of one table. The tree's `checkpoint_version`
+determines the order of rows in the fused query-key-value matrix. Trees of any tensor and pipeline size are read,
+interleaved or not; trees_write.py writes such trees. Random states are not converted. arguments.py reads a tree's
+model, families.py adds BERT and T5, state.py reads optimizers.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, options: FormOptions) -> OpenedForm:
-    """Open a tree's root (the iteration that the tracker names) or one iteration's directory.
+    """Open a tree's root, that is, the iteration that the tracker names, or one iteration's directory.
 
     Names of tensors are `tp.pp.chunk/common name`. Tensors stored by several ranks must be equal.
     """
     folder = iteration_of(path)
     ranks, tp, pp = _ranks(folder)
     tensors, state, chunks, content = _read_ranks(ranks, options.optimizer)
-    # All ranks or none: a run cannot resume with the moments of some parameters.
+    # All ranks or none must have state: a run cannot resume with the moments of only some parameters.
     if state.ranks not in (0, len(ranks)):
         raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
     arguments = content.get("args")
@@ -113,8 +114,8 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 def model_of_tree(
     values: Mapping[str, object], tensors: Tensors, tp: int, vocab: int | None, path: Path, folder: Path, *, core: bool
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The model that Megatron's arguments and a tree's tensors describe, and lines on its vocabulary and on arguments
-    that its model ignores. core: Megatron-core wrote the tree; it ignores some arguments."""
+    """The model that Megatron's arguments and a tree's tensors describe, and messages about the tree's vocabulary and
+    about ignored arguments. core: whether the tree was written by Megatron-core, which ignores some arguments."""
     values, corrections = as_core_uses(values) if core else (values, ())
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
     check_vocabulary(values, rows, tp)
@@ -129,7 +130,7 @@ def model_of_tree(
 def _read_ranks(
     ranks: Mapping[tuple[int, int], Path], optimizer: bool
 ) -> tuple[dict[str, torch.Tensor], State, int, Mapping[str, object]]:
-    """(all weights, the optimizer's state, the number of model chunks of a rank, the content of the first rank's
+    """(all weights, the optimizer's state, the number of model chunks per rank, the content of the first rank's
     file)."""
     tensors: dict[str, torch.Tensor] = {}
     state, chunks = State(), 1
@@ -143,7 +144,7 @@ def _read_ranks(
         if content is not first and (iteration := _iteration(content)) != (first_iteration := _iteration(first)):
             raise CheckpointError(f"{directory}: iteration {iteration}: the first rank's is {first_iteration}")
         numbers.append(content["args"].values.get("rank") if isinstance(content.get("args"), Arguments) else None)
-        # A converter writes the same rank into all files.
+        # Converters write the same rank number into all files.
         if len(set(map(repr, numbers))) > 1 and not _increase(numbers):
             raise CheckpointError(
                 f"{directory}: args.rank {plain(numbers[-1])!r:.40}: is that of another mp_rank folder"
@@ -172,7 +173,7 @@ def _iteration(content: Mapping[str, object]) -> int | None:
 
 
 def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one model chunk by common names; two names of one tensor must have equal values."""
+    """The tensors of one model chunk by common names; if one tensor has two names, their values must be equal."""
     stored = dict(_flat(model, directory))
     two_stacks, tensors = has_two_stacks(stored), dict[str, torch.Tensor]()
     for name, tensor in stored.items():
@@ -182,7 +183,7 @@ def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
-    """(the directory of each (tensor, pipeline) rank, tensor ranks, pipeline ranks)."""
+    """(the directory of each (tensor, pipeline) rank, the number of tensor ranks, the number of pipeline ranks)."""
     ranks = {(int(m[1]), int(m[2] or 0)): e for e in _folders(folder) if (m := _RANK.fullmatch(e.name))}
     tp, pp = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 1))
     absent = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in ranks]
@@ -200,7 +201,7 @@ def _models(content: Mapping[str, object], directory: Path) -> list[str]:
 
 
 def iteration_of(path: Path) -> Path:
-    """The directory of the iteration that the tracker names; the path itself without a tracker."""
+    """The directory of the iteration that the tracker names; the path itself if there is no tracker."""
     if not (path / TRACKER).exists():
         return path
     word = read_file(path / TRACKER, 100).decode("ascii", "replace").strip()
@@ -240,7 +241,8 @@ def _flat(tree: object, where: Path, prefix: str = "") -> Iterable[tuple[str, to
 def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> list[range]:
     """The rows of one tensor rank's query, key or value heads in its fused matrix.
 
-    part: "q", "k" or "v". heads, groups: query and key/value heads of this rank. width: rows of a head.
+    part: "q", "k" or "v". heads, groups: numbers of query heads and of key/value heads on this rank. width: rows per
+    head.
     version: the file's checkpoint_version.
 
         version 0                version 1, by row           versions 2 and 3, by head of a group
@@ -275,8 +277,8 @@ def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int
 
 
 def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
-    """The stage and number of each block: (pipeline rank and chunk, number within the chunk). Chunks are assigned to
-    the ranks in turn, and an encoder's blocks precede a decoder's."""
+    """The stage of each block and its index there: (pipeline rank and chunk, index within the chunk). Chunks are
+    assigned to the ranks in turn, and an encoder's blocks precede a decoder's."""
     blocks: list[tuple[str, int]] = []
     for stack in ("encoder", "decoder"):
         for chunk in range(chunks):
@@ -290,7 +292,7 @@ def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
 def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int = 3) -> Table:
     """`weights/<name>` of every logical tensor from the files of a tree.
 
-    rows: of a rank's embedding table, padding included. version: the files' checkpoint_version.
+    rows: number of rows of a rank's embedding table, padding included. version: the files' checkpoint_version.
 
         vocabulary of 10 tokens on 2 ranks, rows = 8:      rank 0: tokens 0 .. 7      rank 1: tokens 8, 9, six of
         padding
@@ -313,7 +315,7 @@ def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int
         sources, *copy_sources = [[f"{t}.{place}" for t in range(tp)] for place in locations]
         cut = tensor.cut()
         if cut is not None and cut.multiple:  # a vocabulary
-            counts = [max(0, min(rows, tensor.shape[0] - t * rows)) for t in range(tp)]  # of tokens on each rank
+            counts = [max(0, min(rows, tensor.shape[0] - t * rows)) for t in range(tp)]  # number of tokens on each rank
             width = tensor.shape[1] if len(tensor.shape) == 2 else None
             for parts in (sources, *copy_sources):
                 token_rows = [(part, range(count)) for part, count in zip(parts, counts, strict=True) if count]

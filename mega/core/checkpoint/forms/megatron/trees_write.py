@@ -1,7 +1,7 @@
 """Writes Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, for any tensor and pipeline size.
 
-`TreeMetadata` has the values of a tree that are not tensors, and the notes about its use; torch_dist_write.py shares
-it. eras.py has the names, trees.py the tables. Random states are not written.
+`TreeMetadata` has the values of a tree that are not tensors, and the notes about its use; torch_dist_write.py also uses
+this class. eras.py has the names, trees.py has the tables. Random states are not written.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class TreeMetadata:
     kinds: tuple[str, ...]
     """Kinds of state that are written."""
     scalars: OptimizerScalars | None
-    """The optimizer's scalars; None without state."""
+    """The optimizer's scalars; None if no state is written."""
     arguments: Mapping[str, object]
-    """Megatron's arguments of the command line."""
+    """Megatron's command-line arguments."""
     iteration: int
-    """The iteration of the folder's name."""
+    """The iteration in the folder's name."""
     flat: bool
-    """The state is written as the distributed optimizer's."""
+    """Whether the state is written as the distributed optimizer's."""
     notes: tuple[str, ...]
-    """Lines for the user."""
+    """Messages for the user."""
 
 
 def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) -> TreeMetadata:
-    """The values of the tree `to` for a mega checkpoint. Errors: CheckpointError naming a setting that it cannot
+    """The values of the tree `to` for a mega checkpoint. Errors: CheckpointError naming a setting that the tree cannot
     express."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, options.layout
     check_written(model, to, distributed=options.distributed)
@@ -102,7 +102,7 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
 
 
 def _tokenizer(meta: Mapping[str, object]) -> str | None:
-    """The kind of tokenizer that a mega checkpoint was trained with, if it records one."""
+    """The kind of tokenizer with which a mega checkpoint was trained, if the checkpoint records one."""
     kind = below(meta, "config", "tokenizer").get("tokenizer")
     return kind if isinstance(kind, str) else None
 
@@ -174,8 +174,8 @@ def _write_rank(
     model: Architecture,
     rank: int,
 ) -> int:
-    """Write one rank's files and return their bytes. weights: by common name. state: by `kind/common name`. rank:
-    Megatron's global rank."""
+    """Write one rank's files and return the number of bytes. weights: weights by common name. state: state by
+    `kind/common name`. rank: Megatron's global rank."""
     bytes_written = 0
     if metadata.scalars is not None and metadata.flat:
         bytes_written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, era, tied=model.tied))
@@ -190,7 +190,7 @@ def _write_rank(
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
-    """Write the file in which Megatron finds the newest iteration."""
+    """Write the tracker, the file from which Megatron reads the newest iteration."""
     with new_file(folder / TRACKER) as descriptor:
         write_all(descriptor, str(iteration).encode())
 
@@ -211,7 +211,7 @@ _Tree: TypeAlias = "torch.Tensor | dict[str, _Tree]"
 
 def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -> Mapping[str, object]:
     """The model tree of a file. Core's trees are flat, in the order of the modules. Legacy trees nest dicts down to the
-    names of layers and heads, which are dotted."""
+    layers and heads, within which names are dotted."""
     if ERAS[era].core and family in OWN_STACKS:
         ordered = in_order(content, "", era)
         flat = {styled(name, era, family): tensor for name, tensor in ordered.items()}
@@ -232,11 +232,12 @@ def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -
 
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules of core's blocks that have an extra state, by core's names: state of fp8, and empty without fp8."""
+"""Modules of core's blocks that have an extra state, by core's names. The extra state is used for fp8 and is otherwise
+empty."""
 
 
 def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, torch.Tensor | None]:
-    """Core's weights in the order of its modules, and the extra states that core reads, which are empty."""
+    """Core's weights in the order of its modules, and the extra states that core expects, which are empty."""
     engine, tree = era == "core", dict[str, torch.Tensor | None]()
     empty = torch.empty(0, dtype=torch.uint8) if engine else None
     ordered = [(styled(name, era), tensor) for name, tensor in in_order(content, "", era).items()]
