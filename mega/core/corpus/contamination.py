@@ -206,7 +206,7 @@ def before_and_after(text: str, hit: Hit, margin: int) -> tuple[str, str]:
     """The text before and after an n-gram, cut at sentence ends at least `margin` characters away from it.
 
     >>> before_and_after("One. Two. what is it. Three. Four.", Hit(10, "what is it"), 1)
-    ('One. Two.', ' Three. Four.')
+    ('One. Two.', ' Four.')
     """
     position = hit.begin - margin
     while position > 0 and text[position] not in _MARKS:

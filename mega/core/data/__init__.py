@@ -1,13 +1,14 @@
-"""Read token files as samples. The room knows two facts about ranks: the index and the number of data-parallel ranks.
+"""Read token files as samples. Of the parallel layout, this package uses only the index and the number of data-parallel
+ranks.
 
 indexed, inspect          token files, and reports about their content
-preprocessing             from text to token files; datatrove_step: on a cluster
-sources, workers          documents in any container (columns_process: parquet), and worker processes for blocks of them
+preprocessing             from text to token files; datatrove_step: the same on a cluster
+sources, workers          documents in any container (columns_process: parquet), and worker processes for blocks
 order, phases             the order in which a corpus is read, and changes of a blend
 build, recipes            from options to datasets: gpt, masked (with mapping), infill, chat, pairs, labelled, tfrecords
 dataset, synthetic, show  the dataset protocol, generated data, and display of samples
 chunks, neighbours        chunks of a corpus, and samples with the retrieved neighbours of their chunks
 batches                   microbatches of one data-parallel rank
 formats                   files of labelled questions
-cache, mapped             arrays that are computed once, and memory-mapped files
+cache, mapped             arrays that are computed once and cached, and memory-mapped files
 """

@@ -1,8 +1,8 @@
-"""Microbatches of one data-parallel rank. The position in the data is one global sample number.
+"""Microbatches of one data-parallel rank. The position in the data is one global sample index.
 
-Every rank reads its own rows directly from the mapped files, so no data is sent between ranks. This file knows two
-integers about ranks: index and count. With d ranks and b rows per microbatch, rank r reads in microbatch m of a step
-that begins at sample C the samples C + (m d + r) b .. C + (m d + r) b + b - 1. For d = 2 and b = 2:
+Every rank reads its own rows directly from the mapped files, so no data is sent between ranks. This module uses only
+the index and the number of data-parallel ranks. With d ranks and b rows per microbatch, rank r reads in microbatch m of
+a step that begins at sample C the samples C + (m d + r) b .. C + (m d + r) b + b - 1. For d = 2 and b = 2:
 
              microbatch 0    microbatch 1
     rank 0   C      C + 1    C + 4  C + 5
@@ -28,11 +28,11 @@ class Batches:
     """Reads a dataset in steps. `take(consumed, microbatches)` is a pure function of its two arguments.
 
     order: "single" reads the dataset's samples in sequence; "cyclic" assigns them to the ranks once and reshuffles the
-    share of each rank every epoch, like Megatron-LM's sampler of that name.
-    sharding: each rank has its own share of the samples in cyclic order. False: all samples are shuffled together and
-    distributed in turn, as with --no-data-sharding.
+    share of each rank every epoch, like Megatron-LM's sampler of the same name.
+    sharding: with cyclic order, each rank has its own share of the samples. If False, all samples are shuffled together
+    and distributed in turn, as with --no-data-sharding.
     eod: the id that ends a document; required by eod_mask_loss, reset_positions and reset_attention.
-    collate: (rows of token ids, number of the first) -> batch, to build another batch than `DecoderBatch`. A dataset
+    collate: (rows of token ids, index of the first row) -> batch, to build a batch other than `DecoderBatch`. A dataset
     whose samples are not plain token ids has its own `collate`.
     read_ahead: prepare the next step in a background thread.
     """
@@ -84,10 +84,12 @@ class Batches:
         return batches
 
     def turn(self, consumed: int, size: int) -> int:
-        """The first of `size` samples that are read together, for example in a validation, after `consumed` samples.
+        """The index of the first of `size` samples that are read together, for example in one validation, after
+        `consumed` samples.
 
-        The dataset holds as many samples as a run reads in all. A run that resumes with other sizes or intervals may
-        need more: it starts again with the first sample. In cyclic order the sampler itself wraps around.
+        The dataset holds as many samples as the run reads in total. A run that resumes with other sizes or intervals
+        may need more samples, and then starts again with the first sample. In cyclic order the sampler itself wraps
+        around.
         """
         if self._order == "cyclic":
             return consumed
@@ -95,7 +97,7 @@ class Batches:
 
     @property
     def _group(self) -> int:
-        """Samples of one microbatch over all ranks."""
+        """Number of samples in one microbatch, summed over all ranks."""
         return self._rows * self._ranks
 
     def _read(self, consumed: int, microbatches: int) -> list[Batch]:
@@ -133,10 +135,11 @@ class Batches:
         return [self._rank * share + entry for entry in shuffled]
 
     def _in_turn(self, epoch: int, first: int, share: int) -> Sequence[int]:
-        """The samples of this rank from its number `first` on, from all samples of an epoch, shuffled together.
+        """One microbatch of this rank, from position `first` of the rank's share. All samples of an epoch are shuffled
+        together.
 
-        share: samples of every rank in an epoch. If the remainder of an epoch fills another microbatch, a rank reads it
-        first in the next epoch, as in Megatron-LM's sampler.
+        share: number of samples per rank and epoch. If the remainder of an epoch fills another microbatch, a rank reads
+        that microbatch first in the next epoch, as in Megatron-LM's sampler.
         """
         samples = len(self._dataset) // self._rows * self._rows
         if epoch and not first:
@@ -149,8 +152,8 @@ class Batches:
         return entries
 
     def _shuffled(self, epoch: int, count: int) -> NDArray[np.int64]:
-        """The numbers below `count`, shuffled for an epoch."""
-        permutation = self._permutation  # local copy: the read-ahead thread may replace the attribute by another epoch
+        """The integers below `count`, shuffled for an epoch."""
+        permutation = self._permutation  # local copy: the read-ahead thread may assign another epoch
         if permutation is None or permutation[0] != epoch:
             generator = torch.Generator()
             generator.manual_seed(epoch)
@@ -158,7 +161,7 @@ class Batches:
         return permutation[1]
 
     def _batch(self, first: int, entries: Sequence[int]) -> Batch:
-        """The samples `entries` of the dataset, with global numbers from `first` on."""
+        """A batch of the samples `entries` of the dataset. Their global indices start at `first`."""
         samples = [self._dataset[entry] for entry in entries]
         if self._of_tokens:
             smallest, largest = min(int(row.min()) for row in samples), max(int(row.max()) for row in samples)
@@ -170,7 +173,7 @@ class Batches:
         return self._collate(samples, first)
 
     def _left_to_right(self, rows: Sequence[NDArray[np.int64]], first: int) -> DecoderBatch:
-        """A batch from rows that have one token more than the batch: the label of a token is the next token."""
+        """A batch from rows that have one token more than the batch, because the label of a token is the next token."""
         text = np.stack(rows)
         tokens = np.ascontiguousarray(text[:, :-1])
         documents = None

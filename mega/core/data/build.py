@@ -1,7 +1,7 @@
 """Build the datasets of training, validation and test from the data section of a configuration.
 
-All errors of the files are found here: a missing or truncated file, an id outside the vocabulary, a corpus too small
-for one sample. The file needs no torch. A launcher can therefore build the datasets before any rank starts, and fill
+All errors in the files are found here: a missing or truncated file, an id outside the vocabulary, a corpus too small
+for one sample. This module does not import torch, so a launcher can build the datasets before any rank starts, and fill
 the cache that the ranks then read.
 """
 
@@ -44,7 +44,7 @@ _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 @dataclass(frozen=True)
 class Datasets:
-    """A dataset per split. None: no samples were requested, or the split is empty."""
+    """A dataset per split. None if no samples were requested or the split is empty."""
 
     train: Dataset | None = None
     """Training set."""
@@ -59,11 +59,12 @@ class Datasets:
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     """Prefix of token files -> hashes of their content."""
     repeats: bool = False
-    """The training set reads a corpus more than once."""
+    """Whether the training set reads a corpus more than once."""
     example: tuple[str, ...] = ()
     """A sample, formatted for display before the first step."""
     one_pass: int | None = None
-    """Samples of one pass over the training set; None if weights give each corpus its own number of passes."""
+    """Number of samples in one pass over the training set; None if weights give each corpus its own number of
+    passes."""
     phases: tuple[BlendPhase, ...] = ()
     """Earlier blends of the training set."""
     described: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -75,15 +76,15 @@ def samples_requested(
 ) -> tuple[int, int, int]:
     """The number of training, validation and test samples that a run may read.
 
-    100 steps of 8, validating 5 batches every 50 steps: 800, (100 // 50 + 1) * 5 * 8 = 120, 40.
+    100 steps with batches of 8, and 5 validation batches every 50 steps: 800, (100 // 50 + 1) * 5 * 8 = 120, 40.
     """
     train = steps * global_batch if train_samples is None else train_samples
     return train, (steps // eval_interval + 1) * eval_iters * global_batch, eval_iters * global_batch
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str]]:
-    """Parse prefixes, or weight prefix weight prefix ..., into (weight, prefix) pairs. Without weights each weight is
-    None.
+    """Parse prefixes, or weight prefix weight prefix ..., into (weight, prefix) pairs. If no weights are given, each
+    weight is None.
 
     ("0.2", "a", "0.3", "b") -> [(0.2, "a"), (0.3, "b")]; ("a", "b") -> [(None, "a"), (None, "b")].
     """
@@ -113,9 +114,9 @@ def build_datasets(
 ) -> Datasets:
     """Build datasets with at least `samples` (train, valid, test) samples of the kind that `masking` selects.
 
-    seq_length: tokens of a sample; a GPT sample has one more. vocab: the true vocabulary size, for checking every
-    corpus. pairs: a BERT sample has two parts. by_corpus: each corpus of the validation blend is also a separate
-    validation set. phases: earlier blends of the training set. Raises ValueError naming flag and file.
+    seq_length: number of tokens in a sample; a GPT sample has one more. vocab: the true vocabulary size, for checking
+    every corpus. pairs: whether a BERT sample has two parts. by_corpus: each corpus of the validation blend is also a
+    separate validation set. phases: earlier blends of the training set. Raises ValueError naming flag and file.
     """
     if data.mock_data:
         train, valid, test = (
@@ -160,8 +161,8 @@ def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -
 
 
 def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, Dataset]:
-    """The validation part of each corpus of a blend, keyed by the last part of its prefix. Repeated names get a
-    number."""
+    """The validation part of each corpus of a blend, keyed by the last part of its prefix. A number is appended to
+    repeated names."""
     datasets: dict[str, Dataset] = {}
     flag, words = ("--data-path", data.data_path) if data.data_path else ("--valid-data", data.valid_data)
     for _, prefix in parse_blend(flag, expand(words, data.corpora)):
@@ -193,7 +194,7 @@ def named_sets(data: DataConfig) -> list[tuple[str, str]]:
 def _chat(
     data: DataConfig, seq_length: int, seed: int, samples: tuple[int, int, int], tokenizer: Tokenizer | None
 ) -> Datasets:
-    """Rows of conversations. --valid-sets are files of conversations too."""
+    """Rows of conversations. The files of --valid-sets must also contain conversations."""
     if tokenizer is None:
         raise ValueError("--chat-data: needs a tokenizer; give --tokenizer and its files")
     name = data.chat_template
@@ -255,10 +256,11 @@ class _Builder:
         self.phases = phases
         self.notes: list[str] = []
         self.repeated: set[str] = set()
-        # Splits that read a corpus more than once.
+        # `repeated`: splits that read a corpus more than once.
         self.described: dict[str, tuple[str, ...]] = {}
         self.one_pass: dict[str, int] = {}
-        # Split -> samples of one pass over it. Absent where weights give each corpus its own number of passes.
+        # `one_pass`: split -> number of samples in one pass. A split whose weights give each corpus its own number of
+        # passes is absent.
 
     @property
     def contents(self) -> dict[str, Json]:
@@ -278,14 +280,14 @@ class _Builder:
         return (*([note] if note else []), *self.notes)
 
     def blend(self, flag: str, words: Sequence[str], split: str, name: str, samples: int) -> Dataset | None:
-        """The dataset of one split. None if no samples are requested or the split is empty."""
+        """The dataset of one split, or None if no samples are requested or the split is empty."""
         if not words or not samples:
             return None
         weighted_prefixes = parse_blend(flag, words)
         if self.phases and name == "train":
             return self._phased(flag, [*self.phases, BlendPhase(samples, samples, weighted_prefixes)], split)
         all_parts = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in weighted_prefixes]
-        # A corpus with an empty part is removed from the blend. The others share its weight, and a note reports it.
+        # A corpus with an empty part is removed, with a note; the other corpora share its weight.
         parts = [(weight, prefix, part) for weight, prefix, part in all_parts if part.first < part.last]
         if not parts:
             split_name = f'the {name} part of --split "{split}" ' if flag == "--data-path" else ""
@@ -306,7 +308,7 @@ class _Builder:
         if len(weighted_prefixes) == 1:
             self._describe(name, parts, [samples], split)
             return self._dataset(*parts[0][1:], samples, name)
-        # Without weights the share of each corpus is its size, so all corpora end at the same sample.
+        # Without weights, the share of each corpus is proportional to its size, so all corpora end at the same sample.
         shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
         counts = blend_samples(shares, samples, core=self._core)
         self._describe(name, parts, counts, split)
@@ -318,7 +320,7 @@ class _Builder:
         lengths = [len(dataset) for dataset in datasets]
 
         def compute() -> Arrays:
-            """Megatron-LM's order, without the entries at its end for which a corpus is too short."""
+            """Megatron-LM's order, cut before the first entry for which a corpus is too short."""
             corpus_numbers, numbers = blend_order(shares, size)
             served = entries_served(corpus_numbers, numbers, lengths)
             assert served >= samples
@@ -360,7 +362,7 @@ class _Builder:
         return phased_dataset(layouts, segment)
 
     def _dataset(self, prefix: str, part: CorpusPart, samples: int, name: str, number: int = 0) -> Dataset:
-        """number: index of the corpus in the blend, in which empty corpora are counted."""
+        """number: index of the corpus in the blend, counting empty corpora."""
 
         def passes(note: str) -> None:
             self.notes.append(note)
@@ -372,7 +374,7 @@ class _Builder:
         return dataset
 
     def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
-        """The part of a corpus that belongs to a split. It may be empty."""
+        """The part of a corpus that belongs to a split. The part may be empty."""
         corpus = self._corpus(flag, prefix)
         bounds = split_boundaries(split, self._recipe.units(corpus), core=self._core)
         split_index = SPLITS.index(name)
@@ -385,7 +387,7 @@ class _Builder:
         )
 
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
-        """The token files of `prefix`, checked, and opened once."""
+        """The token files of `prefix`, checked and opened on the first call only."""
         if prefix not in self.corpora:
             corpus = _open(flag, prefix, self._vocab, mmap=self._data.mmap)
             if message := other_files(f"{flag} {prefix}", corpus.tokenizer, self._tokenizer):

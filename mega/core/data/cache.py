@@ -1,9 +1,9 @@
 """A cache of arrays that take long to compute and depend only on a key. Cached arrays are memory-mapped.
 
-An entry is one safetensors file, named by the hash of its key: the 8-byte length of a JSON header, the header with the
-key and the offsets of the arrays, the arrays. The file is written under a temporary name and renamed, so it is complete
-or absent. A lock lets one process of a machine compute while the others wait. If the folder is not writable, the arrays
-stay in memory. Nothing is ever unpickled.
+An entry is one safetensors file, named by the hash of its key. The file contains the 8-byte length of a JSON header,
+then the header with the key and the offsets of the arrays, then the arrays. The file is written under a temporary name
+and renamed, so the file is either complete or absent. With a lock, one process of a machine computes the arrays while
+the others wait. If the folder is not writable, the arrays stay in memory. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _BLOCK = 1 << 24
 def cached(
     directory: Path | None, key: Mapping[str, object], names: Sequence[str], compute: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays `names` of `compute()`, read from `directory` if cached, and written there if possible.
+    """The arrays `names` of `compute()`, read from `directory` if cached, otherwise computed and written to `directory`
+    if possible.
 
     key: everything that the arrays depend on, as plain JSON values.
     """
@@ -52,7 +53,7 @@ def cached(
             resources.enter_context(_locked(entry.with_suffix(".lock")))
         except OSError:
             return _load(entry, encoded_key, names) or compute()
-        # Another process may have written the entry while this one waited for the lock.
+        # Another process may have written the entry while this process waited for the lock.
         cached_arrays = _load(entry, encoded_key, names)
         if cached_arrays is not None:
             return cached_arrays
@@ -66,7 +67,7 @@ def cached(
 
 
 def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
-    """The entry's arrays, mapped. None if the file is missing, truncated, damaged, or has another key."""
+    """The entry's arrays, memory-mapped, or None if the file is missing, truncated, damaged, or has another key."""
     try:
         stored = mapped(entry)
         begin = 8 + int.from_bytes(stored[:8], "little")
@@ -86,7 +87,7 @@ def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
 
 
 def _publish(entry: Path, key: str, arrays: Arrays) -> None:
-    """Write all arrays atomically into one file. The widest dtype is first, so every array is aligned."""
+    """Write all arrays atomically into one file. Arrays with the widest dtype come first, so every array is aligned."""
     header: dict[str, Json] = {"__metadata__": {"format": "np", "key": key}}
     in_order = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     end = 0
@@ -115,6 +116,6 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path` between the processes of this machine. The system releases it when a holder
     dies."""
     with open(path, "ab") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: several may compute, the last rename wins
+        with contextlib.suppress(OSError):  # no file locks: several processes may compute; the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,8 @@
-"""Finetuning samples: whole conversations packed into rows. Only selected tokens are trained on.
+"""Finetuning samples: whole conversations packed into rows. Only selected tokens have a loss.
 
 Conversations are tokenized once and stored in the index cache. A row holds as many conversations as fit; a conversation
-longer than a row is cut. Conversations of a row do not attend to each other, and positions restart with each.
+longer than a row is cut. Conversations in a row do not attend to each other, and positions restart with each
+conversation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 
 MOST_ARRAY = 1 << 30
-"""Maximum bytes of a file that is one JSON array, since it is read as a whole."""
+"""Maximum size in bytes of a file that is one JSON array, since such a file is read as a whole."""
 
 
 class ChatRow(NamedTuple):
@@ -38,14 +39,14 @@ class ChatRow(NamedTuple):
     tokens: NDArray[np.int64]  # int64 [s]
     labels: NDArray[np.int64]  # int64 [s]
     weights: NDArray[np.float32]  # float32 [s], 1 where the label is trained on
-    documents: NDArray[np.int64]  # int64 [s], number of the conversation within the row
+    documents: NDArray[np.int64]  # int64 [s], index of the conversation within the row
     positions: NDArray[np.int64]  # int64 [s], position within the conversation
 
 
 class TrainedTexts:
     """Tokenized texts, concatenated, with a mask of trained tokens.
 
-    arrays: ids; trained; offsets int64 [texts + 1].
+    arrays: ids, trained, and offsets, int64 [texts + 1].
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -66,10 +67,10 @@ class TrainedTexts:
 
 
 class ChatDataset:
-    """Row i of consecutive passes over the conversations. Each pass is reshuffled.
+    """Row i of consecutive passes over the conversations. The conversations are reshuffled in each pass.
 
-    arrays: those of `TrainedTexts`; members, the conversation numbers in row order; rows, int64 [rows + 1], the first
-    member of each row. Conversations a and b in a row of 8, with padding:
+    arrays: the arrays of `TrainedTexts`; members, the conversation indices in row order; and rows, int64 [rows + 1],
+    the index of the first member of each row. Example: conversations a and b in a row of 8, with padding:
 
         tokens      a a a b b b b .
         documents   0 0 0 1 1 1 1 2
@@ -136,7 +137,7 @@ def chat_dataset(
 ) -> ChatDataset:
     """Build at least `samples` rows from conversations in JSON lines.
 
-    flag: the flag that named the inputs, for messages. note: called with messages for the user.
+    flag: the flag that named the inputs, used in messages. note: function called with messages for the user.
     Raises ValueError naming file and line of an invalid conversation, or if no token is trained.
     """
     key = {
@@ -160,7 +161,8 @@ def chat_dataset(
 
 
 def digest(flag: str, inputs: Sequence[str], settings: str = "") -> str:
-    """A digest of `settings` and of the files that a flag names. Errors: ValueError if one is standard input."""
+    """A digest of `settings` and of the files that a flag names. Errors: ValueError if one of the inputs is standard
+    input."""
     paths, hasher = find(inputs, flag), hashlib.sha256(settings.encode())
     if STDIN in paths:
         raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
@@ -175,9 +177,10 @@ def filler(tokenizer: Tokenizer) -> int:
 
 
 def truncation_note(source: str, texts: Arrays, seq_length: int, unit: str = "conversations") -> str | None:
-    """A message about conversations that are cut or have no trained token, or None. ValueError if nothing is trained.
+    """A message about conversations that are cut or have no trained token, or None if there are none. Errors:
+    ValueError if no token is trained.
 
-    Without trained tokens the loss is 0, and only weight decay changes the model.
+    Without trained tokens the loss would be 0, and only weight decay would change the model.
     """
     sizes = np.diff(texts["offsets"])
     firsts = texts["offsets"][:-1]
@@ -196,7 +199,7 @@ def truncation_note(source: str, texts: Arrays, seq_length: int, unit: str = "co
 def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arrays:
     """Pack conversations into rows of `room` tokens, in shuffled passes, until there are `samples` rows.
 
-    Lengths 3 4 2 in this order, room 6: rows [3] [4 2].
+    Example: lengths 3 4 2 in this order with room 6 give rows [3] [4 2].
     """
     generator = np.random.RandomState(seed)
     members: list[int] = []
@@ -214,7 +217,8 @@ def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arra
 
 
 def labelled(inputs: Sequence[str], chat: ChatFormat) -> Iterator[Labelled]:
-    """Yield every conversation of the inputs as tokens. ValueError naming file and line of an invalid one."""
+    """Yield every conversation of the inputs as tokens. Errors: ValueError naming file and line of an invalid
+    conversation."""
     return each_line(inputs, lambda found: chat.labelled(conversation(found)))
 
 
@@ -246,7 +250,7 @@ def _values(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _array(path: Path) -> list[object] | None:
-    """The items of a .json file that is one array, such as alpaca_data.json. None for any other file. Errors:
+    """The items of a .json file that is one array, such as alpaca_data.json, or None for any other file. Errors:
     ValueError."""
     if path.suffix != ".json":
         return None

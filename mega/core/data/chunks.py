@@ -3,13 +3,13 @@
     db/individual/NAME/FIRST-LAST.safetensors   one block of documents: chunks_valid, chunks_invalid uint32 [n, 4]
                                                 (document, first token, end, length in the embedder's tokens) and
                                                 doc_offsets uint64 [documents, 2] (document, chunks up to its end)
-    db/merged/{train,valid}.safetensors         chunks uint32 [n, 5], with the corpus number as first column, and
-                                                doc_offsets uint64 [documents, 3]; a chunk's number is its row in train
-    db/indexed_dataset_infos.json               the corpora, with their numbers of documents and chunks
+    db/merged/{train,valid}.safetensors         chunks uint32 [n, 5], with the corpus index as first column, and
+                                                doc_offsets uint64 [documents, 3]; a chunk's index is its row in train
+    db/indexed_dataset_infos.json               the corpora, with their document and chunk counts
 
 Names and arrays are those of Megatron-LM 23.06. Its HDF5 files are read if they are present (the extra `retro`). A
-document is a sequence of the token files. A block depends only on the corpus, so any number of processes write the same
-bytes. No torch.
+document is a sequence of the token files. A block depends only on the corpus, so its bytes do not depend on the number
+of processes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class ChunkedCorpus:
     ratio: float  # Share of the corpus in the blend
     prefix: str  # Prefix of its token files
     name: str  # Name of its folder
-    n_docs: int  # Documents
-    n_docs_train: int  # Documents of the training split
-    n_chunks: int  # Valid chunks
-    n_chunks_train: int  # Valid chunks of the training split
-    n_chunks_invalid: int  # Chunks that are empty for the embedder
+    n_docs: int  # Number of documents
+    n_docs_train: int  # Number of documents in the training split
+    n_chunks: int  # Number of valid chunks
+    n_chunks_train: int  # Number of valid chunks in the training split
+    n_chunks_invalid: int  # Number of chunks that are empty for the embedder
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ChunkSource:
     ratio: float  # Share of the corpus in the blend
     prefix: str  # Prefix of its token files
     corpus: IndexedDataset  # The token files
-    training: int  # Number of documents, from the first one, that neighbours may come from
+    training: int  # Number of leading documents that neighbours may come from
 
     @property
     def name(self) -> str:
@@ -92,14 +92,14 @@ class ChunkSource:
 def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[ChunkSource]:
     """Open the corpora of a blend. The first number of `split` is the share of training documents, which come first.
 
-    Errors: ValueError naming the file, or two corpora of the same name.
+    Errors: ValueError naming the file, or two corpora with the same name.
     """
     share, chunk_sources = split_shares(split)[0], list[ChunkSource]()
     for weight, prefix in blend:
         corpus, prefix = (
             IndexedDataset(prefix),
             os.path.abspath(prefix),
-        )  # absolute: other processes read it from other folders
+        )  # absolute, because other processes have other working directories
         # Megatron-LM's count, limited so that validation documents are never included.
         training_documents = min(int(share * len(corpus)), split_boundaries(split, len(corpus))[1])
         if training_documents < 1:
@@ -117,7 +117,7 @@ def cut_block(
     """Cut a block of documents into chunks, without the end-of-document token. A chunk that is empty for the embedder
     is invalid.
 
-    embedded_length: the length of a text in tokens of the embedder.
+    embedded_length: function that returns the length of a text in the embedder's tokens.
     """
     valid, invalid, offsets = list[tuple[int, ...]](), list[tuple[int, ...]](), list[tuple[int, int]]()
     for document in range(block.first, block.last):
@@ -148,7 +148,7 @@ def megatron_path(path: Path) -> Path:
 
 
 def is_built(path: Path) -> bool:
-    """Whether the file, or Megatron-LM's file, exists."""
+    """Whether the file, or Megatron-LM's equivalent, exists."""
     return path.exists() or megatron_path(path).exists()
 
 
@@ -167,7 +167,7 @@ def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]
 
 
 def read_array(path: Path, name: str) -> NDArray[np.generic]:
-    """The array of a file, or the array `name` of Megatron-LM's file. Errors: OSError, ValueError."""
+    """The only array of a file, or the array `name` of Megatron-LM's file. Errors: OSError, ValueError."""
     if not path.exists() and megatron_path(path).exists():
         return read_hdf5(megatron_path(path), (name,))[name]
     array: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -188,7 +188,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generi
 
 
 def individual(folder: Path, source: ChunkSource, size: int) -> Iterator[tuple[Block, Path]]:
-    """Yield the blocks of a corpus, and their files."""
+    """Yield each block of a corpus with its file."""
     for block in blocks(len(source.corpus), size, ".safetensors"):
         yield block, folder / "db" / "individual" / source.name / block.name
 
@@ -243,8 +243,8 @@ def _counted(content: Json, path: Path) -> ChunkedCorpus:
 class ChunkDatabase:
     """The chunks that serve as neighbours. `tokens(chunk)` is int64 [length], padded with the end-of-document token.
 
-    prefixes: where the run has the corpora, in their order. Empty: the prefixes of the time when the database was
-    built.
+    prefixes: prefixes of the token files in this run, in the order of the corpora. If empty, the prefixes recorded when
+    the database was built.
     Errors: ValueError naming a file that is missing, damaged, or belongs to other corpora.
     """
 
@@ -256,7 +256,7 @@ class ChunkDatabase:
 
     @cached_property
     def chunks(self) -> NDArray[np.uint32]:
-        """[n, 5], as in the file."""
+        """uint32 [n, 5], as in the file."""
         chunks = read_arrays(self.folder / "db" / "merged" / "train.safetensors", ("chunks",))["chunks"]
         return chunks.astype(np.uint32)
 

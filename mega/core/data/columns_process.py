@@ -1,13 +1,13 @@
 """Read rows of parquet and arrow files as JSON lines, in a child process. `untrusted.Confined` starts the child and
-limits its memory, since an untrusted file can make the library allocate any amount, or crash. Requests:
+limits its memory, since an untrusted file can make the library allocate any amount of memory, or crash. Requests:
 
-    {"path", "kind"}               number of row groups of a parquet file; 1 for an arrow stream
+    {"path", "kind"}               returns the number of row groups of a parquet file; 1 for an arrow stream
     {"reader", "path", "kind", "keys", "first", "last", "done"}
-                                   open reader number `reader` of these columns (all, if `keys` is empty) and row groups
-                                   first .. last - 1, without the first `done` rows; null
-    {"reader"}                     its next {RAW: lines, "rows", "read"}; null at the end. read: bytes of the file
-                                   before the end of the rows
-    {"reader", "close"}            close the reader; null
+                                   open reader number `reader` for these columns (all if `keys` is empty) and row groups
+                                   first .. last - 1, skipping the first `done` rows; returns null
+    {"reader"}                     returns the next {RAW: lines, "rows", "read"} of that reader; null at the end.
+                                   read: number of bytes of the file up to the end of the rows
+    {"reader", "close"}            close the reader; returns null
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROWS = 1024
 _BLOCK_BYTES = 1 << 22
 
 Rows = Iterator[tuple[Any, int]]
-"""A record batch, and the stored bytes of the file up to its end."""
+"""A record batch, and the number of stored bytes of the file up to the end of the batch."""
 
 
 def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -67,7 +67,7 @@ def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, rows_don
 
 
 def _in_blocks(batch: Any, read: int) -> Rows:
-    """Split a batch into parts of limited size as text, each with at least one row."""
+    """Split a batch into parts, each with at least one row. The size of a part as text is limited."""
     rows = max(1, batch.num_rows * _BLOCK_BYTES // max(batch.nbytes, _BLOCK_BYTES))
     for begin in range(0, batch.num_rows, rows):
         yield batch.slice(begin, rows), read
@@ -78,7 +78,7 @@ _readers: dict[Any, Rows] = {}
 
 
 def answer(question: dict[str, Any]) -> Any:
-    """Answer one request, see the module's docstring."""
+    """Answer one request. The requests are listed in the module's docstring."""
     number, path, kind = question.get("reader"), question.get("path"), question.get("kind")
     if "close" in question:
         del _readers[number]

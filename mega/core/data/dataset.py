@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 class Dataset(Protocol):
     """`dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1]: the inputs and, shifted by one, the labels.
 
-    A dataset with other samples has a method `collate(samples, number of the first)`, which builds a batch.
+    A dataset with samples of another form has a method `collate(samples, index of the first sample)`, which builds a
+    batch.
     """
 
     def __len__(self) -> int: ...
@@ -73,7 +74,7 @@ class BlendedDataset:
         return self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(corpus number, document number) of all documents that contribute tokens to a sample."""
+        """(corpus index, document index) of all documents that contribute tokens to a sample."""
         number, inner = int(self._chosen[sample]), int(self._numbers[sample])
         documents_of: Callable[[int], frozenset[tuple[int, int]]] = getattr(self._datasets[number], "documents")  # noqa: B009
         return documents_of(inner)

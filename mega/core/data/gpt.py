@@ -1,7 +1,7 @@
 """GPT samples: a corpus concatenated in shuffled order and cut every seq_length tokens.
 
-The file also derives masks from the tokens of a sample: which positions have a loss, and where documents begin. It
-knows neither ranks nor batches.
+This module also derives masks from the tokens of a sample: which positions have a loss, and where documents begin. It
+does not depend on ranks or batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mega.core.data.order import SampleOrder
 
 
 class GPTDataset:
-    """Sample i is tokens q s .. (q + 1) s of the stream, both included, with q = shuffle[i] and s = seq_length.
+    """Sample i is tokens q s .. (q + 1) s of the stream, inclusive, with q = shuffle[i] and s = seq_length.
 
     A sample may span any number of documents. Adjacent samples of the stream share one token. With s = 3:
 
@@ -33,7 +33,7 @@ class GPTDataset:
         return len(self._order)
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
-        """int64 [seq_length + 1]"""
+        """Token ids, int64 [seq_length + 1]."""
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         row = int(self._order.shuffle[sample])
@@ -50,14 +50,14 @@ class GPTDataset:
         return tokens
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(corpus number, sequence) of all sequences that contribute tokens to a sample."""
+        """(corpus index, sequence index) of all sequences that contribute tokens to a sample."""
         row = int(self._order.shuffle[sample])
         first, last = self._order.samples[row : row + 2, 0].tolist()
         return frozenset((self.number, sequence) for sequence in self._order.documents[first : last + 1].tolist())
 
 
 def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float32]:
-    """1 for every input token, 0 for `eod`: the token after a document's end is not predicted.
+    """1 for every input token, but 0 for `eod`, because the token after the end of a document is not predicted.
 
     tokens [..., s] -> float32 [..., s]. 5 6 0 7 8 0 with eod 0 -> 1 1 0 1 1 0.
     """
@@ -65,7 +65,7 @@ def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float
 
 
 def document_numbers(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """The number of each token's document within its row. An `eod` belongs to the document that it ends.
+    """The index within the row of each token's document. An `eod` belongs to the document that it ends.
 
     tokens [..., s] -> int64 [..., s]. 5 6 0 7 8 0 with eod 0 -> 0 0 0 1 1 1.
     """

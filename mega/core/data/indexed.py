@@ -1,16 +1,16 @@
 """Token files: `<prefix>.bin` with concatenated ids, and `<prefix>.idx` with the offset of each sequence.
 
-The bytes are Megatron-LM's MMIDIDX format, and each program reads the other's files. A *sequence* is one stored run of
-tokens (a document, or a sentence of one). A *document* is a run of consecutive sequences. This file knows neither texts
-nor samples.
+The format is Megatron-LM's MMIDIDX: Megatron-LM can read these files, and its files can be read here. A *sequence* is
+one stored run of tokens (a document, or one sentence of a document). A *document* is a run of consecutive sequences.
+This module does not depend on texts or samples.
 
-    .bin   ids of all sequences, little-endian, of the width that the .idx names; nothing else
+    .bin   only the ids of all sequences, little-endian, in the dtype given by the .idx
     .idx   "MMIDIDX\\0\\0" · u64 version 1 · u8 dtype code · u64 S sequences · u64 D = documents + 1
            i32[S] lengths in tokens · i64[S] byte offsets in the .bin · i64[D] first sequence of each document
 
 A third file, `<prefix>.json`, is a note: the counts, the smallest and largest id, the checksums, and the tokenizer and
-options that produced the pair. Other programs ignore it. This file uses the note only if its counts equal those of the
-.idx. The older TNTIDX format is read too.
+options that produced the pair. Other programs ignore the note. This module uses the note only if its counts equal the
+counts in the .idx. The older TNTIDX format can also be read.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NOTE_BYTES = 1 << 20
-_BLOCK = 1 << 20  # entries of an array that are processed at a time, to bound memory
-_SCAN_TOKENS = 1 << 28  # tokens of a file without a note that are scanned for the largest id
+_BLOCK = 1 << 20  # number of array entries processed at a time, to bound memory
+_SCAN_TOKENS = 1 << 28  # number of tokens scanned for the largest id if a file has no note
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
-    """Megatron-LM's dtype for ids: uint16 below 65,500 entries (unpadded), else int32."""
+    """Megatron-LM's dtype for ids: uint16 if the unpadded vocabulary has fewer than 65,500 entries, else int32."""
     return DTYPES[8 if vocab_size < 65500 else 4]
 
 
@@ -71,7 +71,8 @@ def read_note(prefix: str | Path) -> Any:
 
 
 def noted_tokenizer(prefix: str | Path) -> dict[str, str | int]:
-    """The arguments of `text.build` for the tokenizer of a pair, from its note; {} if they are unknown."""
+    """The arguments of `text.build` for the tokenizer of a pair of token files, from the note of the pair; {} if the
+    tokenizer is unknown."""
     try:
         note = read_note(prefix)
     except (OSError, ValueError):
@@ -91,7 +92,7 @@ class IndexedDataset:
 
     lengths: int32 [S]; document_index: int64 [D]; tokens: the whole .bin.
     `dataset[i]` is sequence i, without a copy.
-    mmap: False reads the whole .idx, and reads tokens from the .bin on each access.
+    mmap: if False, the whole .idx is read at once, and tokens are read from the .bin on each access.
     Raises ValueError naming the file if the contents of the pair are inconsistent.
     """
 
@@ -157,7 +158,7 @@ class IndexedDataset:
 
     @cached_property
     def note(self) -> Mapping[str, Any]:
-        """The writer's note; empty if it is missing, damaged, or belongs to other files."""
+        """The writer's note; empty if the note is missing, damaged, or belongs to other files."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             note = read_note(self.prefix)
             if note["counts"] == [len(self), self.documents, len(self.tokens)]:
@@ -166,19 +167,20 @@ class IndexedDataset:
 
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
-        """The tokenizer that made the ids; None if it was not recorded."""
+        """The tokenizer that made the ids, or None if no tokenizer was recorded."""
         return TokenizerIdentity.read(self.note.get("tokenizer"))
 
     def content(self) -> dict[str, str | None]:
-        """Hashes that identify the content: of the lengths, of a sample of the .bin, and of all tokens. The last one
-        comes from the note and is not verified."""
+        """Hashes that identify the content: a hash of the lengths, of a sample of the .bin, and of all tokens. The hash
+        of all tokens comes from the note and is not verified."""
         tokens = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tokens = str(read_note(self.prefix)["sha256"]["bin"])
         return {"lengths": self.fingerprint, "content": sampled_digest(bin_path(self.prefix)), "tokens": tokens}
 
     def token_range(self) -> tuple[int, int]:
-        """The smallest and largest id, from the note or by a scan. A huge file is scanned in evenly spaced blocks."""
+        """The smallest and largest id, from the note or from a scan. A huge file is only scanned in evenly spaced
+        blocks."""
         if not len(self.tokens):
             return 0, 0
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -215,7 +217,7 @@ Index = tuple[np.dtype[np.integer], NDArray[np.int32], NDArray[np.int64], NDArra
 
 
 def _read_index(path: Path, index: mmap.mmap | bytes) -> Index:
-    """Read an .idx. Its size must agree with its header."""
+    """Read an .idx. The size of the file must agree with its header."""
     if len(index) < HEADER.size or index[:9] != MAGIC:
         raise ValueError(f"{path}: not an index of token files (no MMIDIDX header)")
     _, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
@@ -238,7 +240,8 @@ def _read_index(path: Path, index: mmap.mmap | bytes) -> Index:
 
 
 def _read_old_index(path: Path, index: mmap.mmap | bytes) -> Index:
-    """An .idx of the format before MMIDIDX (--dataset-impl lazy or cached): offsets in tokens, 64-bit sizes.
+    """Read an .idx in the format that preceded MMIDIDX (--dataset-impl lazy or cached): offsets in tokens, 64-bit
+    sizes.
 
     8 bytes "TNTIDX\\0\\0" · u64 version · code · width · N items · Z sizes · D, then i64 dims [N + 1],
     offsets [N + 1], sizes [Z], documents [D].
@@ -271,5 +274,5 @@ def _checked(path: Path, version: int, code: int) -> np.dtype[np.integer]:
 
 
 def _blocks(count: int) -> Iterator[slice]:
-    """Slices of at most _BLOCK entries that cover 0 .. count."""
+    """Slices of at most _BLOCK entries that cover 0 .. count - 1."""
     return (slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))

@@ -3,7 +3,7 @@
     <prefix> p <suffix> s <middle> m      or, suffix first,      <prefix> <suffix> s <middle> p m
 
 The decisions are those of Megatron-core's dataset for --fim-data. Every sample has its own generator, so a sample is a
-function of seed and number and does not depend on earlier reads. Source of the two orders: Bavarian et al. 2022.
+function of seed and sample index and does not depend on earlier reads. Source of the two orders: Bavarian et al. 2022.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class Infill:
     rate: float = 0.5  # Probability that a document is permuted
     spm_rate: float = 0.5  # Probability that a permuted document has the suffix first
     fragment_rate: float = 0.5  # Probability that a fragment is permuted, for documents with several fragments
-    no_prefix: str | None = None  # Documents that begin with this text are not permuted
+    no_prefix: str | None = None  # A document that begins with this text is not permuted
 
     def sample(self, ids: Ids, generator: np.random.RandomState) -> Ids:
-        """Permute a sample, keeping its length: the end is cut off if it became longer, padded if it became shorter.
+        """Permute a sample and keep its length: a sample that became longer is cut at the end, one that became shorter
+        is padded.
 
-        Empty documents are removed, with the id that ends them.
+        An empty document is removed together with the id that ends it.
         """
         parts = _pieces(ids, self.tokens.eod, lambda piece: self._document(piece, generator))
         permuted = np.concatenate(parts)[: len(ids)]
@@ -63,7 +64,7 @@ class Infill:
         return np.concatenate(_pieces(ids, split, lambda piece: self._permuted(piece, self.fragment_rate, generator)))
 
     def _permuted(self, ids: Ids, rate: float, generator: np.random.RandomState) -> Ids:
-        """Cut a text at two random characters and move the middle to the end. With probability 1 - rate it is
+        """Cut a text at two random characters and move the middle to the end. With probability 1 - rate, the text is
         unchanged."""
         if not generator.binomial(1, rate):
             return ids
@@ -82,7 +83,8 @@ class Infill:
 
 
 def _pieces(ids: Ids, end: int, change: Callable[[Ids], Ids]) -> list[Ids]:
-    """Apply `change` to the runs between ids `end`. All runs but the last keep their `end`; empty runs are removed."""
+    """Apply `change` to the runs separated by the id `end`. Every run except the last keeps its `end`; empty runs are
+    removed."""
     pieces: list[Ids] = []
     begin = 0
     for position in np.flatnonzero(ids == end).tolist():

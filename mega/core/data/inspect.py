@@ -44,7 +44,8 @@ def verify(prefix: str, report: Print) -> None:
 def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None:
     """Write a note for a pair without one (such as Megatron-LM's), so that later damage is detected.
 
-    tokenizer: the tokenizer that made the pair, to reject training with another one. A recorded tokenizer is kept.
+    tokenizer: the tokenizer that made the pair, recorded so that training with another tokenizer is rejected. A
+    tokenizer that is already recorded is kept.
     Raises ValueError if the tokenizer lacks an id of the pair, or if another tokenizer is recorded.
     """
     data = IndexedDataset(prefix)
@@ -101,7 +102,7 @@ def show(
 
 
 def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Tokenizer | None) -> dict[str, Json]:
-    """The same report as one JSON object. begins: the first ids of some sequences."""
+    """The report of `show` as one JSON object. begins: the first ids of some sequences."""
     smallest, largest = data.token_range()
     counts = {f"{low}..{high}": count for low, high, count in _counts(data.lengths)}
     sample_rows: list[Json] = []
@@ -123,7 +124,7 @@ def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Toke
 
 
 def histogram(lengths: NDArray[np.integer]) -> list[str]:
-    """The number of sequences with 1, 2 .. 3, 4 .. 7, ... tokens, one line each.
+    """The number of sequences with 1, 2 .. 3, 4 .. 7, ... tokens, one range per line.
 
     >>> histogram(np.array([1, 2, 3, 3]))
     ['      1 ..       1 tokens            1  25.0 %', '      2 ..       3 tokens            3  75.0 %']
@@ -135,7 +136,7 @@ def histogram(lengths: NDArray[np.integer]) -> list[str]:
 
 
 def _counts(lengths: NDArray[np.integer]) -> list[tuple[int, int, int]]:
-    """(shortest, longest, sequences) of each power of two that occurs."""
+    """(shortest, longest, number of sequences) for each power-of-two range of lengths that occurs."""
     if not len(lengths):
         return []
     powers = np.frexp(np.maximum(lengths, 1))[1] - 1

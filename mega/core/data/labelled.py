@@ -1,9 +1,9 @@
-"""Classification samples: texts in one or two parts, packed as BERT reads them, and their classes.
+"""Classification samples: texts in one or two parts, packed in the form that BERT reads, and their classes.
 
-    [CLS] first [SEP] second [SEP]        types 0 to the first [SEP], then 1; padded with [PAD] of type 0
+    [CLS] first [SEP] second [SEP]        type 0 up to the first [SEP], then 1; padded with [PAD] of type 0
 
-A sample with several choices (RACE) is several rows with the same second part, one for each first part. The file knows
-no file format: a `Format` reads files (formats/). Only building a batch needs torch.
+A sample with several choices (RACE) is several rows with the same second part, one row per first part. This module does
+not depend on file formats; a `Format` (formats/) reads the files. torch is imported only to build a batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = ("ids", "offsets", "firsts", "seconds", "labels", "uids", "notes")
 class Question(NamedTuple):
     """One sample as text."""
 
-    uid: int  # Its number in the file
+    uid: int  # Number of the question in the file
     firsts: tuple[str, ...]  # The first part for each choice
     second: str  # The second part
     label: int | None  # Index of the class or choice; None if the file has no labels
@@ -48,9 +48,9 @@ class Format:
     read: Callable[[str, Path, Note], Iterator[Question]]
     """(flag, path, note) -> questions; ValueError naming the line. Notes contain neither flag nor path."""
     choices: int = 1
-    """Rows of a sample."""
+    """Number of rows in a sample."""
     most_first: int | None = None
-    """Maximum tokens of a first part."""
+    """Maximum number of tokens in a first part."""
 
 
 class LabelledRow(NamedTuple):
@@ -59,11 +59,11 @@ class LabelledRow(NamedTuple):
     tokens: NDArray[np.int64]  # int64 [choices, s]
     types: NDArray[np.int64]  # int64 [choices, s]
     lengths: NDArray[np.int64]  # int64 [choices]
-    label: int  # -1 without a label
+    label: int  # -1 if there is no label
 
 
 def clean(text: str) -> str:
-    """Megatron-LM's normalization: single blanks, and no blank before a full stop.
+    """Megatron-LM's normalization: single blanks, and no blank before a full stop that is followed by a blank.
 
     >>> clean("A cat .\\n It  sat . ")
     'A cat. It sat.'
@@ -102,10 +102,10 @@ def set_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 class LabelledSet:
-    """All questions of some files, as tokens. A row longer than seq_length loses the end of its second part.
+    """All questions of some files, as tokens. In a row longer than seq_length, the end of the second part is cut off.
 
-    arrays: ids, offsets of texts; firsts int64 [n, choices] and seconds int64 [n], text numbers; labels int64 [n], -1
-    without a label; uids int64 [n].
+    arrays: ids, concatenated, and the offsets of the texts; firsts int64 [n, choices] and seconds int64 [n], text
+    indices; labels int64 [n], -1 if there is no label; uids int64 [n].
     """
 
     def __init__(self, arrays: Arrays, roles: Roles, seq_length: int, digest: str) -> None:
@@ -127,7 +127,7 @@ class LabelledSet:
         return int(self._firsts.size)
 
     def row(self, number: int, width: int | None = None) -> LabelledRow:
-        """Question `number`. width: length to pad to [length]."""
+        """Question `number` as tokens. width: padded length of the row; default: `length`."""
         second = self._text(self._seconds[number])
         packed = [pack(self._text(first), second, self._roles, self.length) for first in self._firsts[number]]
         width = width or self.length
@@ -139,11 +139,11 @@ class LabelledSet:
         return LabelledRow(tokens, types, lengths, int(self.labels[number]))
 
     def longest(self, numbers: Sequence[int]) -> int:
-        """Tokens of the longest packed row of these questions."""
+        """Number of tokens in the longest packed row of these questions."""
         return min(self.length, int(self._sizes(list(numbers)).max()))
 
     def _sizes(self, numbers: slice | list[int] | NDArray[np.integer]) -> NDArray[np.integer]:
-        """[questions, choices]: tokens of the rows before cutting."""
+        """[questions, choices]: number of tokens in each row before cutting."""
         sizes: NDArray[np.integer] = np.diff(self._offsets)
         row_sizes: NDArray[np.integer] = sizes[self._firsts[numbers]] + sizes[self._seconds[numbers]][:, None] + 3
         return row_sizes
@@ -154,8 +154,8 @@ class LabelledSet:
 
 
 def pack(first: Sequence[int], second: Sequence[int], roles: Roles, limit: int) -> tuple[list[int], int]:
-    """The ids of a row of at most `limit`, and the first position of type 1. A longer row is cut and still ends in
-    [SEP].
+    """The ids of a row of at most `limit` tokens, and the first position of type 1. A longer row is cut and still ends
+    in [SEP].
 
     >>> roles = Roles(cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=())
     >>> pack([7, 8], [9], roles, 6), pack([7, 8], [9], roles, 5), pack([7, 8], [9], roles, 3)
@@ -168,7 +168,7 @@ def pack(first: Sequence[int], second: Sequence[int], roles: Roles, limit: int) 
 def labelled_set(
     flag: str, path: str, form: Format, tokenizer: Tokenizer, *, seq_length: int, cache: Path | None, note: Note
 ) -> LabelledSet:
-    """The questions of one file or folder. note: called with messages about cut or skipped rows.
+    """The questions of one file or folder. note: function called with messages about cut or skipped rows.
 
     Errors: ValueError naming flag, file and line.
     """
@@ -202,14 +202,14 @@ def content(path: Path) -> str:
 
 @dataclass
 class _Texts:
-    """Tokenized texts. A text that is equal to the previous shared one is stored once."""
+    """Tokenized texts. A text equal to the previous shared text is not stored again."""
 
     tokenizer: Tokenizer
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     last: tuple[str | None, int] = (None, -1)
 
     def add(self, text: str, limit: int | None = None) -> int:
-        """Tokenize a text, and return its number."""
+        """Tokenize a text, and return its index."""
         text_ids = np.array(self.tokenizer.encode(text)[:limit], np.int32)
         self.ids.append(text_ids)
         return len(self.ids) - 1
@@ -240,16 +240,16 @@ def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer) -> Arr
         "uids": np.array(uids, np.int64),
         "notes": np.array(
             list("\n".join(notes).encode()), np.uint16
-        ),  # cached too, so that they are reported again when the set is read from the cache
+        ),  # cached too, to be reported again when the set is read from the cache
     }
 
 
 class LabelledDataset:
-    """At least `samples` samples of some sets, in passes of whole global batches.
+    """At least `samples` samples from several sets. Each pass consists of whole global batches.
 
-    batch: samples of a global batch.
-    seed: pass i is shuffled with seed + i; None: not shuffled.
-    keep_last: pad an incomplete last batch of a pass with samples without a label and with weight 0. False: drop the
+    batch: number of samples in a global batch.
+    seed: pass i is shuffled with seed + i. If None, passes are not shuffled.
+    keep_last: pad an incomplete last batch of a pass with samples that have no label and weight 0. If False, drop the
     batch. A set smaller than one batch is always padded.
     """
 
@@ -267,7 +267,7 @@ class LabelledDataset:
 
     @property
     def passed(self) -> int:
-        """Questions that one pass reads."""
+        """Number of questions that one pass reads."""
         return min(self.questions, self.one_pass)
 
     def _shuffled(self, number: int) -> NDArray[np.integer]:
@@ -279,7 +279,7 @@ class LabelledDataset:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         number, within = divmod(sample, self.one_pass)
-        order = self._order  # local copy: the read-ahead thread may replace the attribute by another pass
+        order = self._order  # local copy: the read-ahead thread may assign another pass
         if order[0] != number:
             order = self._order = number, self._shuffled(number)
         if within >= self.questions:
@@ -296,7 +296,7 @@ class LabelledDataset:
 
 
 def pass_length(questions: int, batch: int, keep_last: bool) -> int:
-    """Samples of one pass over all questions, in whole batches.
+    """Number of samples in one pass over all questions, in whole batches.
 
     >>> pass_length(10, 4, False), pass_length(10, 4, True), pass_length(3, 4, False)
     (8, 12, 4)
@@ -305,7 +305,7 @@ def pass_length(questions: int, batch: int, keep_last: bool) -> int:
 
 
 def labelled_batch(rows: Sequence[LabelledRow], first_row: int) -> MaskedBatch:
-    """A `MaskedBatch` without masks: one row for each choice, and the classes as `pairs`, int64 [samples]."""
+    """A `MaskedBatch` without masks. It has one row per choice, and the classes as `pairs`, int64 [samples]."""
     import torch
 
     from mega.core.batch import MaskedBatch

@@ -1,6 +1,6 @@
 """Memory-mapped files, and arrays in files that are read without a map.
 
-The file does not know what the bytes mean.
+This module does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def whole(path: Path) -> bytes:
 
 
 class Unmapped:
-    """An array in a file. `array[first:last]` reads that part.
+    """An array in a file. `array[first:last]` reads this part from the file.
 
     For file systems on which memory maps are slow, or raise a signal if the file has been truncated.
     """
@@ -54,7 +54,7 @@ class Unmapped:
         return self._length
 
     def __getitem__(self, span: slice) -> NDArray[np.integer]:
-        """Raises ValueError naming the file if it became shorter."""
+        """Raises ValueError naming the file if the file became shorter."""
         first, last, _ = span.indices(self._length)
         width = self._dtype.itemsize
         data = os.pread(self._file.fileno(), max(last - first, 0) * width, first * width)
@@ -73,7 +73,8 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _more_descriptors() -> bool:
-    """Raise this process's soft limit of open files to the hard limit. False if it is already there."""
+    """Raise this process's soft limit on open files to the hard limit. Returns False if the soft limit already equals
+    the hard limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == hard_limit:
         return False

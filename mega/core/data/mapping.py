@@ -1,6 +1,6 @@
-"""The sentences of each BERT or T5 sample: Megatron-LM's mapping, with equal numbers.
+"""The sentences of each BERT or T5 sample. The result is identical to Megatron-LM's mapping.
 
-All results are functions of document bounds, lengths and a seed. The file knows no tokens and no files.
+All results are functions of document bounds, lengths and a seed. This module does not read tokens or files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _LONGEST_SENTENCE = 512
 _BLOCK = 1 << 12
-_WORDS = 312  # of the 64-bit twister's state
+_WORDS = 312  # number of words in the 64-bit twister's state
 
 
 def sentence_mapping(
@@ -30,9 +30,9 @@ def sentence_mapping(
     """uint32 [n, 3]: first sentence, the sentence after the last, and target length of each sample, shuffled.
 
     documents: int64 [documents + 1], first sentence of each document, and the end. lengths: of all sentences of the
-    corpus. max_length: tokens of a sample without its control tokens. The number of samples is that of whole passes, at
-    least `samples`. A document is skipped if it has too few sentences, or several of which one has more than 512
-    tokens. Raises ValueError if no document remains.
+    corpus, in tokens. max_length: maximum number of tokens in a sample without its control tokens. The result contains
+    whole passes, with at least `samples` samples in total. A document is skipped if it has too few sentences, or if it
+    has several sentences and one of them has more than 512 tokens. Raises ValueError if no document remains.
     """
     usable = [
         (first, [0, *np.cumsum(lengths[first:last], dtype=np.int64).tolist()])
@@ -57,11 +57,11 @@ def sentence_mapping(
 
 
 def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator[int]) -> Iterator[int]:
-    """Yield three numbers for each sample of a document: sentences until the target length, never one sentence alone at
-    the end.
+    """Yield three numbers for each sample of a document. A sample takes sentences until the target length is reached;
+    if only one sentence would remain, the sample takes that sentence too.
 
-    ends: tokens of the document before each of its sentences, and in total. One more target is drawn than there are
-    samples, as in Megatron-LM.
+    ends: number of tokens of the document before each of its sentences, and in total. One more target is drawn than
+    samples are made, as in Megatron-LM.
     """
     target = next(targets)
     start, count = 0, len(ends) - 1
@@ -73,8 +73,8 @@ def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator
 
 
 def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
-    """Yield max_length, or in one of round(1 / short_prob) draws a value in 2 .. max_length: 32-bit draws of
-    mt19937(seed)."""
+    """Yield target lengths: max_length, or in one of round(1 / short_prob) draws a value in 2 .. max_length. The draws
+    are the 32-bit outputs of mt19937(seed)."""
     ratio = round(1 / short_prob) if short_prob else 0
     generator = np.random.RandomState(seed)
     while True:
@@ -83,7 +83,8 @@ def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
 
 
 def _shuffled(count: int, seed: int) -> NDArray[np.uint64]:
-    """0 .. count - 1, shuffled with C++'s mt19937_64(seed): swap i with output mod (i + 1), from the last i down."""
+    """0 .. count - 1, shuffled with C++'s mt19937_64(seed): for i from count - 1 down, swap entry i with entry (output
+    mod (i + 1))."""
     order = array("Q", range(count))
     draws = mt19937_64(seed)
     last = count - 1
@@ -114,7 +115,8 @@ def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
 
 
 def _twisted(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The next 312 words. Word i depends on words i, i + 1 and i + 156 (mod 312); the last one may be new already."""
+    """The next 312 words. Word i depends on words i, i + 1 and i + 156 (mod 312); the last of these words may already
+    be a new one."""
     upper, lower = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 
     def mixed(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,8 +1,8 @@
-"""BERT and T5 samples: sentences are joined, and words masked or replaced by sentinels. Every random draw is
-Megatron-LM's.
+"""BERT and T5 samples: sentences are joined, and words are masked or replaced with sentinels. All random draws are
+those of Megatron-LM.
 
-Every sample has a generator seeded by seed + its number, and the draws are made in Megatron-LM's order. The file knows
-neither batches nor ranks.
+Every sample has its own generator, seeded with seed + sample index, and the draws are made in Megatron-LM's order.
+Reading a sample does not depend on batches or ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class BertSample(NamedTuple):
 
 
 class T5Sample(NamedTuple):
-    """A sample with spans replaced by sentinels, and the spans."""
+    """A sample whose spans are replaced with sentinels, and the spans."""
 
-    text_enc: Ints  # int64 [encoder length], spans replaced by sentinels
+    text_enc: Ints  # int64 [encoder length], spans replaced with sentinels
     text_dec: Ints  # int64 [decoder length], the spans, each after its sentinel
     labels: Ints  # int64 [decoder length], `text_dec` shifted by one, padded with -1
     loss_mask: Ints  # int64 [decoder length], 1 for tokens
@@ -63,7 +63,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, rows: int | None = None) -> Vocabulary:
-        """rows: rows of the model's embedding table, which may be smaller than the tokenizer's vocabulary.
+        """rows: number of rows in the model's embedding table, which may be smaller than the tokenizer's vocabulary.
 
         Raises ValueError for a tokenizer that lacks [CLS], [SEP] and [MASK].
         """
@@ -83,7 +83,8 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | 
     from mega.core.batch import MaskedBatch
 
     text, types, labels, weights, padding = (np.stack([row[i] for row in rows]) for i in range(5))
-    # Positions [b, max_masked] of the masked tokens. A row with fewer also lists unmasked positions, whose weight is 0.
+    # Positions [b, max_masked] of the masked tokens. A row with fewer masked tokens also lists unmasked positions,
+    # whose weight is 0.
     predicted = (
         None if max_masked is None else torch.from_numpy(np.argsort(-weights, axis=1, kind="stable")[:, :max_masked])
     )
@@ -101,7 +102,7 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | 
 
 
 class _Own(threading.local):
-    """A generator per thread, since creating one takes longer than the rest of a sample."""
+    """A generator per thread, since creating a generator takes longer than the rest of a sample."""
 
     def __init__(self) -> None:
         self.generator = np.random.RandomState(0)
@@ -111,7 +112,7 @@ _own = _Own()
 
 
 class _Mapped:
-    """Sentences of a corpus, sample by sample. mapping: see `mapping.sentence_mapping`."""
+    """The sentences of each sample of a corpus. mapping: see `mapping.sentence_mapping`."""
 
     def __init__(self, corpus: IndexedDataset, mapping: NDArray[np.integer], seed: int) -> None:
         self._corpus, self._mapping, self._seed = corpus, mapping, seed
@@ -120,8 +121,8 @@ class _Mapped:
         return len(self._mapping)
 
     def _read(self, sample: int) -> tuple[NDArray[np.integer], NDArray[np.integer], int, np.random.RandomState]:
-        """The concatenated sentences, their lengths, the target length, and the generator, valid until the next
-        call."""
+        """The concatenated sentences, their lengths, the target length, and the generator. The generator is valid until
+        the next call."""
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         first, last, target = self._mapping[sample].tolist()
@@ -130,7 +131,8 @@ class _Mapped:
 
 
 class BertDataset(_Mapped):
-    """Two parts of a document with masked words; half of the time in the wrong order. See `bert_sample`."""
+    """Two parts of a document with masked words. In half of the samples the parts are in the wrong order. See
+    `bert_sample`."""
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class BertDataset(_Mapped):
 
 
 class T5Dataset(_Mapped):
-    """Text with spans replaced by sentinels, and the spans. See `t5_sample`."""
+    """Texts whose spans are replaced with sentinels, and the spans. See `t5_sample`."""
 
     def __init__(
         self,
@@ -209,8 +211,8 @@ def bert_sample(
     mask_prob: float,
     binary_head: bool,
 ) -> BertSample:
-    """Build [CLS] A [SEP] B [SEP] with masks, and at most `target` tokens in A and B. lengths: of the sentences of
-    `text`."""
+    """Build [CLS] A [SEP] B [SEP] with masks, and at most `target` tokens in A and B. lengths: number of tokens in each
+    sentence of `text`."""
     roles = vocabulary.roles
     first, second, swapped = _halves(text, lengths, generator) if binary_head else (text, text[:0], False)
     first, second = _truncated(first, second, target, generator)
@@ -242,9 +244,9 @@ def t5_sample(
     generator: np.random.RandomState,
     mask_prob: float,
 ) -> T5Sample:
-    """Replace spans by sentinels: a b c d e with span c d -> encoder a b <0> e; decoder <bos> <0> c d.
+    """Replace spans with sentinels: a b c d e with span c d -> encoder a b <0> e; decoder <bos> <0> c d.
 
-    Raises ValueError if there are too few sentinels, or the decoder's length is too short.
+    Raises ValueError if there are too few sentinels, or the decoder's sequence length is too short.
     """
     roles = vocabulary.roles
     tokens = text[:target].astype(np.int64)
@@ -277,7 +279,8 @@ def t5_sample(
 def _halves(
     text: NDArray[np.integer], lengths: NDArray[np.integer], generator: np.random.RandomState
 ) -> tuple[NDArray[np.integer], NDArray[np.integer], bool]:
-    """The sentences in two runs, exchanged half of the time, and whether they were exchanged."""
+    """The sentences, divided into two runs that are exchanged with probability 1/2, and whether the runs were
+    exchanged."""
     pivot = generator.randint(1, len(lengths)) if len(lengths) >= 3 else 1
     cut = int(lengths[:pivot].sum())
     if generator.random_sample() < 0.5:
@@ -288,7 +291,8 @@ def _halves(
 def _truncated(
     first: NDArray[np.integer], second: NDArray[np.integer], target: int, generator: np.random.RandomState
 ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    """Remove tokens until both parts have `target` tokens: each from a random end of the longer part."""
+    """Remove tokens until both parts together have at most `target` tokens. Each token is removed from a random end of
+    the longer part."""
     begin, end, other_begin, other_end = 0, len(first), 0, len(second)
     for at_begin in (generator.random_sample(max(0, end + other_end - target)) < 0.5).tolist():
         if end - begin > other_end - other_begin:
@@ -303,7 +307,7 @@ def mask(
 ) -> tuple[list[int], list[int]]:
     """The masked positions of a BERT sample, and the ids that replace their tokens.
 
-    Words are masked in runs of 1 to 3, in random order, until `prob` of the tokens, or `limit`, are masked.
+    Words are masked in runs of 1 to 3 words, in random order, until `prob` of the tokens, or `limit`, are masked.
     """
     words, starts = _words(tokens, vocabulary)
     budget = min(limit, max(1, round(len(tokens) * prob)))
@@ -323,7 +327,8 @@ def mask(
 
 
 def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
-    """Positions of the tokens of words; and the index of each word's first token among them, followed by their number.
+    """Positions of all tokens that belong to words; and the index of each word's first token among these positions,
+    followed by the number of positions.
 
     [CLS] un ##aff a [SEP] -> [1, 2, 3], [0, 2, 3]
     """
@@ -336,10 +341,10 @@ def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
 def _spans(
     starts: list[int], budget: float, draw: Callable[[], int], generator: np.random.RandomState
 ) -> Iterator[tuple[int, int]]:
-    """Yield runs of words in random order: the index of the first token, and of the token after the last.
+    """Yield runs of words in random order, each as the index of its first token and the index after its last token.
 
-    starts: from `_words`; budget: in tokens. draw: draws the number of words of a run. A run that exceeds the budget is
-    shortened. A run that overlaps an earlier one is dropped.
+    starts: from `_words`. budget: maximum number of tokens in all runs. draw: returns a random number of words for a
+    run. A run that exceeds the budget is shortened. A run that overlaps an earlier one is dropped.
     """
     order = np.arange(len(starts) - 1)
     generator.shuffle(order)
@@ -362,20 +367,20 @@ def _spans(
 
 
 _MOST = 10
-"""Maximum words of a run in T5. The maximum in BERT is 3."""
+"""Maximum number of words in a T5 run. The maximum in BERT is 3."""
 _DRAWN = 32
 
 
 def _geometric_runs(generator: np.random.RandomState) -> Iterator[int]:
-    """Yield the numbers of words of T5's runs: geometric with mean 5, cut at 10. They are drawn in batches, since no
-    other draws come between them."""
+    """Yield the number of words of each T5 run, from a geometric distribution with mean 5, cut at 10. The numbers are
+    drawn in batches, since no other draws occur between them."""
     while True:
         yield from np.minimum(generator.geometric(0.2, _DRAWN), _MOST).tolist()
 
 
 @cache
 def _bounds() -> list[float]:
-    """Cumulative probabilities of BERT's runs of 1, 2 or 3 words, with weights 1 / n."""
+    """Cumulative probabilities of BERT's runs of n = 1, 2 or 3 words, which have weights 1 / n."""
     weights = 1.0 / np.arange(1, 4)
     weights /= weights.sum()
     bounds = (weights / weights.sum()).cumsum()
@@ -385,7 +390,7 @@ def _bounds() -> list[float]:
 
 
 def _rows(length: int, *fillers: int) -> Ints:
-    """int64 [fillers, length]."""
+    """Rows filled with one value each, int64 [fillers, length]."""
     rows = np.empty((len(fillers), length), np.int64)
     rows.T[:] = fillers
     return rows

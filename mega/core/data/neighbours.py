@@ -1,10 +1,10 @@
 """Samples with the retrieved neighbours of their chunks (Retro).
 
-    query/SPLIT_HASH/FIRST-LAST.npy    int64 [rows, saved]: chunk numbers, nearest first, then -1
+    query/SPLIT_HASH/FIRST-LAST.npy    int64 [rows, saved]: chunk indices, nearest first, then -1
 
-With l chunks per sample, row sample x l + u holds the neighbours of chunk u. HASH is the md5 of the description of the
-samples, as in Megatron-LM 23.06, so a run with other samples does not read these files. Only building a batch needs
-torch.
+With l chunks per sample, row sample * l + u contains the neighbours of chunk u of the sample. HASH is the md5 of the
+description of the samples, as in Megatron-LM 23.06, so a run with different samples does not read these files. torch is
+imported only to build a batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 20
 
 
 def query_name(split_name: str, hashes: Sequence[str]) -> str:
-    """The folder of the neighbours of a blend's samples. hashes: the `md5` of each corpus's description."""
+    """The folder of the neighbours of a blend's samples. hashes: the `md5` hash of each corpus's description."""
     return f"{split_name}_{md5(','.join(hashes))}"
 
 
@@ -44,16 +44,17 @@ def md5(text: str) -> str:
 
 @dataclass(frozen=True)
 class DatabaseManifest:
-    """The settings and corpora that a database was built with. A run that reads the database must agree with them."""
+    """The settings and corpora that a database was built with. A run that reads the database must have the same
+    settings and corpora."""
 
     NAME: ClassVar[str] = "retro.json"
 
     chunk_length: int
-    """Tokens of a chunk."""
+    """Number of tokens in a chunk."""
     block_size: int
-    """Chunks of a file."""
+    """Maximum number of chunks in a file."""
     doc_block_size: int
-    """Documents of a file."""
+    """Maximum number of documents in a file."""
     split: str
     """The value of --split."""
     tokenizer: TokenizerIdentity
@@ -61,7 +62,7 @@ class DatabaseManifest:
     eod: int
     """Id that ends a document."""
     pad_chunks: bool
-    """A short chunk is padded with the end-of-document text before it is embedded, as in Megatron-LM."""
+    """Whether short chunks are padded with the end-of-document text before embedding, as in Megatron-LM."""
     embedder: str
     """Digest of the embedding model and its settings."""
     corpora: tuple[tuple[float, str, str], ...]
@@ -105,7 +106,7 @@ class DatabaseManifest:
 
 
 def _corpus(entry: Json) -> tuple[float, str, str]:
-    """Parse a corpus of a manifest. A damaged entry gives an unknown corpus."""
+    """Parse a corpus of a manifest. A damaged entry gives a corpus with empty fields."""
     match entry:
         case [int() | float() as ratio, str(prefix), str(digest)]:
             return float(ratio), prefix, digest
@@ -113,20 +114,21 @@ def _corpus(entry: Json) -> tuple[float, str, str]:
 
 
 class DocumentedDataset(Protocol):
-    """A dataset that knows the documents of a sample."""
+    """A dataset that can list the documents of a sample."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, sample: int) -> NDArray[np.int64]: ...
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(corpus number, document number) of all documents that contribute tokens to the sample."""
+        """(corpus index, document index) of all documents that contribute tokens to the sample."""
 
 
 def exclude_own(
     candidates: NDArray[np.int64], chunks: NDArray[np.uint32], own_documents: frozenset[tuple[int, int]], saved: int
 ) -> NDArray[np.int64]:
-    """The first `saved` of the candidates [n] of a chunk, without documents of its own sample; padded with -1.
+    """The first `saved` candidates [n] of a chunk that are not from documents of the chunk's own sample, padded with
+    -1.
 
-    chunks: of the database. own_documents: the documents of the sample.
+    chunks: the chunks of the database. own_documents: the documents of the sample.
     """
     foreign = [
         each for each in candidates.tolist() if each >= 0 and tuple(chunks[each, :2].tolist()) not in own_documents
@@ -135,8 +137,8 @@ def exclude_own(
 
 
 def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
-    """A block of neighbours, [rows, saved]. Errors: ValueError if it is damaged, or has a wrong shape or chunk
-    number."""
+    """A block of neighbours, [rows, saved]. Errors: ValueError if the block is damaged, or has a wrong shape or chunk
+    index."""
     try:
         block = read_array(path, "neighbors")
     except (OSError, ValueError) as error:
@@ -151,8 +153,8 @@ def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
 class NeighbourTable:
     """The neighbours of a dataset's chunks, memory-mapped from their blocks.
 
-    Errors: ValueError naming a block that is missing, that `read_neighbours` refuses, or that has another width than
-    the first.
+    Errors: ValueError naming a block that is missing, that `read_neighbours` refuses, or whose width differs from that
+    of the first block.
     """
 
     def __init__(self, folder: Path, rows: int, size: int, chunks: int) -> None:
@@ -172,7 +174,7 @@ class NeighbourTable:
         return next((array.shape[1] for array in self._open.values()), 0)
 
     def __getitem__(self, rows: slice) -> NDArray[np.int64]:
-        """[rows, saved]"""
+        """Chunk indices [rows, saved] of these rows."""
         parts, row = [], rows.start
         while row < rows.stop:
             begin = row // self._size * self._size
@@ -184,14 +186,14 @@ class NeighbourTable:
 def neighbour_tokens(
     database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int, *, crossing: bool
 ) -> NDArray[np.int64]:
-    """The tokens [l, k, r] of neighbours, given by chunk number [l, k], each with the chunks after it. -1 gives ends of
-    documents.
+    """The tokens [l, k, r] of neighbours, given as chunk indices [l, k]. A neighbour includes the chunks after it. For
+    index -1 all tokens are ends of documents.
 
         numbers[u, j] = n, retrieved = 2    ->    tokens[u, j] = chunk n | chunk n + 1
 
     crossing: the following chunks may belong to the next document (and the first chunk follows the last), as in
-    Megatron-LM 23.06. That document may be part of the neighbour's sample. False: ends of documents replace these
-    chunks.
+    Megatron-LM 23.06. The next document may be part of the sample for which the neighbour is retrieved. If False, such
+    chunks are replaced with ends of documents.
     """
     length = database.length
     tokens = np.full((*numbers.shape, retrieved * length), database.eod, np.int64)
@@ -213,10 +215,10 @@ class NeighbourSample(NamedTuple):
 
 
 class NeighbourDataset:
-    """The samples of a dataset with the k nearest neighbours of each chunk, each with the chunks after it.
+    """The samples of a dataset with the k nearest neighbours of each chunk. A neighbour includes the chunks after it.
 
-    A missing neighbour is filled with ends of documents and is masked. loss_eod: the token after which the loss is 0;
-    None: every token has a loss. crossing: see `neighbour_tokens`.
+    A missing neighbour is filled with ends of documents and is masked. loss_eod: the token after which the loss is 0.
+    If None, every token has a loss. crossing: see `neighbour_tokens`.
     """
 
     def __init__(
@@ -253,7 +255,7 @@ class NeighbourDataset:
         return NeighbourSample(tokens, neighbours, numbers >= 0)
 
     def collate(self, samples: Sequence[NeighbourSample], first: int) -> NeighbourBatch:
-        """first: number of the first sample."""
+        """first: index of the first sample."""
         import torch
 
         from mega.core.batch import NeighbourBatch
@@ -278,7 +280,7 @@ def corpus_digest(content: Mapping[str, str | None]) -> str:
 
 
 def _check_made(manifest: DatabaseManifest, folder: Path, length: int, tokenizer: Tokenizer | None) -> None:
-    """Errors: ValueError if the database has another chunk length, or was made with another tokenizer."""
+    """Errors: ValueError if the database has another chunk length, or was made with a different tokenizer."""
     if manifest.chunk_length != length:
         raise ValueError(f"--retro-chunk-length {length}: {folder} has chunks of {manifest.chunk_length} tokens")
     if tokenizer is None or not tokenizer.made(manifest.tokenizer):
@@ -299,14 +301,15 @@ def with_neighbours(
     crossing: bool,
     eod_loss: bool,
 ) -> Datasets:
-    """Add the neighbours of their chunks to the datasets of a run. Validation without neighbours is an additional set.
+    """Add the neighbours of their chunks to the datasets of a run. The validation set without neighbours is added as a
+    further set.
 
-    length: tokens of a chunk. each, retrieved, crossing: see `NeighbourDataset`. eod_loss: the loss after the end of a
-    document is 0. Errors: ValueError naming flag or file.
+    length: number of tokens in a chunk. each, retrieved, crossing: see `NeighbourDataset`. eod_loss: whether the loss
+    after the end of a document is 0. Errors: ValueError naming flag or file.
     """
     manifest = DatabaseManifest.read(folder)
     _check_made(manifest, folder, length, tokenizer)
-    # The run may store the corpora under other prefixes than the database: match them by content.
+    # The prefixes of the corpora may differ between the run and the database, so match corpora by content.
     prefix_of = {corpus_digest(content): prefix for prefix, content in data.corpora.items()}
     for digest, prefix in prefix_of.items():
         if digest not in {made_of for _, _, made_of in manifest.corpora}:

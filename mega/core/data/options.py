@@ -1,4 +1,4 @@
-"""Option sections of `mega preprocess` and the `mega data` verbs. No torch."""
+"""Option sections of `mega preprocess` and the `mega data` verbs. This module does not import torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 

@@ -1,8 +1,8 @@
 """The order in which a corpus is read: splits, the three indices of a GPT dataset, and blends.
 
 Everything is a function of lengths, sizes and a seed. The numbers are exactly Megatron-LM's, from numpy's legacy
-generator: those of release 23.06, or of Megatron-core 0.18, which rounds splits and blends differently. The file knows
-no files and no tokens.
+generator: either those of release 23.06, or those of Megatron-core 0.18, which rounds splits and blends differently.
+This module does not read files or tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 1 << 20
-_TOGETHER = 1 << 15  # entries of the table of parallel runs of a blend: it fits in the processor's cache
+_TOGETHER = 1 << 15  # number of entries in the table of parallel runs of a blend, which fits in the processor's cache
 _LEAST_RUNS = 8  # fewer parallel runs are not faster
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
     """Shares of train, validation and test, summing to 1: "969, 30, 1", "90/10" or "1".
 
-    Raises ValueError if there are more than three, a share is not a number of at least 0, or all are 0.
+    Raises ValueError if there are more than three shares, a share is not a number of at least 0, or all shares are 0.
     """
     parts = re.split("," if "," in split else "/", split)
     try:
@@ -38,7 +38,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 
 def split_note(split: str) -> str:
-    """A line for the user with the resulting shares, if they do not sum to a round number; else "".
+    """A message for the user with the resulting shares if the given ones do not sum to a round number, else "".
 
     >>> split_note("90,20"), split_note("969, 30, 1")
     ('--split 90,20: sums to 110: training has 81.8%, validation 18.2%, test 0.0% of the documents', '')
@@ -77,14 +77,14 @@ def epochs(tokens: int, seq_length: int, samples: int) -> int:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Sample i is row q = shuffle[i]: the tokens from samples[q] to samples[q + 1], both included."""
+    """Sample i is row q = shuffle[i], that is, the tokens from samples[q] to samples[q + 1], inclusive."""
 
     documents: NDArray[np.integer]
-    """int32 [epochs x sequences], sequence numbers in reading order."""
+    """int32 [epochs * sequences], sequence indices in reading order."""
     samples: NDArray[np.integer]
-    """[n + 1, 2], position in `documents`, and token within that sequence."""
+    """[n + 1, 2], position in `documents`, and token offset within the sequence at this position."""
     shuffle: NDArray[np.integer]
-    """[n], row of each sample."""
+    """[n], row index of each sample."""
 
     def __len__(self) -> int:
         return len(self.shuffle)
@@ -95,8 +95,8 @@ def sample_order(
 ) -> SampleOrder:
     """The order of at least `samples` samples of seq_length + 1 tokens from sequences first .. last - 1.
 
-    If less than 80 % of the last epoch is needed, it is shuffled separately and comes last. Otherwise some documents
-    would be read once more than others early in the run.
+    If less than 80 % of the last epoch is needed, that epoch is shuffled separately and comes last. If it were shuffled
+    with the others, some documents would be read once more than other documents early in the run.
     """
     tokens = int(lengths[first:last].sum(dtype=np.int64))
     passes = epochs(tokens, seq_length, samples)
@@ -113,7 +113,8 @@ def sample_order(
 def _documents(
     first: int, last: int, passes: int, separate: bool, generator: np.random.RandomState
 ) -> NDArray[np.int32]:
-    """Each sequence once per pass. All passes are shuffled together, or all but the last, followed by the last."""
+    """Each sequence once per pass. All passes are shuffled together; if `separate`, all but the last, which is shuffled
+    separately and appended."""
     once = np.arange(first, last, dtype=np.int32)
     parts = [np.tile(once, passes - 1), once] if separate else [np.tile(once, passes)]
     for part in parts:
@@ -124,7 +125,7 @@ def _documents(
 def _rows(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int
 ) -> NDArray[np.integer]:
-    """Position and offset of token i x seq_length of the concatenated documents, for i = 0 .. samples.
+    """Position and offset of token i * seq_length of the concatenated documents, for i = 0 .. samples.
 
     Documents of 5, 0 and 4 tokens, sequences of 4: tokens 0, 4, 8 -> (0, 0) (0, 4) (2, 3).
     """
@@ -151,7 +152,8 @@ def _shuffle(count: int, head: int, generator: np.random.RandomState) -> NDArray
 
 
 def blend_shares(weights: Sequence[float]) -> list[float]:
-    """Normalize weights to a sum of 1. The sum is a loop, since Python 3.12's `sum` of floats rounds differently."""
+    """Normalize weights to a sum of 1. The sum is computed in a loop, since Python 3.12's `sum` of floats rounds
+    differently."""
     total = 0.0
     for weight in weights:
         total += weight
@@ -159,7 +161,8 @@ def blend_shares(weights: Sequence[float]) -> list[float]:
 
 
 def blend_samples(shares: Sequence[float], samples: int, *, core: bool = False) -> list[int]:
-    """The number of samples of each dataset of a blend: its share plus half a percent, rounded up.
+    """The number of samples to provide for each dataset of a blend: the share of the dataset plus half a percent,
+    rounded up.
 
     1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503. core: as in Megatron-core, the share itself is rounded up first.
     """
@@ -174,10 +177,10 @@ def blend_parts(shares: Sequence[float], samples: int) -> list[int]:
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """For each of `size` samples: its dataset, and its number within that dataset.
+    """For each of `size` samples, the index of its dataset, and its index within the dataset.
 
-    The next dataset is the one that lags its share most; of equals the first one. Shares 0.2, 0.3, 0.5 give the
-    datasets 2 1 0 2 1 2 0 2 1 2 0 2. A shorter order is a prefix of a longer one.
+    The next dataset is the one furthest behind its share; ties are broken by the lower index. Shares 0.2, 0.3, 0.5 give
+    the datasets 2 1 0 2 1 2 0 2 1 2 0 2. A shorter order is a prefix of a longer one.
     """
     if len(weights) > 32766:
         raise ValueError(f"a blend of {len(weights)} datasets: must be at most 32766")
@@ -190,7 +193,7 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
 def entries_served(dataset_numbers: NDArray[np.int16], numbers: NDArray[np.int64], lengths: Sequence[int]) -> int:
     """The number of entries of a blend before the first one that exceeds the length of its dataset.
 
-    Datasets 0 1 0 0 with numbers 0 0 1 2 and lengths 2, 5 -> 3.
+    Datasets 0 1 0 0 with sample indices 0 0 1 2 and lengths 2, 5 -> 3.
     """
     beyond = np.flatnonzero(numbers >= np.array(lengths)[dataset_numbers])
     return int(beyond[0]) if len(beyond) else len(dataset_numbers)
@@ -199,13 +202,13 @@ def entries_served(dataset_numbers: NDArray[np.int16], numbers: NDArray[np.int64
 def _blend_choices(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
     """The dataset of each entry of a blend, computed by many runs in parallel.
 
-    The next dataset depends on how often each was chosen before, so the order is a sequential chain. But a run that
-    starts anywhere with nearly correct counts soon has exactly correct ones, since the dataset that lags most catches
-    up.
+    The next dataset depends on how often each dataset was chosen before, so the choices depend on each other
+    sequentially. However, a run that starts anywhere with nearly correct counts soon has exactly correct counts, since
+    the dataset furthest behind its share is always chosen next.
 
-        1 guess    each run starts some steps early, with every count rounded to its share
+        1 guess    each run starts some steps early, with counts that are rounded shares
         2 advance  all runs take their steps together, as rows of one table
-        3 check    a run is valid if its predecessor ended with the counts that it started with; else it is repeated
+        3 check    a run is valid if its initial counts equal the final counts of its predecessor; else it is repeated
 
     The result is therefore exact for any guess.
     """
@@ -225,8 +228,8 @@ def _blend_choices(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
 
 
 def _guess(shares: NDArray[np.float64], total: int) -> NDArray[np.float64]:
-    """Integer counts with the sum `total`, each next to its share: 10 of 0.25, 0.33, 0.42 -> 2, 4, 4 (2.5, 3.3,
-    4.2)."""
+    """Integer counts with the sum `total`, each within 1 of its share of `total`: 10 with shares 0.25, 0.33, 0.42 -> 2,
+    4, 4 (2.5, 3.3, 4.2)."""
     exact = shares * total
     counts = np.floor(exact)
     counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1
@@ -236,7 +239,8 @@ def _guess(shares: NDArray[np.float64], total: int) -> NDArray[np.float64]:
 def _run(
     shares: NDArray[np.float64], begin: int, counts: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """`steps` choices by the rule, from entry `begin` on with `counts` so far; and the counts after them."""
+    """`steps` choices by the rule of `blend_order`, starting at entry `begin` with the counts `counts`; and the counts
+    after these choices."""
     counts, errors = counts.copy(), np.empty_like(counts)
     choices = np.empty(steps, np.int16)
     for step in range(steps):

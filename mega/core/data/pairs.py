@@ -1,8 +1,8 @@
-"""Preference pairs: two answers to a prompt, one of them preferred. Each answer is a row in which only its own tokens
-are trained. Earlier assistant turns are not. Rows are padded to the longest of their microbatch.
+"""Preference pairs: two answers to a prompt, one of them preferred. Each answer is a row in which only the answer's own
+tokens have a loss, and earlier assistant turns do not. Rows are padded to the longest row of their microbatch.
 
 A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages (text/chat/messages.py). Without
-"prompt" both answers must be whole conversations; with it they may be.
+"prompt", both answers must be whole conversations; with "prompt", they may be.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEYS = ("prompt", "chosen", "rejected")
 ANSWER_RULE = 3
 """Version of the rule for an answer's own tokens, part of the cache key. Version 1 included the prompt's assistant
-turns. In version 2 the shared part could end inside a message; now it ends with a message."""
+turns. In version 2, the part shared by both answers could end inside a message; now it ends at the end of a message."""
 
 
 class PairRows(NamedTuple):
@@ -35,7 +35,7 @@ class PairRows(NamedTuple):
     labels: NDArray[np.int64]  # int64 [2, s]
     weights: NDArray[np.float32]  # float32 [2, s]
     reference: NDArray[np.float64] | None  # float64 [2], log-probabilities under the reference weights, or None
-    longest: int  # Tokens of the longer row without padding
+    longest: int  # Number of tokens in the longer row, without padding
 
 
 class PairDataset:
@@ -44,8 +44,8 @@ class PairDataset:
     texts: all answers, each with its prompt; pair n has texts 2 n and 2 n + 1.
     order: int64 [samples].
     digest: a digest of everything that affects the rows.
-    reference: float64 [pairs, 2], log-probabilities of both answers under the initial weights, once they are known.
-    unit: a microbatch is as long as its longest row, rounded up to a multiple of unit. None: all microbatches have
+    reference: float64 [pairs, 2], log-probabilities of both answers under the initial weights, once computed.
+    unit: a microbatch is as long as its longest row, rounded up to a multiple of unit. If None, all microbatches have
     seq_length.
     """
 
@@ -119,7 +119,7 @@ def pair_dataset(
 ) -> PairDataset:
     """Build at least `samples` pairs from JSON lines.
 
-    flag: the flag that named the inputs, for messages. note: called with messages for the user.
+    flag: the flag that named the inputs, used in messages. note: function called with messages for the user.
     Errors: ValueError naming file and line of an invalid pair, or if no pair has two different answers.
     """
     settings = f"{tokenizer.fingerprint()} {chat.source} {seq_length} {RENDERING} {ANSWER_RULE}"
@@ -134,14 +134,15 @@ def pair_dataset(
 
 
 def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled, Labelled]]:
-    """Yield every pair of the inputs as tokens, chosen first. ValueError naming file and line of an invalid pair."""
+    """Yield every pair of the inputs as tokens, chosen first. Errors: ValueError naming file and line of an invalid
+    pair."""
 
     def read(content: object) -> tuple[Labelled, Labelled]:
         one, other = (conversation(each) for each in conversations(content))
         if _question(one.messages) != _question(other.messages):
             raise ValueError("the answers are to different questions")
-        # The shared messages are not trained: they cancel in the difference of the answers, but would count in the
-        # reward of each.
+        # The shared messages have no loss: they cancel in the difference of the answers, but would count in the reward
+        # of each answer.
         message_pairs = zip(one.messages, other.messages, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], message_pairs))
         return chat.labelled(one, shared), chat.labelled(other, shared)

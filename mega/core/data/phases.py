@@ -1,9 +1,9 @@
-"""A blend whose weights change during the run. Every corpus continues at its position, so no sample is lost or
-repeated.
+"""A blend whose weights change during the run. Every corpus continues at the position it has reached, so no sample is
+lost or repeated.
 
-A run that resumes with another blend has phases. The samples before the change come from the earlier blend, in its
-original layout; later samples come from the new blend. Samples of a corpus that were read in earlier phases come last
-in the next pass. A corpus that is too short for the earlier layout is reshuffled for another pass.
+A run that resumes with a different blend has several phases. The samples before the change come from the earlier blend,
+in its original layout; later samples come from the new blend. Samples of a corpus that were read in earlier phases come
+last in the next pass. A corpus that is too short for the earlier layout is reshuffled for another pass.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class BlendPhase(NamedTuple):
     """A part of a run with one blend."""
 
     until: int
-    """Sample at which the next phase begins."""
+    """Index of the sample at which the next phase begins."""
     asked: int
-    """Samples that the blend was laid out for."""
+    """Number of samples that the blend was laid out for."""
     blend: Sequence[tuple[float | None, str]]
-    """Weight (None: by size) and prefix of each corpus."""
+    """Weight and prefix of each corpus. A weight of None means proportional to size."""
 
     def as_json(self) -> dict[str, Json]:
         """The form in a checkpoint."""
@@ -45,16 +45,17 @@ class BlendPhase(NamedTuple):
 class PhaseLayout(NamedTuple):
     """A phase, with its corpora."""
 
-    until: int  # Sample at which the next phase begins
+    until: int  # Index of the sample at which the next phase begins
     prefixes: Sequence[str]  # Prefix of each corpus
     shares: Sequence[float]  # Share of each corpus
-    counts: Sequence[int]  # Samples to reserve of each corpus
+    counts: Sequence[int]  # Number of samples to reserve in each corpus
 
 
 def phased_dataset(layouts: Sequence[PhaseLayout], segment: Callable[[str, int, int], Dataset]) -> Dataset:
     """Concatenate all phases.
 
-    segment: (prefix, number of samples, number of earlier segments of it) -> a dataset of at least as many samples.
+    segment: (prefix, number of samples, number of earlier segments of this prefix) -> a dataset of at least as many
+    samples.
     """
     order = list(dict.fromkeys(prefix for layout in layouts for prefix in layout.prefixes))
     segments: dict[str, list[Dataset]] = {prefix: [] for prefix in order}

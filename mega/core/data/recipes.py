@@ -1,7 +1,7 @@
-"""How a part of a corpus becomes samples: GPT's runs of tokens, BERT's pairs of sentences, T5's spans.
+"""Recipes that turn a part of a corpus into samples: runs of tokens for GPT, pairs of sentences for BERT, spans for T5.
 
-A recipe knows which units `--split` divides, how many samples one pass yields, and how to build and cache a dataset. It
-knows neither flag values nor blends.
+A recipe defines which units `--split` divides, how many samples one pass yields, and how a dataset is built and cached.
+It does not depend on flag values or blends.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class CorpusPart:
     """The part of a corpus that belongs to one split: units `first` .. `last` - 1."""
 
     corpus: IndexedDataset  # The token files
-    first: int  # First unit
-    last: int  # The unit after the last one
-    label: str  # Start of messages about the part
-    remedy: str = ""  # End of messages about a part that is too small
+    first: int  # Index of the first unit
+    last: int  # Index after the last unit
+    label: str  # Text at the start of messages about the part
+    remedy: str = ""  # Text at the end of messages about a part that is too small
 
 
 class Recipe(Protocol):
@@ -45,12 +45,12 @@ class Recipe(Protocol):
         ...
 
     def once(self, part: CorpusPart) -> int:
-        """The approximate number of samples in one pass. It is the default weight of a corpus."""
+        """The approximate number of samples in one pass, which is the default weight of a corpus."""
         ...
 
     def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
-        """A dataset of at least `samples` samples. `note` is called if it takes several passes; ValueError if it is
-        empty."""
+        """A dataset of at least `samples` samples. `note` is called if the dataset takes several passes. Errors:
+        ValueError if the dataset would be empty."""
         ...
 
 
@@ -58,9 +58,9 @@ class Recipe(Protocol):
 class Gpt:
     """Runs of seq_length + 1 tokens. The units of a split are sequences, as in Megatron-LM."""
 
-    seq_length: int  # Tokens of a sample, minus one
+    seq_length: int  # Number of tokens in a sample, minus one
     seed: int  # Seed of the order
-    repeat_short: bool = False  # Repeat a part that has fewer tokens than one sample
+    repeat_short: bool = False  # Whether to repeat a part that has fewer tokens than one sample
     infill: Infill | None = None  # Fill-in-the-middle permutation, or None
 
     def units(self, corpus: IndexedDataset) -> int:
@@ -109,13 +109,13 @@ class Masked:
     masking: MaskingConfig
     """The masking section."""
     vocabulary: Vocabulary
-    """Ids for masking."""
+    """The control tokens and ids that masking needs."""
     seq_length: int
-    """Tokens of a sample."""
+    """Number of tokens in a sample."""
     seed: int
     """Seed of the order and of the masks."""
     pairs: bool = True
-    """A BERT sample has two parts."""
+    """Whether a BERT sample has two parts."""
 
     def __post_init__(self) -> None:
         if self._room < 2:
@@ -125,7 +125,7 @@ class Masked:
 
     @property
     def _room(self) -> int:
-        """Tokens of a sample without control tokens."""
+        """Number of tokens in a sample without its control tokens."""
         return self.seq_length - (3 if self.masking.sample_kind == "bert" else 2)
 
     def units(self, corpus: IndexedDataset) -> int:
@@ -159,7 +159,7 @@ class Masked:
             mapping = cached(cache, key, ("mapping",), compute)["mapping"]
         except ValueError as error:
             raise ValueError(f"{part.label}: {error}") from None
-        # Count the passes: the first usable document gives the sample that begins earliest, once in every pass.
+        # Count the passes: the sample that begins earliest, from the first usable document, occurs once in every pass.
         if (passes := int(np.count_nonzero(mapping[:, 0] == mapping[:, 0].min()))) > 1:
             note(f"{part.label} has {len(documents) - 1:,} documents; {samples:,} samples take {passes} epochs")
         if masking.sample_kind == "bert":
@@ -195,8 +195,8 @@ def recipe(
 ) -> Recipe:
     """The recipe of `--sample-kind`. ValueError if the tokenizer lacks required tokens.
 
-    pairs: BERT samples have two parts. repeat_short: a part of fewer tokens than one GPT sample may be repeated. vocab:
-    the vocabulary size of the model.
+    pairs: whether BERT samples have two parts. repeat_short: whether a part with fewer tokens than one GPT sample may
+    be repeated. vocab: the vocabulary size of the model.
     """
     if masking.sample_kind == "gpt":
         return Gpt(seq_length, seed, repeat_short, infill)

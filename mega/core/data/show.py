@@ -1,4 +1,5 @@
-"""Print samples exactly as a model receives them, one token per line. The file knows no command line."""
+"""Print samples exactly as a model receives them, one token per line. This module does not depend on the command
+line."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from mega.core.text.tokenizer import Tokenizer
 def conversations(
     inputs: Sequence[str], chat_template: str, tokenizer: Tokenizer, number: int, count: int
 ) -> Iterator[str]:
-    """Print conversations one by one, in the order of the files. Raises ValueError if `number` is too large."""
+    """Yield the printed lines of `count` conversations from index `number` on, in the order of the files. Raises
+    ValueError if `number` is too large."""
     texts = labelled(inputs, chat_format(chat_template, tokenizer))
     printed = 0
     for printed, (ids, trained) in enumerate(islice(texts, number, number + count), 1):  # noqa: B007
@@ -41,7 +43,7 @@ def samples(
     seed: int,
     pairs: bool = True,
 ) -> Iterator[str]:
-    """Print training samples `number` .. `number + count - 1` of a run with these sections."""
+    """Yield the printed lines of training samples `number` .. `number + count - 1` of a run with these sections."""
     datasets = build_datasets(
         data,
         seq_length=seq_length,
@@ -71,7 +73,7 @@ def samples(
 
 
 def _decoder(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
-    """ "trained" marks a token whose prediction from the earlier tokens has a loss."""
+    """The column "trained" marks a token whose prediction from the earlier tokens has a loss."""
     columns = ["positions", *(["documents"] if "documents" in arrays else [])]
     yield _row("token", "id", "trained", *(name[:-1] for name in columns))
     trained = [False, *(arrays["loss_weights"] > 0).tolist()]
@@ -102,7 +104,7 @@ def _t5(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Itera
 
 
 _FORMS = {"pairs": _bert, "encoder_tokens": _t5, "documents": _decoder, "positions": _decoder}
-"""A field that only one kind of batch has -> the function that prints such a sample."""
+"""A field that only one kind of batch has -> the function that prints a sample of this kind."""
 
 
 def _yes(flag: bool) -> str:

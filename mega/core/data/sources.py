@@ -1,7 +1,7 @@
 """The input of `mega preprocess`: JSON lines in any container, plain text, parquet, a dataset folder, standard input.
 
 Every format is read as blocks of whole JSON lines. A source is cut into pieces, so several hosts can share it. Reading
-can start at any position of a piece, so interrupted work can be resumed. The file knows no tokenizer.
+can start at any position of a piece, so interrupted work can be resumed. This module does not depend on tokenizers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _COLUMNS_SECONDS, _COLUMNS_BYTES = (
     100,
     2 << 30,
-)  # limits of a request: time, and address space (at least four times the file's size)
+)  # limits of a request: seconds, and bytes of address space (at least four times the file's size)
 _WINDOW_BYTES = 1 << 31  # largest window of a Zstandard frame: large corpora are packed with `zstd --long=31`
 _FREE_WINDOW_BYTES = 1 << 27  # a larger window is accepted only if the compression ratio is below 1024
 _MOST_RATIO = 1 << 10
@@ -48,7 +48,7 @@ Kind = Literal["lines", "packed lines", "text", "parquet", "arrow"]
 
 
 class BadLine(ValueError):
-    """A line that holds no document. The message names file and line."""
+    """Raised for a line that holds no document. The message names file and line."""
 
 
 class Place(NamedTuple):
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     size: int
 
     def read(self) -> bytes:
-        """Raises ValueError naming the file if it became shorter."""
+        """The bytes. Raises ValueError naming the file if the file became shorter."""
         with open(self.path, "rb", buffering=0) as file:
             data = os.pread(file.fileno(), self.size, self.first)
         if len(data) < self.size:
@@ -72,17 +72,17 @@ class LineBlock(NamedTuple):
 
     name: str  # Name of the file, for messages
     text: bytes | Place  # Whole JSON lines, or their byte range in a file
-    done: int  # Units of the piece (bytes unpacked, or rows) up to the block's end
-    read: int  # Stored bytes of all files up to the block's end
+    done: int  # Number of units of the piece (unpacked bytes, or rows) up to the block's end
+    read: int  # Number of stored bytes of all files up to the block's end
     problem: str | None = None  # Why the line after these lines is invalid, or None
 
     @property
     def size(self) -> int:
-        """Bytes of text."""
+        """Size of the text in bytes."""
         return self.text.size if isinstance(self.text, Place) else len(self.text)
 
     def lines(self) -> bytes:
-        """The text. Raises ValueError naming the file if it cannot be read."""
+        """The text. Raises ValueError naming the file if the file cannot be read."""
         return self.text.read() if isinstance(self.text, Place) else self.text
 
 
@@ -92,9 +92,9 @@ class SourcePiece:
 
     path: Path  # The file
     kind: Kind  # Its format
-    first: int  # First byte or row group
-    last: int  # The byte or row group after the last one
-    before: int  # Stored bytes of all files before this one
+    first: int  # Index of the first byte or row group
+    last: int  # Index after the last byte or row group
+    before: int  # Number of stored bytes of all files before this file
 
     @property
     def name(self) -> str:
@@ -142,14 +142,14 @@ _SIGNATURES = {
     b"BZh": ("bzip2", ".bz2"),
     b"PAR1": ("parquet", ".parquet"),
 }
-"""First bytes of a packed file -> its format, and the suffix that selects it."""
+"""First bytes of a packed file -> the format of the file, and the suffix that selects this format."""
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def _check_begin(flag: str, path: Path) -> None:
     """Errors: ValueError if the first bytes of a file contradict its suffix. A file that cannot be opened is reported
-    when it is read."""
+    only when it is read."""
     try:
         with open(path, "rb") as file:
             begin = file.read(5)
@@ -168,7 +168,8 @@ def _check_begin(flag: str, path: Path) -> None:
 
 
 def _in_folder(flag: str, folder: Path) -> list[Path]:
-    """The arrow files of a saved Hugging Face dataset in their order, or all files below a folder, sorted."""
+    """The arrow files of a saved Hugging Face dataset in the order of the dataset, or all files below a folder,
+    sorted."""
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(str(folder / split) for split in _json(flag, folder / "dataset_dict.json")["splits"])
         raise ValueError(f"{flag} {folder}: a dataset of several splits; give one of {splits}")
@@ -189,7 +190,7 @@ def _json(flag: str, path: Path) -> Any:
 
 
 def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
-    """The format for a file's suffix. Any other suffix means JSON lines, or plain text with `text_lines`."""
+    """The format for a file's suffix. Any other suffix means JSON lines, or plain text if `text_lines`."""
     suffix = path.suffix.lower()
     packed = suffix in _PACKED
     inner = Path(path.stem).suffix.lower() if packed else suffix
@@ -203,9 +204,9 @@ def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
 def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines: bool = False) -> list[SourcePiece]:
     """The part of all files that shard i of n reads. The parts of all shards, concatenated, are the whole input.
 
-    All files are concatenated and cut into n equal runs of stored bytes. Plain lines are cut at any byte (a line
-    belongs to the run in which it begins), parquet between row groups. Any other file belongs to the run in which it
-    begins.
+    All files are concatenated and cut into n equal runs of stored bytes. Uncompressed line files may be split at any
+    byte (a line belongs to the run in which it begins); parquet files only between row groups. Any other file is not
+    split, and belongs to the run in which it begins.
     """
     index, count = shard
     sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
@@ -233,7 +234,7 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines
 def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: int = 0) -> Iterator[LineBlock]:
     """The blocks of a piece after its first `done` units.
 
-    Raises ValueError naming the file if it cannot be read.
+    Raises ValueError naming the file if the file cannot be read.
     """
     if piece.kind in ("parquet", "arrow"):
         yield from _row_blocks(piece, keys, done)
@@ -255,7 +256,7 @@ def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: i
 
 
 def _plain_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Lines of an uncompressed file. Only the ends of blocks are searched here; the worker reads the text."""
+    """Lines of an uncompressed file. Only the ends of blocks are determined here; the worker reads the text."""
     with open(piece.path, "rb") as file:
         offset = piece.first + done
         if piece.first and not done:  # a line that begins before the piece belongs to the previous piece
@@ -275,7 +276,7 @@ def _plain_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
 
 
 def _end_of_line(file: BinaryIO, offset: int) -> int:
-    """The offset after the line (or rest of a line) that begins at `at`."""
+    """The offset after the line (or rest of a line) that begins at `offset`."""
     file.seek(offset)
     while part := file.readline(BLOCK_BYTES):
         offset += len(part)
@@ -285,7 +286,7 @@ def _end_of_line(file: BinaryIO, offset: int) -> int:
 
 
 def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Lines that must be unpacked, or converted from plain text, sequentially from the file's beginning."""
+    """Lines of a file that must be unpacked, or converted from plain text, sequentially from the file's beginning."""
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
         unpacked = _skipped(text, done)
         while True:
@@ -323,7 +324,7 @@ def _rest_of_line(text: BinaryIO) -> int:
 
 
 def _as_json(data: bytes) -> bytes:
-    """Convert lines of plain text to JSON lines. Blank lines stay blank. A line of invalid UTF-8 is unchanged, and
+    """Convert lines of plain text to JSON lines. Blank lines stay blank. A line of invalid UTF-8 is left unchanged and
     rejected later."""
     import orjson
 
@@ -454,7 +455,7 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
                 bytes_in, bytes_out = bytes_in + len(packed), bytes_out + len(piece)
                 if min(window, bytes_out) > max(
                     _FREE_WINDOW_BYTES, bytes_in * _MOST_RATIO
-                ):  # a filled window takes memory
+                ):  # a window takes memory as it fills
                     raise OSError(f"{bytes_out} bytes in {bytes_in}, and a window of {window} bytes")
                 yield piece
                 frame = None if ends else frame
@@ -465,7 +466,8 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
 
 
 def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield the parts of concatenated frames, each of which unpacks to at most 128 KiB, and whether it ends a frame.
+    """Yield the parts of concatenated frames, and for each part whether it ends a frame. A part unpacks to at most 128
+    KiB.
 
     The library unpacks its whole input at once (64 KiB can become 2 GiB), and does not detect a truncated file. Source:
     RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
@@ -514,7 +516,7 @@ def _skipped(text: BinaryIO, size: int) -> int:
 
 @cache
 def _columns(memory: int) -> Confined:
-    """The process that reads parquet and arrow files."""
+    """The child process that reads parquet and arrow files."""
     formats = "parquet and arrow"
     return Confined(
         "mega.core.data.columns_process", formats, seconds=_COLUMNS_SECONDS, memory=memory, answer_bytes=memory
@@ -522,8 +524,8 @@ def _columns(memory: int) -> Confined:
 
 
 def _ask_columns(path: Path, /, **question: Any) -> Any:
-    """Send a request about a file to that process. Its memory limit grows with the file, whose row groups may be
-    larger."""
+    """Send a request about a file to the process of `_columns`. The memory limit of the process grows with the size of
+    the file, since row groups can be larger when unpacked."""
     if find_spec("pyarrow") is None:
         raise ValueError(f"{path}: cannot be read: needs pyarrow; pip install '.[data]' in a clone")
     memory = _COLUMNS_BYTES
@@ -554,7 +556,7 @@ _reader_numbers = itertools.count()
 def parsed(line: bytes | memoryview) -> Any:
     """Parse one JSON line. Errors: ValueError with the reason.
 
-    NaN and Infinity are accepted: they are not JSON, but Python's json module writes them.
+    NaN and Infinity are accepted although they are not JSON, because Python's json module writes them.
     """
     import orjson
 
@@ -567,7 +569,7 @@ def parsed(line: bytes | memoryview) -> Any:
     if len(line) <= BLOCK_BYTES:
         try:
             value = json.loads(str(line, "utf-8"))
-            json.dumps(value, ensure_ascii=False).encode()  # raises for half a surrogate pair, which is not text
+            json.dumps(value, ensure_ascii=False).encode()  # raises for an unpaired surrogate, which is not text
             return value
         except UnicodeDecodeError as error:
             reason = f"not UTF-8 at byte {error.start}"
@@ -583,9 +585,9 @@ class Line(NamedTuple):
     """A JSON line that is not blank."""
 
     where: str
-    """Its location, "file:number"."""
+    """Location of the line, "file:number"."""
     text: bytes
-    """Its bytes."""
+    """Bytes of the line."""
 
 
 def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool = False) -> Iterator[Line]:
@@ -618,7 +620,7 @@ def describe_keys(fields: Mapping[str, object], flag: str) -> str:
 
 
 def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool = False) -> Iterator[str]:
-    """The text under `key` of every line. Raises BadLine naming file and line without such a text."""
+    """The text under `key` of every line. Raises BadLine naming file and line if a line has no such text."""
     for location, line in lines(inputs, [key], text_lines=text_lines):
         try:
             document = parsed(line)

@@ -1,4 +1,4 @@
-"""Synthetic batches, which are functions of sample numbers, for comparing layouts and measuring speed without data."""
+"""Synthetic batches, which are functions of sample indices, for comparing layouts and measuring speed without data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def decoder_batch(
 ) -> DecoderBatch:
     """Rows of `length` random tokens. samples: int64 [b].
 
-    ragged: the number of tokens with a loss differs between rows, from a third to all, so a wrong per-rank mean is
-    detected. False: all tokens have a loss.
+    ragged: the number of tokens with a loss differs between rows, from a third of the tokens to all of them, so a wrong
+    mean over ranks is detected. If False, all tokens have a loss.
     documents: rows contain several documents that do not attend to each other.
     """
     columns = torch.arange(length + 1, device=samples.device)
@@ -48,8 +48,8 @@ def neighbour_batch(
 ) -> NeighbourBatch:
     """Rows of `length` random tokens whose chunks have random neighbours. samples: int64 [b].
 
-    ragged: see `decoder_batch`; also, about one in five neighbours is missing. documents: ignored, a row is one
-    document.
+    ragged: see `decoder_batch`; in addition, about one in five neighbours is missing. documents: ignored, because a row
+    is one document.
     """
     text = decoder_batch(model, length, samples, seed=seed, ragged=ragged)
     chunks, each = length // model.retro_chunk_length, model.retro_neighbours
@@ -79,7 +79,8 @@ def neighbour_rows(
 
 
 def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:
-    """A batch from ids int64 [b, s] to be continued or scored. Each row begins a text. The labels are placeholders."""
+    """A batch from ids int64 [b, s] to be continued or scored. Each row is the beginning of a text. The labels are
+    placeholders."""
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     weights = torch.ones(ids.shape, device=ids.device)
     return DecoderBatch(ids, ids, weights, positions, torch.arange(len(ids), device=ids.device))
@@ -91,7 +92,7 @@ def masked_batch(
     """Rows of two parts of random tokens, of which about one in seven is masked. samples: int64 [b].
 
     ragged: rows are padded by up to half of their length, and the pair label of every fourth row is unknown (-1).
-    documents: ignored, a row is one document.
+    documents: ignored, because a row is one document.
     """
     bits = _masked_bits(samples, length, seed)
     lengths = length - (samples * 7919) % (length // 2 + 1) if ragged else torch.full_like(samples, length)
@@ -105,8 +106,8 @@ def masked_batch(
 
 
 def masked_rows(samples: Sequence[Any], first: int) -> MaskedBatch:
-    """A batch from rows of token ids, int64 [seq_length + 1], as rows of two parts. first: global number of the
-    first."""
+    """A batch from rows of token ids, int64 [seq_length + 1], as rows of two parts. first: global index of the first
+    sample."""
     tokens = torch.stack([torch.from_numpy(row[:-1]) for row in samples])
     numbers = torch.arange(first, first + len(samples))
     lengths = torch.full_like(numbers, tokens.shape[1])
@@ -114,18 +115,18 @@ def masked_rows(samples: Sequence[Any], first: int) -> MaskedBatch:
 
 
 def _masked_bits(samples: torch.Tensor, length: int, seed: int) -> torch.Tensor:
-    """int64 [b, length], random bits as a function of sample numbers and columns."""
+    """int64 [b, length], random bits as a function of sample indices and columns."""
     return mix(mix(samples + key(seed, "masked"))[:, None] + torch.arange(length, device=samples.device))
 
 
 def _masked_rows(
     tokens: torch.Tensor, lengths: torch.Tensor, pairs: torch.Tensor, samples: torch.Tensor, bits: torch.Tensor
 ) -> MaskedBatch:
-    """Mask one of every seven columns with token 0. The second part begins in the middle."""
+    """Mask one of every seven columns with token 0. The second part begins in the middle of a row."""
     length = tokens.shape[1]
     columns = torch.arange(length, device=samples.device)
     is_token = columns < lengths[:, None]
-    # [b, ceil(length / 7)]: one of columns 0 to 6, one of 7 to 13, ...
+    # [b, ceil(length / 7)]: one of the columns 0 to 6, one of 7 to 13, ...
     columns_to_mask = torch.arange(0, length, 7, device=samples.device) + ((bits[:, ::7] >> 32) & 0x7FFFFFFF) % 7
     predicted = columns_to_mask.clamp(max=length - 1)
     masked = is_token & torch.zeros_like(is_token).scatter(1, predicted, True)
@@ -151,10 +152,10 @@ def encoder_decoder_batch(
     documents: bool = False,
     decoder_length: int = 0,
 ) -> EncoderDecoderBatch:
-    """Rows of `length` random tokens for the encoder, and of `decoder_length` others for the decoder. samples: int64
-    [b].
+    """Rows of `length` random tokens for the encoder, and of `decoder_length` other random tokens for the decoder.
+    samples: int64 [b].
 
-    ragged: both are padded, by a different number of tokens in every row. documents: ignored.
+    ragged: the rows of encoder and decoder are padded by a different number of tokens in every row. documents: ignored.
     """
     columns = torch.arange(decoder_length + 1, device=samples.device)
     text = _ids(_bits(samples, columns, seed, "synthetic decoder"), model)
@@ -172,8 +173,8 @@ def encoder_decoder_batch(
 
 
 def copied_rows(samples: Sequence[Any], first: int, *, decoder_length: int = 0) -> EncoderDecoderBatch:
-    """A batch from rows of one token more than the encoder reads. The decoder must copy the row, repeated if the
-    decoder's row is longer."""
+    """A batch from rows that have one token more than the encoder reads. The decoder's task is to copy the row, which
+    is repeated if the decoder's row is longer."""
     text = torch.stack([torch.from_numpy(row) for row in samples])
     encoder_ids, lengths = text[:, :-1], torch.full((len(samples),), text.shape[1] - 1)
     decoder_ids = text[:, torch.arange(decoder_length + 1) % text.shape[1]]
@@ -189,7 +190,7 @@ def copied_rows(samples: Sequence[Any], first: int, *, decoder_length: int = 0) 
 
 
 def _bits(samples: torch.Tensor, columns: torch.Tensor, seed: int, name: str) -> torch.Tensor:
-    """int64 [b, columns], random bits as a function of sample numbers and columns."""
+    """int64 [b, columns], random bits as a function of sample indices and columns."""
     return mix(mix(samples + key(seed, name))[:, None] + columns)
 
 
@@ -198,7 +199,8 @@ def _ids(bits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 def _counted(samples: torch.Tensor, length: int, ragged: bool) -> torch.Tensor:
-    """int64 [b, length], 1 for the first columns of each row: from a third of them to all, or all."""
+    """int64 [b, length], 1 for the first columns of each row: for a third to all of the columns if `ragged`, else for
+    all."""
     if not ragged:
         return torch.ones(len(samples), length, dtype=torch.int64, device=samples.device)
     counts = length // 3 + (samples * 7919) % (length - length // 3 + 1)

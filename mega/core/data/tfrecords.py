@@ -1,8 +1,8 @@
 """BERT samples from the TFRecord files of google-research/bert, read without TensorFlow.
 
-A record is u64 length · its checksum · payload · its checksum. The payload is a tf.train.Example, a map of names to
-lists of numbers. Files are memory-mapped. The offsets of the records are computed once and cached, and each record's
-checksum is verified whenever it is read.
+A record is u64 length · checksum of the length · payload · checksum of the payload. The payload is a tf.train.Example,
+a map of names to lists of numbers. Files are memory-mapped. The offsets of the records are computed once and cached,
+and a record's checksum is verified whenever the record is read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FOOT = 4
 class TFRecordDataset:
     """`dataset[i]`: the examples of all files as `BertSample`, in passes, reshuffled in each pass.
 
-    records: int64 [n, 3]: file, first byte of the payload, its size. Raises ValueError naming file and byte of a
-    damaged record, or of a record that does not fit seq_length and vocab.
+    records: int64 [n, 3], with columns file index, first byte of the payload, and size of the payload. Raises
+    ValueError naming file and byte of a damaged record, or of a record that does not fit seq_length and vocab.
     """
 
     collate = staticmethod(bert_batch)
@@ -52,7 +52,7 @@ class TFRecordDataset:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         number, within = divmod(sample, len(self._records))
-        order = self._pass  # local copy: another thread may replace the attribute by another pass
+        order = self._pass  # local copy: another thread may assign another pass
         if order is None or order[0] != number:
             generator = np.random.RandomState((self._seed + number) % 2**32)
             order = self._pass = number, generator.permutation(len(self._records))
@@ -89,7 +89,7 @@ def record_dataset(
 
 
 def read(path: Path) -> Iterator[Features]:
-    """Yield the examples of one file in order. ValueError naming file and byte of a damaged record."""
+    """Yield the examples of one file in order. Errors: ValueError naming file and byte of a damaged record."""
     data = memoryview(mapped(path))
     return (_checked(path, data, *span) for span in spans(path).tolist())
 
@@ -191,8 +191,8 @@ def _tables() -> NDArray[np.uint32]:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C of the data. The checksum is linear: the contribution of each byte depends only on its distance from the
-    end.
+    """CRC-32C of the data. The checksum is linear: the contribution of each byte depends only on the value of the byte
+    and its distance from the end.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'

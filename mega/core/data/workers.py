@@ -1,8 +1,8 @@
-"""Processes that apply one function to many blocks and return the results in order, through shared memory.
+"""Processes that apply one function to many blocks and return the results in order through shared memory.
 
-Where it is safe, the processes are forked after this process has loaded everything that the work needs. Otherwise they
-are spawned and load it again. Every request has a shared memory buffer, so large results need not pass through a pipe.
-The file knows neither texts nor tokens.
+If forking is safe, the processes are forked after this process has loaded everything that the work needs. Otherwise the
+processes are spawned and load everything again. Every request has a shared memory buffer, so large results need not
+pass through a pipe. This module does not depend on texts or tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 BUFFER_BYTES = 1 << 22
 BYTES_UNDER_WAY = 64 << 20
-_ASKS_EACH = 3  # one in progress and two queued, so no worker waits while this process is busy
+_ASKS_EACH = 3  # per worker: one request in progress and two queued, so no worker waits while this process is busy
 
 Buffer = memoryview
-"""Shared memory of BUFFER_BYTES; empty if the processes were not forked."""
+"""Shared memory of BUFFER_BYTES bytes; empty if the processes were not forked."""
 
 
 class HasSize(Protocol):
     @property
     def size(self) -> int:
-        """Bytes of memory that the request takes, here or in a worker."""
+        """Number of bytes of memory that the request takes, in this process or in a worker."""
         ...
 
 
@@ -49,9 +49,11 @@ class Workers(Generic[Ask, Answer]):
             for block, found, buffer in workers.answers(blocks):
                 ...
 
-    Forked workers inherit files and locks that this process opened before `with`: open them inside.
+    Forked workers inherit files and locks that this process opened before `with`, so open files and locks inside
+    `with`.
 
-    here: creates the work in this process, for forked processes; there: creates the same work in a spawned process.
+    here: function that creates the work in this process, for forked processes. there: function that creates the same
+    work in a spawned process.
     """
 
     def __init__(self, count: int, *, here: Callable[[], Work[Ask, Answer]], there: Callable[[], Work[Ask, Answer]]):
@@ -63,7 +65,7 @@ class Workers(Generic[Ask, Answer]):
             stack.enter_context(_one_thread_each())
             asks = (_ASKS_EACH * self._count) + 1
             forked = _can_fork()
-            work = self._here()  # also if processes are spawned: this process then reports the errors
+            work = self._here()  # even if processes are spawned, so that this process reports errors
             if forked:
                 memory = memoryview(mmap.mmap(-1, asks * BUFFER_BYTES))
                 buffers = [memory[i * BUFFER_BYTES : (i + 1) * BUFFER_BYTES] for i in range(asks)]
@@ -87,8 +89,8 @@ class Workers(Generic[Ask, Answer]):
     def answers(self, asks: Iterable[Ask]) -> Generator[tuple[Ask, Answer, Buffer]]:
         """Yield every request with its answer, in order. The buffer is valid until the next answer is requested.
 
-        At most BYTES_UNDER_WAY of requests are in flight, or a single larger one. Raises ChildProcessError if a process
-        dies.
+        The requests in flight have at most BYTES_UNDER_WAY bytes in total, or consist of a single larger request.
+        Raises ChildProcessError if a process dies.
         """
         under_way: deque[tuple[Ask, int, Future[Answer]]] = deque()
         bytes_in_flight = 0
@@ -112,15 +114,15 @@ class Workers(Generic[Ask, Answer]):
 
 
 def _can_fork() -> bool:
-    """Whether forking is safe. A lock that another thread holds would never be released in the child."""
+    """Whether forking is safe. If another thread held a lock, the lock would never be released in the child."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Limit the libraries of processes that are started inside to one thread each.
+    """Limit the libraries of processes that are started inside this context to one thread each.
 
-    A library without threads of its own can also be forked.
+    A process whose libraries have no threads of their own can also be forked.
     """
     thread_limits = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "FASTOKENS_BPE_THREADS"), "1")
     settings = thread_limits | {"TOKENIZERS_PARALLELISM": "false"}

@@ -1,7 +1,7 @@
 """Files of labelled questions: mnli.py and qqp.py (glue.py reads their files), race.py.
 
-A format is a module named after its --task, with a `FORMAT` (data/labelled.py). `LABELLED` in the config lists the
-formats with the heads that they need. A format is imported when it is first used.
+A format is a module named after its --task, with a `FORMAT` (data/labelled.py). `LABELLED` in the config lists each
+format with the head that it needs. A format is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Lines = Iterator[tuple[str, list[str]]]
 
 
 def table(flag: str, path: Path) -> tuple[list[str], Lines]:
-    """The columns of the header, and (location, columns) of each further line.
+    """The column names in the header, and (location, columns) of every other line.
 
     Errors: ValueError if the file is empty, not UTF-8, or has only a header.
     """
@@ -35,7 +35,7 @@ def _columns(line: str) -> list[str]:
 
 
 def number(location: str, column: str) -> int:
-    """Parse the number of a row. Errors: ValueError unless it is an integer of at least 0."""
+    """Parse the number of a row. Errors: ValueError unless the number is an integer of at least 0."""
     if not column.strip().isdecimal():
         raise ValueError(f"{location}: the first column is {column.strip()!r}; must be the row's number, at least 0")
     return int(column)

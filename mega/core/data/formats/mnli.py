@@ -1,4 +1,4 @@
-"""MNLI (Williams et al. 2018) in GLUE's files: does the second sentence follow from the first?
+"""MNLI (Williams et al. 2018) in GLUE's files: whether the second sentence follows from the first.
 
 Tab-separated, one header line, no quoting. Column 0 is the row number, columns 8 and 9 are the sentences, and the last
 column is the label. A file with 10 columns has no labels.

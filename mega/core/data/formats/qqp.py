@@ -1,8 +1,8 @@
-"""QQP (Quora 2017) in GLUE's files: do two questions ask the same?
+"""QQP (Quora 2017) in GLUE's files: whether two questions have the same meaning.
 
-Tab-separated, one header line, no quoting. Six columns: id, qid1, qid2, question1, question2, is_duplicate; or three
-without labels: id, question1, question2. The original files contain rows with other numbers of columns and empty
-questions. These rows are skipped and counted.
+Tab-separated, one header line, no quoting. A file has six columns: id, qid1, qid2, question1, question2, is_duplicate.
+A file without labels has three: id, question1, question2. The original files contain some rows with a different number
+of columns or with an empty question. These rows are skipped and counted.
 """
 
 from __future__ import annotations

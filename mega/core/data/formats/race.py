@@ -1,8 +1,8 @@
 """RACE (Lai et al. 2017): which of four options answers a question about an article?
 
-The input is a folder, or the .tar.gz of the distribution. Every .txt file in it has a JSON object on each line:
-article, questions, options (four for each question) and answers, letters from A to D. If a question contains an
-underscore, the option replaces it; otherwise the option follows the question.
+The input is a folder, or the .tar.gz of the distribution. Every .txt file in the input has one JSON object per line,
+with the keys article, questions, options (four for each question) and answers (letters from A to D). If a question
+contains an underscore, the option replaces it; otherwise the option follows the question.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
 
 
 def completed_question(question: str, option: str) -> str:
-    """
-    >>> asked("Light is _ by things .", "taken in"), asked("Why?", "It is .")
+    """The question with the option in place of the underscore, or followed by the option.
+
+    >>> completed_question("Light is _ by things . ", "taken in"), completed_question("Why?", "It is . ")
     ('Light is taken in by things.', 'Why? It is.')
     """
     return clean(question.replace("_", option) if "_" in question else f"{question} {option}")
@@ -81,7 +82,7 @@ def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path) as archive:
             contents = {}
-            for member in archive:  # sequential, since seeking in a compressed archive would decompress it again
+            for member in archive:  # sequential, since seeking would decompress the archive again
                 if not member.isfile() or not member.name.endswith(".txt"):
                     continue
                 content = archive.extractfile(member)

@@ -1,4 +1,4 @@
-"""Concatenate pairs of token files into one pair: the work of `mega data merge`."""
+"""Concatenate pairs of token files into one pair, for `mega data merge`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mega.core.text.tokenizer import TokenizerIdentity
 def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = False, mixed: bool = False) -> Report:
     """Concatenate the pairs `prefixes` into the pair `output_prefix`. Documents keep their order.
 
-    overwrite: as in `preprocess`. mixed: the pairs may have been made with different tokenizers.
-    Raises ValueError naming a pair that is damaged, or has another dtype or tokenizer than the first.
+    overwrite: as in `preprocess`. mixed: accept pairs made with different tokenizers.
+    Raises ValueError naming a pair that is damaged, or whose dtype or tokenizer differs from that of the first pair.
     """
     if not prefixes:
         raise ValueError("--input: must be at least one prefix of a .bin/.idx pair")
@@ -46,7 +46,8 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = Fals
 
 
 def _common_tokenizer(prefixes: Sequence[str], mixed: bool, notes: list[str]) -> TokenizerIdentity | None:
-    """The tokenizer that made all pairs. If a pair does not record its tokenizer, None, with a note.
+    """The tokenizer that made all pairs. If a pair does not record its tokenizer, the result is None and a note is
+    added.
 
     mixed: accept different tokenizers.
     """

@@ -1,6 +1,6 @@
 """Token ids in numpy's .npy files, one document after another, as Megatron-LM of 2019 and other programs stored them.
 
-An array of integers is read directly. An array of arrays is stored as a pickle. It is not unpickled: the standard
+An array of integers is read directly. An array of arrays is stored as a pickle. The pickle is not loaded: the standard
 library's disassembler reads its opcodes without running them, and only descriptions of integer arrays are accepted.
 """
 
@@ -29,8 +29,8 @@ LARGEST = 2**31 - 1
 def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *, overwrite: bool = False) -> Report:
     """Write the documents of all files as one pair of token files.
 
-    overwrite: replace a pair of other work; a pair of the same work is kept.
-    Raises ValueError naming a file that contains other data than ids.
+    overwrite: replace a pair made by other work. A pair made by the same work is kept.
+    Raises ValueError naming a file that contains data other than ids.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     paths = [path for path in find(inputs) if path.suffix == ".npy"]
@@ -51,7 +51,7 @@ def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *
 def documents(path: Path, eod: int | None) -> Iterator[NDArray[np.integer]]:
     """Yield the documents of a file: the arrays of an array of arrays, the rows of a table, or else all ids.
 
-    eod: if given, it ends a document within an array of ids. 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
+    eod: if given, this id ends a document within an array of ids. Example: 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
     """
     try:
         array = _array(path)
@@ -89,7 +89,8 @@ def _array(path: Path) -> NDArray[np.integer]:
 
 
 class _Object:
-    """Represents any object that a pickle names: stores its name, arguments and state, and has no behavior."""
+    """Represents any object that a pickle names. Stores the name, arguments and state of the object, and has no
+    behavior."""
 
     def __init__(self, name: str, arguments: tuple[object, ...] = ()) -> None:
         self.name, self.arguments = name, arguments
@@ -97,7 +98,7 @@ class _Object:
 
 
 def _rows(whole: object) -> list[NDArray[np.integer]]:
-    """The arrays in numpy's description of an array of objects. The last element of its state is a list."""
+    """The arrays in numpy's description of an array of objects. The last element of the state is a list."""
     rows = whole.state[-1] if isinstance(whole, _Object) and isinstance(whole.state, tuple) else None
     if not isinstance(rows, list):
         raise ValueError("a pickle of something else than an array")
@@ -171,7 +172,7 @@ def _described(file: BinaryIO) -> object:
             stack[-1].extend(items)
         elif name == "REDUCE":
             arguments = stack.pop()
-            stack[-1] = _made(stack[-1].name, arguments)  # describes the call, and does not make it
+            stack[-1] = _made(stack[-1].name, arguments)  # describes the call without executing it
         elif name == "BUILD":
             state = stack.pop()
             stack[-1].state = state
@@ -187,7 +188,8 @@ def _described(file: BinaryIO) -> object:
 
 
 def _made(name: str, arguments: tuple[object, ...]) -> object:
-    """The result of a call. Old pickles store bytes as encoded text; any other call becomes an `_Object`."""
+    """The result of a call. The calls by which old pickles encode bytes as text give bytes; any other call gives an
+    `_Object`."""
     if name == "_codecs encode":
         text, encoding = arguments
         return str(text).encode("latin1" if encoding == "latin1" else "utf-8")

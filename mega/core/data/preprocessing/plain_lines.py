@@ -1,6 +1,8 @@
-"""Plain text, line by line: detokenized, or as token ids. These are the steps before fairseq's binarization.
+"""Convert plain text line by line: detokenize it, or encode it as token ids. These are the steps before fairseq's
+binarization.
 
-Lines are kept, so the output can be compared with fairseq's; `mega preprocess` writes token files.
+Each input line gives one output line, so the output can be compared with fairseq's. `mega preprocess` writes token
+files instead.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from mega.core.text.detokenize import DETOKENIZERS, fairseq
 from mega.core.text.tokenizer import Tokenizer
 
 _TOGETHER = 256
-"""Lines per call of the tokenizer."""
+"""Number of lines per call of the tokenizer."""
 
 
 def detokenize(inputs: Sequence[str], output: Path | None, name: str, *, overwrite: bool = False) -> int:
     """Detokenize every line, and write it to `output` or standard output. Returns the number of lines.
 
-    name: of a detokenizer. Errors: ValueError naming the flag, or file and line.
+    name: name of a detokenizer. Errors: ValueError naming the flag, or file and line.
     """
     change: Callable[[str], str] = fairseq if name == "fairseq" else DETOKENIZERS[name]
     paths = find(inputs)
@@ -41,8 +43,8 @@ def encode(
     keep_empty: bool = False,
     overwrite: bool = False,
 ) -> tuple[int, int]:
-    """Write the token ids of each line, separated by blanks, one output per input. Returns the numbers of lines and of
-    empty lines.
+    """Write the token ids of each line, separated by blanks, one output per input. Returns the number of lines and the
+    number of empty lines.
 
     White space at the ends of a line is removed. Empty lines are left out unless `keep_empty`.
     Errors: ValueError naming the flag, or file and line.
@@ -71,7 +73,7 @@ def _encoded(lines: Iterator[str], tokenizer: Tokenizer, keep_empty: bool, empty
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Errors: ValueError naming file and line that is not UTF-8."""
+    """Yield the lines of a file. Errors: ValueError naming file and line if a line is not UTF-8."""
     with sys.stdin.buffer if path == STDIN else open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -1,11 +1,12 @@
-"""From text to token files: the work of `mega preprocess`.
+"""Convert text to token files, for `mega preprocess`.
 
     1 read    the parent cuts the input into blocks of whole lines
     2 encode  each worker parses and tokenizes a block into arrays
     3 write   the parent writes the blocks in input order, so the bytes do not depend on the number of workers
     4 note    with `resume`, progress is saved every few seconds, and a later call continues from it
 
-Only a few blocks per worker are in flight, so memory does not grow with the input. The file knows no command line.
+Only a few blocks per worker are in flight, so memory does not grow with the input. This module does not depend on the
+command line.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from mega.core.untrusted import Json, parse_json, read_limited
 
 OnError = Literal["stop", "skip"]
 
-_LISTED = 100  # skipped lines that are reported in detail; further ones are counted
-_BATCH_BYTES = 1 << 17  # bytes of lines that are parsed and tokenized together
+_LISTED = 100  # number of skipped lines that are reported in detail; further lines are only counted
+_BATCH_BYTES = 1 << 17  # size in bytes of the lines that are parsed and tokenized together
 _NOTES_BYTES = 1 << 24
 _EMPTY_LINES = re.compile(rb"\n+")
 
@@ -70,28 +71,28 @@ class Documents(NamedTuple):
     ids: NDArray[np.integer]
     """Ids of all documents, concatenated."""
     lengths: NDArray[np.int64]
-    """Tokens of each sequence."""
+    """Number of tokens in each sequence."""
     counts: NDArray[np.int64]
-    """Sequences of each document."""
+    """Number of sequences in each document."""
 
 
 @dataclass
 class Report:
-    """The work done so far. documents + skipped = lines of the input that are not blank."""
+    """The work done so far. documents + skipped = number of input lines that are not blank."""
 
-    documents: int = 0  # Documents that were written
-    tokens: int = 0  # Tokens that were written
-    bytes: int = 0  # Bytes of the processed lines
-    skipped: int = 0  # Lines that hold no document
-    kept: bool = False  # The work was done before, and nothing was written
+    documents: int = 0  # Number of documents written
+    tokens: int = 0  # Number of tokens written
+    bytes: int = 0  # Size in bytes of the processed lines
+    skipped: int = 0  # Number of lines without a document
+    kept: bool = False  # Whether the work was already done, so nothing was written
     reasons: list[str] = field(default_factory=list)  # Location and reason of the first skipped lines
     outputs: list[str] = field(default_factory=list)  # Prefixes of the output pairs
     notes: list[str] = field(default_factory=list)  # Messages for the user
-    spelled: int = 0  # Documents whose text contains the name of a special token
+    spelled: int = 0  # Number of documents whose text contains the name of a special token
     spells: str | None = None  # An example of such a name
 
     def add(self, block: EncodedBlock, reasons: Sequence[str], size: int) -> None:
-        """Count a block of `size` bytes, except for its tokens."""
+        """Add a block of `size` bytes to the counts, except for its tokens."""
         self.documents += len(block.documents[0].counts)
         self.bytes += size
         self.skipped += block.skipped
@@ -129,22 +130,22 @@ def preprocess(
 ) -> Report:
     """Tokenize `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
 
-    inputs: files, folders, globs or "-", see `sources.find`. JSON lines, also in .gz .zst .xz .bz2; parquet; arrow;
-        a .txt file is one document under the key "text"; with `text_lines` each line of a plain file is a document.
+    inputs: files, folders, globs or "-", see `sources.find`. JSON lines (also packed: .gz .zst .xz .bz2), parquet or
+        arrow. A .txt file is one document under the key "text"; with `text_lines`, each line of a plain file is one.
     tokenizer: the fields of the configuration's tokenizer section, as `text.tokenizer.build` takes them.
     append_eod: append the end-of-document id to every document that has a token.
-    parse_special_tokens: parse names of special tokens in texts as these tokens; False: they are plain text.
-    sentences: split texts into sentences first; the files are then `<output_prefix>_<key>_sentence`.
-    shard: (i, n), i of 0 .. n - 1: process only this part of the input; `merge` joins the output of all parts.
-    resume: save the state every `save_every` seconds, and continue from an earlier call, however it ended.
-    overwrite: replace token files of other work; False: refuse. Token files of the same work are kept.
-    progress: called after every block with the report so far and the bytes read of the input files.
-    Raises ValueError naming flag, or file and line; then no output file appears.
+    parse_special_tokens: parse names of special tokens in texts as these tokens. If False, the names are plain text.
+    sentences: split texts into sentences first. The files are then `<output_prefix>_<key>_sentence`.
+    shard: (i, n) with i in 0 .. n - 1: process only part i of n of the input. `merge` joins the output of all parts.
+    resume: save the state every `save_every` seconds, and continue from an earlier call, even if it was killed.
+    overwrite: replace token files of other work. If False, raise ValueError. Token files of the same work are kept.
+    progress: called after every block with the report so far and the number of bytes read from the input files.
+    Raises ValueError naming flag, or file and line. In this case no output file is created.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     built_tokenizer = build(**tokenizer)
     eod = _checked_eod(built_tokenizer, append_eod)
-    built_tokenizer.encode("")  # load it now: problems with its files are reported here, not by every worker
+    built_tokenizer.encode("")  # load it now, to report problems with its files once, not in every worker
     paths = find(inputs)
     _check(workers, json_keys, sentences, in_parts=STDIN in paths and (resume or shard != (0, 1)))
     level = "document" if sentences is None else "sentence"
@@ -225,14 +226,14 @@ def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWri
 
 
 def existing_report(report: Report, pairs: Sequence[IndexedDataset]) -> Report:
-    """The report of work that was done before, as far as its notes contain it."""
+    """The report of work that was done before, with the fields that the notes of the pairs contain."""
     report.documents, report.tokens = pairs[0].documents, sum(len(data.tokens) for data in pairs)
     report.skipped, report.kept = int(pairs[0].note.get("skipped", 0)), True
     return report
 
 
 def _check(workers: int, json_keys: Sequence[str], sentences: Sentences | None, *, in_parts: bool) -> None:
-    """in_parts: --resume or --shard is used with standard input."""
+    """Check the arguments. in_parts: whether --resume or --shard is used with standard input."""
     if workers < 1:
         raise ValueError(f"--workers {workers}: must be at least 1")
     if not json_keys or len(set(json_keys)) != len(json_keys):
@@ -240,7 +241,7 @@ def _check(workers: int, json_keys: Sequence[str], sentences: Sentences | None, 
     if in_parts:
         raise ValueError("--input -: standard input cannot be combined with --resume or --shard")
     if sentences is not None:
-        splitter(sentences.splitter, sentences.language)  # raises ValueError if it is not installed
+        splitter(sentences.splitter, sentences.language)  # raises ValueError if the splitter is not installed
 
 
 def _checked_eod(tokenizer: Tokenizer, append_eod: bool) -> int | None:
@@ -256,13 +257,13 @@ class Begin(NamedTuple):
     """A position in the input."""
 
     piece: int = 0
-    """Number of the piece."""
+    """Index of the piece."""
     done: int = 0
-    """How much of the piece is done, see `sources.blocks`."""
+    """Number of finished units of the piece, see `sources.blocks`."""
 
 
 class Read(NamedTuple):
-    """A block, and the position after it."""
+    """A block, and the position in the input after the block."""
 
     block: LineBlock
     after: Begin
@@ -286,7 +287,7 @@ def _blocks(inputs: Sequence[SourcePiece], keys: Sequence[str], text_lines: bool
 
 @dataclass(frozen=True)
 class _Job:
-    """The work of every worker on every block."""
+    """The settings with which workers encode every block."""
 
     keys: tuple[str, ...]  # Keys of the texts
     eod: int | None  # Id to append to documents, or None
@@ -309,14 +310,14 @@ class EncodedBlock(NamedTuple):
     """The result of a block."""
 
     documents: list[Documents]  # One `Documents` per key
-    lines: int  # Lines of the block
-    skipped: int  # Lines that hold no document
+    lines: int  # Number of lines in the block
+    skipped: int  # Number of lines without a document
     reasons: list[tuple[int, str]]  # Line number within the block and reason, for the first skipped lines
-    spelled: int = 0  # Documents that contain the name of a special token
+    spelled: int = 0  # Number of documents that contain the name of a special token
     spells: str | None = None  # An example of such a name
 
     def with_ids(self, ids: Sequence[NDArray[np.integer]]) -> EncodedBlock:
-        """The same block with other ids, one array per key."""
+        """The same block with new ids, one array per key."""
         documents = [part._replace(ids=key_ids) for part, key_ids in zip(self.documents, ids, strict=True)]
         return self._replace(documents=documents)
 
@@ -332,7 +333,7 @@ class _Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class _Worker:
-    """A job and its tools."""
+    """A job with its tokenizer and sentence splitter."""
 
     job: _Job  # The work
     tokenizer: Tokenizer  # The tokenizer
@@ -340,12 +341,12 @@ class _Worker:
     special: Spelled  # Finds names of special tokens
 
     def load(self) -> _Worker:
-        """Load the tokenizer's library, which happens with the first text."""
+        """Load the tokenizer's library by encoding a text."""
         self.tokenizer.encode_batch([""])
         return self
 
     def encode(self, block: LineBlock) -> EncodedBlock:
-        """Encode a block. Raises ValueError if its file cannot be read."""
+        """Encode a block. Raises ValueError if the file of the block cannot be read."""
         text = block.lines()
         lines = text.count(b"\n") + (not text.endswith(b"\n") and bool(text))
         bad: list[tuple[int, str]] = []
@@ -360,7 +361,7 @@ class _Worker:
         )
 
     def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]], names: list[str]) -> Iterator[_Batch]:
-        """Yield the documents in runs that fit in the processor's cache while they are parsed and tokenized."""
+        """Yield the documents in batches that fit in the processor's cache during parsing and tokenizing."""
         view, begin, stop, batch = memoryview(text), 0, _BATCH_BYTES, _Batch([], [])
         number = 0
         while number < lines:
@@ -385,7 +386,7 @@ class _Worker:
         yield batch
 
     def _texts(self, document: object) -> list[list[str]]:
-        """The sentences under each key of a line. Without splitting a plain string is one sentence."""
+        """The sentences under each key of a line. Without a sentence splitter, a plain string is one sentence."""
         if not isinstance(document, dict):
             raise ValueError(f"not a JSON object; {describe_value(document)}")
         columns = [_sentences(document, key) for key in self.job.keys]
@@ -427,7 +428,7 @@ class _Worker:
         lengths, owners = lengths[lengths > 0], owners[lengths > 0]
         counts = np.bincount(owners, minlength=len(counts))
         if self.job.eod is not None and len(lengths):
-            lasts = np.flatnonzero(np.diff(owners, append=-1))  # the last sentence of each document that has one
+            lasts = np.flatnonzero(np.diff(owners, append=-1))  # the last sentence of each document with sentences
             ids = np.insert(ids, np.cumsum(lengths)[lasts], self.job.eod)
             lengths[lasts] += 1
         return Documents(ids, lengths, counts)
@@ -455,10 +456,10 @@ class WorkerResult(NamedTuple):
     """The result of a worker, sent to the parent."""
 
     found: EncodedBlock
-    """The block. Its ids are empty if they are in the buffer."""
+    """The encoded block, without ids if these are in the buffer."""
     inside: list[int]
-    """Number of ids of each key in the shared buffer, where the keys are concatenated. Empty if the buffer is too
-    small; the ids are then part of `found`."""
+    """Number of ids of each key in the shared buffer. The buffer contains the ids of all keys, concatenated. Empty if
+    the buffer is too small; the ids are then part of `found`."""
 
 
 def _encode_into(worker: _Worker, read: Read, buffer: Buffer) -> WorkerResult:
@@ -473,7 +474,7 @@ def _encode_into(worker: _Worker, read: Read, buffer: Buffer) -> WorkerResult:
 
 
 def _ids_from_buffer(handed: WorkerResult, buffer: Buffer) -> EncodedBlock:
-    """In the parent: the inverse of `_encode_into`. The ids are valid as long as the buffer's content."""
+    """In the parent: the inverse of `_encode_into`. The ids are valid only until the buffer is overwritten."""
     encoded, id_counts = handed
     if not id_counts:
         return encoded
@@ -510,7 +511,7 @@ def _encoders(
 class _Notes:
     """Saved progress: one file next to the output, replaced atomically.
 
-    identity: everything that the output depends on. Saved progress with another identity is refused.
+    identity: everything that the output depends on. Saved progress with a different identity is refused.
     """
 
     def __init__(self, path: Path, identity: object, every: float) -> None:
@@ -540,7 +541,7 @@ class _Notes:
     def save(
         self, writers: Sequence[IndexedWriter], begin: Begin, line: int, report: Report, *, finished: bool = False
     ) -> None:
-        """line: number of finished lines of the piece."""
+        """Save the progress. line: number of finished lines in the piece."""
         state = {
             "identity": self._identity,
             "finished": finished,
@@ -574,5 +575,5 @@ def _is_note(state: dict[str, Any]) -> bool:
 
 
 def _published(prefix: str) -> bool:
-    """Whether a finished writer's pair is in place. A writer removes its temporary files last."""
+    """Whether a writer has finished the pair at `prefix`. A writer removes its temporary files last."""
     return exists(prefix) and not Path(f"{bin_path(prefix)}.tmp").exists()

@@ -29,7 +29,7 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
         task = bar.add_task("", total=total)
 
         def draw(report: Report, read: int) -> None:
-            bar.start()  # starts a thread: do this after the workers were forked
+            bar.start()  # starts a thread, so the bar must start after the workers are forked
             bar.update(task, completed=read, description=_line(report, begin))
 
         try:

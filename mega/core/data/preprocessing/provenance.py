@@ -1,7 +1,7 @@
-"""Check for existing outputs. Output of the same work is kept; output of other work is replaced only with --overwrite.
+"""Check for existing outputs. Output of the same work is kept. Output of other work is replaced only with --overwrite.
 
-The work is everything that an output depends on: names, sizes and times of the inputs, and the settings. A record of it
-is stored next to the output. The file knows no settings.
+The work is everything that an output depends on: names, sizes and times of the inputs, and the settings. A record of
+the work is stored next to the output. This module does not depend on the kind of settings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def work_of(settings: object, inputs: Sequence[Path]) -> str | None:
 
 
 def stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and time of every input. Equal stamps are taken as equal content."""
+    """Path, size and time of every input. Files with equal stamps are assumed to have equal content."""
     statuses = [(path, path.stat()) for path in paths if path != STDIN]
     return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in statuses]
 
@@ -38,9 +38,9 @@ def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: boo
 
 
 def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
-    """The token files at all `prefixes` if this work made them; otherwise [], and the work must be done.
+    """The token files at all `prefixes` if the same work made all of them; otherwise [], and the work must be done.
 
-    Interrupted work may have written only some of them. value: of --output-prefix.
+    Interrupted work may have written only some of the files. value: the value of --output-prefix.
     Errors: ValueError if a pair of other work would be replaced.
     """
     if overwrite:

@@ -27,10 +27,10 @@ def split(
     *,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Write train.jsonl, valid.jsonl and test.jsonl into `directory`. Returns the number of documents of each.
+    """Write train.jsonl, valid.jsonl and test.jsonl into `directory`. Returns the number of documents in each file.
 
-    shares: "98, 1, 1", as --split takes them. The file of a document is a function of its number and the seed. Within
-    each file the documents are in input order. Blank lines are dropped.
+    shares: in the form of --split, such as "98, 1, 1". The file of a document is a function of the document index, the
+    number of documents and the seed. Within each file the documents are in input order. Blank lines are dropped.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed {seed}: must be 0 .. {2**32 - 1}")
@@ -44,7 +44,7 @@ def split(
     if not total:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
     bounds = split_boundaries(shares, total)
-    owners = np.empty(total, np.int8)  # from a permutation, not from independent draws: the shares are exact
+    owners = np.empty(total, np.int8)  # from a permutation, not from independent draws, so that the shares are exact
     order = np.random.RandomState(seed).permutation(total)
     for part in range(3):
         owners[order[bounds[part] : bounds[part + 1]]] = part
@@ -90,7 +90,7 @@ def presplit(
 
 
 def _check_not_input(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-    """ValueError if an output is an input, which would then be lost."""
+    """Errors: ValueError if an output is also an input, which would be overwritten."""
     output_paths = {os.path.realpath(path) for path in outputs}
     for path in inputs:
         if path != STDIN and os.path.realpath(path) in output_paths:

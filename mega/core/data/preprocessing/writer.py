@@ -1,7 +1,7 @@
 """Write token files atomically, in bounded memory. An interrupted writer can be resumed.
 
 During writing the pair consists of three files: `<prefix>.bin.tmp`, the sequence lengths, and the sequences per
-document. The .idx is built from the last two at the end. The file knows neither texts nor tokenizers.
+document. The .idx is built from the last two files at the end. This module does not depend on texts or tokenizers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _BLOCK = 1 << 20
 
 
 class IndexedWriter:
-    """Writes a pair of token files. It appears under `prefix` when `with` ends without an error, the .idx last.
+    """Writes a pair of token files. The files appear under `prefix` when `with` ends without an error; the .idx appears
+    last.
 
         with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
             writer.add([[10, 11], [12]])     # one document of two sequences
@@ -37,9 +38,9 @@ class IndexedWriter:
     Memory is bounded: lengths and documents are stored in files, not in lists. A second writer on the same prefix is
     refused with ValueError.
 
-    keep: after an error, keep the temporary files. A later writer resumes from them if it is given the last `state()`.
-    False: remove them.
-    noted: additional entries of the note, such as the tokenizer. The writer does not interpret them.
+    keep: after an error, keep the temporary files. A later writer that is given the last `state()` resumes from these
+    files. If False, remove the temporary files.
+    noted: additional entries of the note, such as the tokenizer. The writer does not interpret these entries.
     """
 
     def __init__(
@@ -110,13 +111,14 @@ class IndexedWriter:
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Truncate the files to an earlier writer's `state()`. ValueError if they are shorter."""
+        """Truncate the files to an earlier writer's `state()`. Errors: ValueError if a file is shorter."""
         self.tokens, self.sequences, self.documents = (state[name] for name in ("tokens", "sequences", "documents"))
         self._range = tuple(state["range"]) if state["range"] else None
         sizes = self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents
         with self._named():
             if self.tokens and not os.fstat(self._bin.fileno()).st_size and bin_path(self.prefix).exists():
-                # Killed between the two renames of `_publish`: the .bin already has its final name. Move it back.
+                # The writer was killed between the two renames of `_publish`: the .bin already has its final name, so
+                # rename it back.
                 idx_path(self.prefix).unlink(missing_ok=True)
                 os.replace(bin_path(self.prefix), self._paths[0])
                 self._bin.close()
@@ -144,7 +146,7 @@ class IndexedWriter:
         self._write(ids, lengths, counts)
 
     def append(self, other: IndexedDataset) -> None:
-        """Append all documents of another pair. ValueError if its ids have another dtype."""
+        """Append all documents of another pair. Errors: ValueError if the ids of that pair have a different dtype."""
         if other.dtype != self.dtype:
             raise ValueError(f"{other.prefix}: its ids are {other.dtype}, those of {self.prefix} {self.dtype}")
         no_entries = np.zeros(0, np.int64)
@@ -175,7 +177,7 @@ class IndexedWriter:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Convert disk errors, such as a full disk, to a ValueError that names the output."""
+        """Convert an OSError, such as a full disk, to a ValueError that names the output."""
         try:
             yield
         except OSError as error:
@@ -238,7 +240,7 @@ def _stored(file: BinaryIO, dtype: str) -> Iterator[NDArray[np.integer]]:
 
 
 def _open_exclusively(path: Path) -> BinaryIO:
-    """Open and lock `path`. ValueError if a living process is writing it."""
+    """Open and lock `path`. Errors: ValueError if a running process is writing the file."""
     while True:
         file = open(path, "ab")  # noqa: SIM115
         if not locked_alone(file.fileno()):
