@@ -1,4 +1,5 @@
-"""Choose which files of a repository are fetched, by their names alone; never a file that could execute when opened."""
+"""Choose which files of a repository to fetch, by their names alone. Files that could run code when opened, such as
+pickles, are never chosen."""
 
 from __future__ import annotations
 
@@ -9,29 +10,29 @@ from collections.abc import Collection
 from mega.core.hub.names import HubName, Kind
 
 SMALL = (".json", ".model", ".txt", ".jinja")
-"""Endings of files that describe a model or its tokenizer."""
+"""Suffixes of the files that describe a model or its tokenizer."""
 
 POOLING = "1_Pooling/config.json"
-"""The file that says how a model of sentence-transformers pools."""
+"""The file that contains the pooling of a sentence-transformers model."""
 
 TOKENIZER = re.compile(r"(tokenizer.*|vocab.*|merges.*|special_tokens.*|added_tokens.*|chat_template.*|dict.*)")
 ROWS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".txt")
 PACKED = ("", ".gz", ".zst", ".xz", ".bz2")
 DESCRIBES = ("dataset_info.json", "dataset_infos.json", "state.json", "requirements.txt", "license.txt")
-"""JSON and text files in a data set's folder that hold no rows."""
+"""JSON and text files in a data set's folder that do not hold rows."""
 
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Split -> the words in a file's path by which the Hub recognises it."""
+"""Split -> the words in a file's path by which the Hub recognises the split."""
 
 
 def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
-    """Return the paths of a repository's `files` that are fetched.
+    """Return those of a repository's `files` that are to be fetched.
 
-    Errors: ValueError, without the name, if it has none.
+    Errors: ValueError if no file is suitable; its message continues the repository's name.
     """
     if kind == "dataset":
         return _rows(files, name.part)
@@ -60,7 +61,7 @@ def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
 
 
 def _rows(files: Collection[str], part: str | None) -> list[str]:
-    """Return the files of a data set's rows: of one split or pattern, or of the training split."""
+    """Return the files with a data set's rows: those of one split or pattern, or of the training split."""
     row_files = [file for file in sorted(files) if _holds_rows(file)]
     if not row_files:
         raise ValueError(f"holds no rows: no {', '.join(ROWS)}, alone or packed")
@@ -79,7 +80,7 @@ def _rows(files: Collection[str], part: str | None) -> list[str]:
             f"has no rows in {part}; valid after the colon: {', '.join((*splits, 'a pattern of its files'))}"
         )
     tables = [file for file in selected if file.endswith((".parquet", ".arrow"))]
-    # A data set with one folder per configuration (languages, subsets) has no default: the user must choose one.
+    # A data set with one folder per configuration (languages, subsets) has no default, so the user must choose one.
     folders = {file.partition("/")[0] for file in selected if "/" in file} - {"data"}
     if part is None and len(folders) > 1 and len(selected) == sum("/" in file for file in selected):
         raise ValueError(f"has several parts; choose one by a colon: {', '.join(sorted(folders)[:12])}")
@@ -94,7 +95,7 @@ def _holds_rows(file: str) -> bool:
 
 
 def _of_split(file: str, words: Collection[str]) -> bool:
-    """Whether a path contains one of the words between signs, as the Hub searches for it.
+    """Whether a path contains one of the words between punctuation or at an end, which is the Hub's rule.
 
     >>> _of_split("data/train-00000-of-00001.parquet", ("train",)), _of_split("constraint.jsonl", ("train",))
     (True, False)

@@ -1,11 +1,11 @@
 """Fetch a repository's files into the cache that the Hub's own tools use, so that no tool fetches a file twice.
 
-    1 list      list the revision's files and sizes; if the Hub is out of reach or HF_HUB_OFFLINE=1, the cached ones
-    2 check     report how many bytes are missing; they must fit on the disk
-    3 fetch     fetch large files into partial files, which an interrupted fetch continues; hash, then rename each
+    1 list      list the revision's files and sizes; list cached files if the Hub is out of reach or HF_HUB_OFFLINE=1
+    2 check     report how many bytes are missing, and check that they fit on the disk
+    3 fetch     fetch large files into partial files, resuming an interrupted fetch; check the hash, then rename
     4 place     huggingface_hub fetches the small files and links all files of the revision into one folder
 
-HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean to huggingface_hub, which reads them.
+huggingface_hub reads HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT, with their usual meanings.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 
 LARGE = 1 << 20
-"""Bytes. Files of at least this size are fetched so that an interrupted transfer can be resumed."""
+"""Size in bytes from which the fetch of a file can be resumed after an interruption."""
 SPARE = 64 << 20
-"""Bytes of the disk that are left free."""
+"""Number of bytes to leave free on the disk."""
 TRIES, PAUSE = 8, 1.0
-"""Attempts in a row without progress before a fetch fails, and seconds between attempts."""
+"""Number of attempts in a row without progress after which a fetch fails, and seconds between attempts."""
 
 
 class Fetched(NamedTuple):
-    """The cached files of a name. folder: of the revision; it may also hold files that were not requested."""
+    """The cached files of a name. folder: the revision's folder, which may also hold files that were not requested."""
 
     folder: Path
     files: list[Path]
@@ -50,7 +50,7 @@ class Fetched(NamedTuple):
 def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: None) -> Fetched:
     """Fetch the files of a name that the option `flag` gave.
 
-    report: receives lines for the user. Errors: ValueError and OSError, as `explained` raises them.
+    report: receives messages for the user. Errors: ValueError and OSError, as for `explained`.
     """
     try:
         from huggingface_hub import constants, snapshot_download
@@ -60,7 +60,7 @@ def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: 
         raise ValueError(f"{flag} {name}: {message}: {needs_library()}") from None
     if not sys.stderr.isatty():
         disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # this function reports the same in its own words
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # this module reports the same events itself
     with explained(flag, name):
         files, commit = _listed(flag, name, kind, report)
         missing = [file for file in files if not _is_cached(name, kind, file.path, commit)]
@@ -93,7 +93,7 @@ def _literally(path: str) -> str:
 
 def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[RepoFile], str | None]:
     """Return the files to fetch and the revision's commit, as the Hub lists them. If the Hub is out of reach, return
-    the list that was cached, and None in place of the commit."""
+    the files from the cache, and None for the commit."""
     from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree
     from huggingface_hub.hf_api import RepoFile
 
@@ -106,7 +106,7 @@ def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[
         tree = HfApi().list_repo_tree(repository, recursive=True, revision=commit, repo_type=repository_kind)
         listed = [file for file in tree if isinstance(file, RepoFile)]
     except (errors.HTTPError, ConnectionError) as error:
-        # The Hub refused access or does not have the repository; the cache must not hide that.
+        # The Hub refused access or does not have the repository; cached files must not hide this error.
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -134,7 +134,7 @@ def _is_cached(name: HubName, kind: Kind, path: str, commit: str | None) -> bool
 
 
 def _check_room(flag: str, name: HubName, kind: Kind, missing: Sequence[RepoFile], report: Report) -> None:
-    """Report how much is fetched. Errors: ValueError if the disk has too little free space."""
+    """Report how many bytes are to be fetched. Errors: ValueError if the disk has too little free space."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -150,7 +150,7 @@ def _check_room(flag: str, name: HubName, kind: Kind, missing: Sequence[RepoFile
 
 
 def _on_disk(name: HubName, kind: Kind, file: RepoFile) -> int:
-    """Bytes of a large file that an earlier call, or another process, has already fetched."""
+    """Number of bytes of a large file that an earlier call, or another process, has already fetched."""
     paths = () if file.lfs is None else _in_cache(name, kind, file.lfs.sha256)
     return next((path.stat().st_size for path in paths if path.exists()), 0)
 
@@ -176,7 +176,7 @@ def format_size(count: int) -> str:
 
 
 def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Report) -> None:
-    """Fetch a large file into the cache, named by its hash, where huggingface_hub finds it.
+    """Fetch a large file into the cache under its hash, so that huggingface_hub finds the file.
 
     Errors: OSError if the hash differs from the Hub's; the damaged file is then removed.
     """
@@ -205,13 +205,13 @@ def _alone(part: Path) -> Iterator[BufferedRandom]:
         with part.open("ab+") as stream:
             while not locked_alone(stream.fileno()):
                 time.sleep(PAUSE)
-            if os.fstat(stream.fileno()).st_nlink:  # else it was removed while we waited
+            if os.fstat(stream.fileno()).st_nlink:  # 0 if another process has removed the file
                 yield stream
                 return
 
 
 def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> None:
-    """Append the missing bytes of a file; reconnect as often as the connection is cut."""
+    """Append the missing bytes of a file; reconnect whenever the connection is cut."""
     from huggingface_hub import errors
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
@@ -219,7 +219,7 @@ def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> N
     tries = 0
     while True:
         start = stream.seek(0, os.SEEK_END)
-        # A longer partial file has other content.
+        # A partial file that is longer than the file belongs to other content.
         if start > file.size:
             stream.truncate(0)
             start = 0

@@ -21,7 +21,7 @@ def explained(flag: str, name: HubName) -> Iterator[None]:
     endpoint, subject = constants.ENDPOINT, f"{flag} {name}"
     try:
         yield
-    # GatedRepoError is a RepositoryNotFoundError, so it must come first.
+    # GatedRepoError is a subclass of RepositoryNotFoundError, so it must come first.
     except errors.GatedRepoError:
         raise ValueError(
             f"{subject}: access is granted on its page at {endpoint}/{name.repository}; then give HF_TOKEN"

@@ -1,4 +1,4 @@
-"""Replace names of the Hub in options by local folders: the named files are fetched first."""
+"""Fetch the files that options name on the Hub, and replace these names with local folders."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mega.core.hub.names import Kind, hub_name
 
 
 def local_place(flag: str, place: str, report: Callable[[str], None] = lambda line: None) -> str:
-    """Return the local folder, or file, of a model that is named on the Hub; return any other path unchanged.
+    """Return the local folder or file of a model on the Hub; return any other path unchanged.
 
-    report: receives lines for the user. Errors: ValueError, OSError.
+    report: receives messages for the user. Errors: ValueError, OSError.
     """
     return local_paths(flag, place, "model", report)[0]
 
@@ -32,9 +32,9 @@ def local_paths(flag: str, place: str, kind: Kind, report: Callable[[str], None]
 def with_folders(
     values: Mapping[str, object], options: Iterable[Entry], report: Callable[[str], None] = lambda line: None
 ) -> dict[str, object]:
-    """Return `values` with each name of the Hub replaced by the folder into which it was fetched.
+    """Return `values` with each name of the Hub replaced with the folder into which its files were fetched.
 
-    A value that equals --save is not replaced: that directory may not exist yet. Errors: ValueError, OSError.
+    A value that equals --save is not replaced, because the directory may not exist yet. Errors: ValueError, OSError.
     """
     replaced = dict(values)
     for entry in options:

@@ -1,4 +1,4 @@
-"""Options of mega download and mega push. No torch."""
+"""Options of mega download and mega push. This module does not import torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 

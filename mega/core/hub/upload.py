@@ -22,7 +22,7 @@ MODEL = re.compile(r"(.*config|params|model.*|sentencepiece.*|spiece.*|modules)\
 
 
 def repository(name: str) -> HubName:
-    """Parse the name of a repository. Errors: ValueError where it is not one, or has a revision or a part."""
+    """Parse the name of a repository. Errors: ValueError if it is not such a name, or has a revision or a part."""
     parsed = hub_name(name)
     if parsed is None or parsed.revision is not None or parsed.part is not None:
         raise ValueError(f"NAME {name}: must be OWNER/NAME, and no path that exists")
@@ -30,7 +30,7 @@ def repository(name: str) -> HubName:
 
 
 def pushed_files(folder: Path) -> list[str]:
-    """Return the names of the files to upload. Errors: ValueError where none of them holds weights."""
+    """Return the names of the files to upload. Errors: ValueError if none of them holds weights."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and _of_model(path.name))
     if not any(name.endswith(WEIGHTS) for name in names):
         raise ValueError(f"DIRECTORY {folder}: holds no .safetensors and no .gguf, and nothing else is uploaded")
@@ -44,7 +44,7 @@ def _of_model(name: str) -> bool:
 
 
 def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *, task: str | None) -> str:
-    """Return the text of a model card. table: its rows. task: the Hub's name for the task of the model.
+    """Return the text of a model card. table: rows of its table. task: the Hub's name for the model's task.
 
     >>> print(model_card(HubName("me/toy"), {"layers": "2"}, PushOptions(), task=None))  # doctest: +ELLIPSIS
     ---
@@ -79,7 +79,7 @@ def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *,
 
 
 def check_push(name: HubName) -> None:
-    """Check that an upload is possible before anything is prepared for it. Errors: ValueError where it is not."""
+    """Check that an upload is possible, before preparing the files. Errors: ValueError if it is not possible."""
     try:
         from huggingface_hub import constants, get_token
     except ImportError:
@@ -91,7 +91,7 @@ def check_push(name: HubName) -> None:
 
 
 def check_temporary_room(directory: Path, size: int) -> None:
-    """Check that $TMPDIR can hold `size` bytes, the Hugging Face form of `directory`. Errors: ValueError."""
+    """Check that $TMPDIR has room for `directory` in Hugging Face form, `size` bytes. Errors: ValueError."""
     temporary = Path(tempfile.gettempdir())
     free = shutil.disk_usage(temporary).free
     if size + SPARE > free:
@@ -103,7 +103,7 @@ def check_temporary_room(directory: Path, size: int) -> None:
 
 def push(folder: Path, name: HubName, options: PushOptions, card: str, report: Callable[[str], None]) -> str:
     """Upload the files of `folder` and return the URL of the commit. A model card that the repository already has is
-    kept, unless --card gives another. Errors: ValueError, OSError."""
+    kept, unless --card names another card. Errors: ValueError, OSError."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
 

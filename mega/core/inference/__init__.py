@@ -1,15 +1,15 @@
 """Generation in any layout. The engine takes and returns token ids; generation and server convert them to text.
 
-start, capacity           start an engine of a model on ranks; compute what fits into memory along with its weights
+start, capacity           start an engine on ranks; compute how many tokens fit into memory next to the weights
 request, engine           the requests and events of an engine, and the engine itself
 schedule, chunks, cache   choose the tokens that a step computes, and assign blocks of the cache to them
-step, relay, worker       a step as integers, its transport to all ranks, and each rank's share of it
+step, relay, worker       a step as integers, its transport to all ranks, and each rank's share of the step
 paged_cache, graphs       keys and values in blocks, and recorded CUDA graphs
-sampling, beam            choose tokens from logits (temperature, top-k, top-p) and search beams
+sampling, beam            choose tokens from logits (temperature, top-k, top-p); beam search
 speculate, drafts         speculative decoding: propose tokens ahead of the model
 embedding                 embed texts with a BERT
-retrieval                 find the neighbours that a model with a retriever reads, as chunks end
-text_stream               convert tokens to text as they arrive, never half a character
+retrieval                 find the neighbours that a model with a retriever reads when a chunk ends
+text_stream               convert tokens to text as they arrive, in complete characters
 options                   option sections of verbs that decode
 
 loading                   load weights, tokenizer, template and adapters of a model in any format

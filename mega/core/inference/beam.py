@@ -1,9 +1,10 @@
-"""Beam search on candidates that a model provides: which beams continue, which are finished, when the search ends.
+"""Beam search on candidates from a model: decides which beams continue, which are finished, and when the search ends.
 
-Every step takes the best candidates of all beams. A candidate among the best `width` that is a stop token finishes its
-beam with the score sum of log-probabilities / length ** penalty, where length counts the new tokens with the stop
-token. The best other candidates are the next beams. The search ends when `width` beams are finished and no open beam
-can have a better score than the worst of them (the rule of Megatron-LM and transformers). No torch.
+Every step takes the best candidates of all beams. A stop token among the best `width` candidates finishes its beam,
+whose score is sum(log-probabilities) / length ** penalty, where length is the number of new tokens, including the stop
+token. The best other candidates become the next beams. The search ends when `width` beams are finished and the best
+open beam does not score higher than the worst of them (the rule of Megatron-LM and transformers). This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ class BeamSearch:
     """The state of one beam search."""
 
     width: int
-    tokens: int  # most new tokens
+    tokens: int  # maximum number of new tokens
     stop_ids: frozenset[int]
     length_penalty: float
     live: list[tuple[float, tuple[int, ...]]] = field(default_factory=lambda: [(0.0, ())])
-    """(sum of log-probabilities, new ids) of each open beam; at first a single one without ids."""
+    """(sum of log-probabilities, new ids) of each open beam; initially one beam without ids."""
     finished: list[Beam] = field(default_factory=list)
-    """The best finished beams, the best first."""
+    """The best `width` finished beams, best first."""
 
     @property
     def candidates(self) -> int:
-        """Number of most likely ids that a step needs for each beam: enough for `width` beams if all others stop."""
+        """Number of most likely ids that a step needs per beam, so that `width` candidates are not stop tokens."""
         return max(2, 1 + len(self.stop_ids)) * self.width
 
     def advance(self, likeliest: Sequence[Top]) -> list[tuple[int, int]]:
-        """Take a step. likeliest: candidates of each open beam. Return the next beams as (index of the beam that it
-        continues, id); none if the search has ended."""
+        """Take a step. likeliest: candidates of each open beam. Return the next beams as (index of the continued beam,
+        id); empty if the search has ended."""
         candidates = [
             (total + logprob, number, token)
             for number, ((total, _), top) in enumerate(zip(self.live, likeliest, strict=True))
@@ -68,7 +69,7 @@ class BeamSearch:
         return full and self.finished[-1].score >= self._score(self.live[0][0], length)
 
     def result(self) -> tuple[Beam, ...]:
-        """All results, the best first; beams that are still open at the length limit are included."""
+        """The finished beams, best first. Beams that are open at the length limit are finished there."""
         if self.live and len(self.live[0][1]) == self.tokens:
             for total, ids in self.live:
                 self._finish(total, ids)

@@ -1,8 +1,9 @@
 """Assign blocks of the cache to tokens: allocation, sharing by reference counts, reuse of common prefixes.
 
-Blocks are numbers here; the worker stores their content. A full block is identified by all tokens up to its end, so a
-prompt with the same beginning as an earlier one finds the blocks computed for that one. Unused blocks remain until
-their memory is needed, and are then taken in order of their last use. This file knows neither requests nor torch.
+Here, blocks are only indices; the worker stores their content. A full block is identified by all tokens up to its end,
+so a prompt with the same beginning as an earlier prompt finds the blocks computed for the earlier prompt. Unused blocks
+keep their content until memory is needed, and are then taken in order of their last use. This module depends on neither
+requests nor torch.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 SCRATCH = 0
-"""The block that receives padding; it belongs to no sequence."""
+"""The block to which padding is written; no sequence uses this block."""
 
 ROOT = 0
-"""The prefix before the first block. Sequences whose tokens have other keys (another adapter) use a negative number."""
+"""The prefix before the first block. Sequences whose keys differ, such as those with an adapter, use negative
+numbers."""
 
 
 class Blocks:
     """`count` blocks of `size` tokens, SCRATCH included.
 
-    A user must reserve the number of blocks that it may need, so that an admitted sequence never waits for memory.
+    Users must reserve all blocks that they may need, so that an admitted sequence never waits for memory.
     """
 
     def __init__(self, count: int, size: int):
@@ -41,11 +43,11 @@ class Blocks:
 
     @property
     def never_used(self) -> int:
-        """Number of unused blocks from 1 on: all of them before the first request, afterwards 0."""
+        """Number of blocks except SCRATCH if no block is in use or registered, as at the start; otherwise 0."""
         return 0 if self._found or any(self._users) else self.count - 1
 
     def find(self, ids: Sequence[int], most: int, root: int = ROOT) -> tuple[list[int], int]:
-        """Find at most `most` blocks that hold the first tokens of `ids` after `root`; return them and their prefix."""
+        """Find up to `most` blocks with the first tokens of `ids` after `root`. Return the blocks and their prefix."""
         prefix, blocks = root, []
         for start in range(0, min(most, len(ids) // self.size) * self.size, self.size):
             block = self._found.get((prefix, tuple(ids[start : start + self.size])))
@@ -56,7 +58,8 @@ class Blocks:
         return blocks, prefix
 
     def admit(self, shared: Sequence[int], more: int) -> bool:
-        """Use the blocks `shared`, and reserve `more`. Return False, without a change, if fewer are available."""
+        """Use the blocks `shared`, and reserve `more` blocks. Return False, without a change, if too few are
+        available."""
         unused = sum(self._users[block] == 0 for block in shared)
         if unused + more > self.available:
             return False
@@ -83,7 +86,7 @@ class Blocks:
         self._users[block] += 1
 
     def release(self, block: int) -> int:
-        """Remove a user from a block. The last user may take a block again: return 1 if that is reserved, else 0."""
+        """Remove a user from a block. If it was the last user, reserve one block for it and return 1; else return 0."""
         self._users[block] -= 1
         if self._users[block]:
             return 0
@@ -99,8 +102,8 @@ class Blocks:
         self._promised -= promised
 
     def register(self, prefix: int, ids: Sequence[int], block: int) -> int:
-        """Record that `block` holds, or will hold before it is read, the tokens `ids` after `prefix`; return the prefix
-        that includes them."""
+        """Record that `block` holds the tokens `ids` after `prefix`, or will hold them before it is read. Return the
+        prefix that includes these tokens."""
         assert len(ids) == self.size
         name = (prefix, tuple(ids))
         if name in self._found:  # another sequence computed the same tokens at the same time

@@ -1,7 +1,7 @@
 """Memory of a served model: the same arithmetic before a server starts and inside it.
 
-Computes the bytes of weights and cache on a rank, and the number of blocks in the cache: the requested number, as far
-as it fits. This file knows a model's inventory and a layout, but no device, tensor or request.
+This module computes the bytes of weights and cache on a rank, and the number of blocks in the cache, which is the
+requested number or as many as fit. It depends only on a model's inventory and a layout.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SHARES = {"cuda": 0.85, "cpu": 0.25}
 
 @dataclass(frozen=True)
 class Capacity:
-    """The capacity of a server. weights, cache: bytes on the rank that holds the most."""
+    """The capacity of a server. weights, cache: bytes on the rank with the most bytes."""
 
     limits: Limits
     weights: int
     cache: int
 
     def lines(self, longest: int | None = None) -> list[str]:
-        """Describe it to the user. longest: tokens of a request [the model's]."""
+        """Describe the capacity to the user. longest: maximum number of tokens in a request [the model's]."""
         limits, tokens = self.limits, min(longest or self.limits.longest, self.limits.longest)
         fit = min(limits.requests, limits.cache // tokens)
         return [
@@ -40,7 +40,7 @@ class Capacity:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of blocks of each stage, as equal as possible. The first stages get more, since the last has the head.
+    """Number of blocks in each stage, as equal as possible. The first stages get more, because the last has the head.
 
     >>> even_layers(5, 2)
     (3, 2)
@@ -49,7 +49,7 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int | None = None) -> int:
-    """Bytes of keys and values of one token on a rank. layers: of its stage [all]."""
+    """Bytes of keys and values of one token on a rank. layers: number of layers in the rank's stage [all]."""
     layer_count, cached = len(model.layers) if layers is None else layers, model.cached
     return 2 * layer_count * (cached.kv_heads // tp) * cached.head_dim * itemsize
 
@@ -57,7 +57,7 @@ def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int 
 def weight_bytes(
     model: ModelConfig, itemsize: int, *, tp: int = 1, pp: int = 1, fp8_weights: bool = False
 ) -> list[int]:
-    """Bytes of weights on a rank of each stage, with padding. fp8_weights: as in `ops.fp8_weights`."""
+    """Bytes of weights on a rank of each stage, with padding. fp8_weights: see `ops.fp8_weights`."""
     stages = placement(model, pp, 1, even_layers(len(architecture(model).layers), pp))
     stage_bytes = [0] * pp
     for tensor in inventory(model):
@@ -70,20 +70,21 @@ def weight_bytes(
 
 
 def wanted_tokens(model: Architecture, requests: int, asked: int | None) -> int:
-    """Number of tokens in the cache: the requested number, else the most that `requests` requests can need."""
+    """Number of tokens in the cache: the requested number, else the maximum that `requests` requests can need."""
     return asked if asked is not None else requests * model.positions
 
 
 def fitting_blocks(left: int, kind: str, token: int, size: int) -> int:
-    """Number of blocks of `size` tokens of `token` bytes that fit into the share of `left` bytes for this device."""
+    """Number of blocks that fit into the cache's share of `left` bytes. size: tokens per block. token: bytes per token.
+    kind: kind of device."""
     return int(left * SHARES[kind]) // (token * size)
 
 
 def cache_blocks(wanted: int, fits: int, size: int, *, asked: bool) -> int:
-    """Number of blocks to allocate, including SCRATCH. wanted: tokens. fits: blocks on the rank with the least memory.
+    """Number of blocks to allocate, including SCRATCH. wanted: number of tokens. fits: number of blocks that fit on the
+    rank with the least memory. asked: whether the user requested the number.
 
-    asked: the user requested the number and must get it. Errors: ValueError where the request does not fit, or not even
-    one block does.
+    Errors: ValueError if the requested number does not fit, or not even one block fits.
     """
     blocks = min(-(-wanted // size), fits)
     if asked and blocks * size < wanted:
@@ -105,10 +106,10 @@ def expected(
     cache_tokens: int | None = None,
     fp8_weights: bool = False,
 ) -> Capacity:
-    """The capacity that a server will have. itemsize: bytes of a number. room: bytes of each device, or of the host
-    that all ranks of a CPU share.
+    """The capacity that a server will have. itemsize: bytes per number. room: free bytes on each device, or on the
+    host, which all CPU ranks share.
 
-    Errors: ValueError where the weights leave too little memory.
+    Errors: ValueError if the weights leave too little memory.
     """
     model, weights = architecture(options), weight_bytes(options, itemsize, tp=tp, pp=pp, fp8_weights=fp8_weights)
     layers = max(even_layers(len(model.layers), pp))
@@ -116,7 +117,7 @@ def expected(
     remaining = room - max(weights) if kind == "cuda" else room
     if remaining <= 0:
         raise ValueError(f"{max(weights) / GIB:.1f} GiB of weights a rank do not fit; give more ranks")
-    # On a CPU all ranks share the memory of the host.
+    # CPU ranks share the memory of the host.
     fits = fitting_blocks(remaining, kind, token, BLOCK) // (1 if kind == "cuda" else tp * pp)
     tokens = wanted_tokens(model, requests, cache_tokens)
     blocks = cache_blocks(tokens, fits, BLOCK, asked=cache_tokens is not None)

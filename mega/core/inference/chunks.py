@@ -1,9 +1,9 @@
-"""Choose the number of prompt tokens in a step: as many as the device computes efficiently without delaying answers.
+"""Choose the number of prompt tokens in a step, so that the device is efficient but answers are not delayed.
 
 A step with few prompt tokens reads all weights for little work; a step with many delays the next token of every running
 answer. Without running answers, a step takes the largest recorded number of tokens. Otherwise it takes the largest
 number whose step takes at most SLOWER times as long as a step of the running answers alone, according to times measured
-when the steps were recorded. This file knows neither requests nor models.
+when the steps were recorded. This module depends on neither requests nor models.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Sequence
 from mega.core.inference.graphs import GraphShape, graph_rows
 
 PLAIN = 512
-"""Prompt tokens of a step if no times are known."""
+"""Number of prompt tokens in a step if no times are known."""
 
 LEAST = 256
-"""Fewest tokens of a step with prompts; fewer take a device as long."""
+"""Minimum number of tokens in a step with prompts, since a device takes as long for fewer tokens."""
 
 SLOWER = 2.5
-"""Allowed duration of a step with prompts relative to one without: it keeps the 99th percentile of the time between
-tokens below 3 medians."""
+"""Maximum duration of a step with prompts, relative to a step without. With this value, the 99th percentile of the time
+between tokens stays below 3 medians."""
 
 
 class Chunks:
-    """chunks(rows) -> prompt tokens of a step in which `rows` answers are running. asked: the user's value, or None.
-    recorded: numbers of tokens of recorded steps, in increasing order; () without graphs."""
+    """chunks(rows) -> number of prompt tokens in a step in which `rows` answers are running. asked: the user's value,
+    or None. recorded: numbers of tokens in recorded steps, in increasing order; () without graphs."""
 
     def __init__(self, asked: int | None, recorded: Sequence[int] = ()):
         self._asked, self._recorded = asked, tuple(recorded)
         self._seconds: dict[GraphShape, float] = {}
 
     def note_duration(self, shape: GraphShape, seconds: float) -> None:
-        """Note the duration of a recorded step."""
+        """Record the duration of a step with this shape."""
         self._seconds[shape] = seconds
 
     def __call__(self, rows: int) -> int:
@@ -46,7 +46,7 @@ class Chunks:
         """
         if not self._recorded:
             return self._asked or PLAIN
-        if self._asked is not None:  # the step was recorded for this many tokens, new tokens of answers included
+        if self._asked is not None:  # the recorded step has this many tokens, including new tokens of answers
             return max(self._asked - rows, self._asked // 2, 1)
         alone = self._seconds.get(GraphShape("single", graph_rows(rows))) if rows else None
         if rows and alone is None:

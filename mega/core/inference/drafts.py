@@ -1,7 +1,7 @@
 """Guess tokens with a smaller model, which has its own cache and its own worker on rank 0.
 
-It draws by the same numbers as the large model, so both choose the same token as often as their probabilities overlap.
-Its steps follow each other on the device; the host waits once for all guesses.
+The smaller model samples with the same random numbers as the large model, so both often choose the same token if their
+probabilities are similar. Its steps follow each other on the device; the host waits once for all guesses.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class _CachedDraft:
 
     blocks: list[int]
     promised: int
-    """Number of reserved blocks that it may still take."""
+    """Number of reserved blocks that the sequence has not taken yet."""
     computed: int = 0
-    """Number of tokens in the cache."""
+    """Number of the sequence's tokens in the cache."""
     length: int = 0
-    """Number of known tokens when it was guessed last."""
+    """Number of known tokens when tokens were last guessed."""
     guesses: list[int] = field(default_factory=list)
-    """The last guesses, which follow these tokens."""
+    """The last guesses, which follow these `length` tokens."""
 
     def keep(self, ids: Sequence[int]) -> None:
-        """Keep the cached tokens that are known, or right guesses."""
+        """Keep cached tokens only up to the first wrong guess. ids: the known tokens."""
         right_count = 0
         while right_count < len(self.guesses) - 1 and self.length + right_count < len(ids) - 1:
             if self.guesses[right_count] != ids[self.length + right_count]:
@@ -44,8 +44,8 @@ class _CachedDraft:
 
 
 class ModelDrafts:
-    """Guesses with a model. worker: of the whole model on this rank. blocks: of its cache. chunk: most tokens of a
-    step.
+    """Guesses with a model. worker: runs the whole model on this rank. blocks: the blocks of its cache. chunk: maximum
+    number of tokens in a step.
     """
 
     eager = True
@@ -83,7 +83,7 @@ class ModelDrafts:
         return True
 
     def _catch_up(self, asked: Guessed) -> None:
-        """Compute the tokens that are not in the cache, except the last chunk."""
+        """Compute tokens that are not in the cache, chunk by chunk, except the last chunk."""
         cached = self._cached[asked.number]
         while len(asked.ids) - cached.computed > self._chunk:
             tokens = np.array(asked.ids[cached.computed : cached.computed + self._chunk], dtype=np.int64)
@@ -91,7 +91,7 @@ class ModelDrafts:
 
     def _step(self, asked: Sequence[Guessed], turn: int) -> Step:
         """A step that guesses one more token of each sequence. The first step computes all known tokens that are not in
-        the cache; a later one continues from the token that the previous step chose."""
+        the cache; each later step continues from the token that the previous step chose."""
         tokens = [
             np.array(each.ids[self._cached[each.number].computed :] if turn == 0 else [from_request(each.request)])
             for each in asked
@@ -113,7 +113,7 @@ class ModelDrafts:
             tables.append(cached.blocks)
             lengths.append(end)
             cached.computed = end
-        # Without numbers, when catching up with known tokens, no logits are wanted.
+        # numbers is empty when the step only computes known tokens; then no logits are wanted.
         width, rows = max(map(len, tables)), len(numbers)
         minus_ones, pairs = np.full(rows, -1, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
         return Step(

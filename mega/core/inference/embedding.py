@@ -1,10 +1,10 @@
-"""Embed texts with a BERT: its last hidden states, pooled over the tokens of each row.
+"""Embed texts with a BERT: pool its last hidden states over the tokens of each row.
 
     vectors = TextVectors(stage, pad)          on every rank: rows of ids -> pooled states
     engine  = EmbeddingEngine(vectors, ...)    on rank 0: add, step, cancel, close, as `request.Engine`
-    follow(vectors, relay)                     on the others, until rank 0 closes
+    follow(vectors, relay)                     on the other ranks, until rank 0 closes
 
-Ids in, vectors out: this file knows neither tokenizer nor checkpoint.
+Ids in, vectors out: this module depends on neither a tokenizer nor a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mega.core.model.bert import BertHead, BertStage
 from mega.core.ops.paged_attention import Integers
 
 Pooling = Literal["mean", "cls", "inner"]
-"""The states whose mean is a row's vector: of all tokens, of the first, or of all but the first and the last."""
+"""The tokens whose states are averaged to a row's vector: all, the first, or all except the first and the last."""
 
 STEP_TOKENS = 8192
-"""Default of the most tokens in a step, padding included."""
+"""Default maximum number of tokens in a step, including padding."""
 
 
 class TextVectors:
@@ -38,12 +38,12 @@ class TextVectors:
 
     @property
     def width(self) -> int:
-        """Dimension of a vector."""
+        """Number of elements in a vector."""
         return self._stage.architecture.hidden
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Sequence[int]], pooling: Pooling) -> NDArray[np.float32]:
-        """Vectors, [rows, width]. Each row contains its [CLS] and [SEP]. Every tensor rank must get the same rows."""
+        """Vectors of rows, [rows, width]. Rows include [CLS] and [SEP]. All tensor ranks must pass the same rows."""
         batch = self._batch_of(rows)
         stream, *_ = self._stage.stream(batch, None)
         head = cast(BertHead, self._stage.head)
@@ -62,7 +62,8 @@ class TextVectors:
 
 
 def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch.Tensor:
-    """float32 [b, s]: 1 for each token whose state counts. In a row without inner tokens (two or fewer) all count.
+    """float32 [b, s]: 1 for each token that is pooled, else 0. In a row of at most two tokens, "inner" pools all
+    tokens.
 
     >>> _pooled_tokens(torch.tensor([4, 2]), 4, "inner").tolist()
     [[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
@@ -77,10 +78,10 @@ def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch
 
 
 class EmbeddingEngine:
-    """`request.Engine` for a BERT, on rank 0: the last event of a request has the vector of its prompt.
+    """`request.Engine` for a BERT, on rank 0. The last event of a request contains the vector of the prompt.
 
-    limits: most rows of a step, and most tokens of a row. relay: sends the rows of a step to the other ranks. tokens:
-    most tokens of a step, padding included.
+    limits: maximum number of rows in a step, and of tokens in a row. relay: sends the rows of a step to the other
+    ranks. tokens: maximum number of tokens in a step, including padding.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class EmbeddingEngine:
         ]
 
     def _next_rows(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Take the rows of the next step, in order of arrival, as many as the limits allow."""
+        """Take as many rows for the next step as the limits allow, in order of arrival."""
         queued: list[tuple[int, tuple[int, ...]]] = []
         longest = 0
         while self._waiting and len(queued) < self.limits.requests:
@@ -159,7 +160,7 @@ def follow(vectors: TextVectors, relay: Relay, pooling: Pooling) -> None:
 
 
 def packed(rows: Sequence[Sequence[int]]) -> Integers:
-    """Rows of ids as one array: the number of rows, their lengths, all ids.
+    """Rows of ids as one array: the number of rows, the lengths of the rows, then all ids.
 
     >>> packed([[5, 6], [7]]).tolist()
     [2, 2, 1, 5, 6, 7]

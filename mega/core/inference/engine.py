@@ -2,9 +2,9 @@
 
     worker  = Worker(stage, mesh, ...)            on every rank
     engine  = BatchingEngine(worker, ...)         on rank 0: add, step, cancel, close
-    follow(worker, relay)                         on the others, until rank 0 closes
+    follow(worker, relay)                         on the other ranks, until rank 0 closes
 
-Ids in, ids out: the engine knows no tokenizer.
+Ids in, ids out: the engine does not depend on a tokenizer.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mega.core.inference.worker import Launched, Worker
 class BatchingEngine:
     """`request.Engine` on rank 0.
 
-    relay: to the other ranks, if there are any. depth: number of steps on the device before the engine waits for the
-    results of the first, so that the device does not wait for the host; must be 1 if steps are split into tiles.
-    groups: as in `Scheduler`. chunk: most prompt tokens of a step; None: chosen by the device and the requests in
-    flight (chunks.py). drafter: guesses tokens ahead.
+    relay: connection to the other ranks; None on a single rank. depth: number of steps on the device before the engine
+    waits for the results of the first step, so that the device does not wait for the host; must be 1 if steps are split
+    into tiles. groups: as in `Scheduler`. chunk: maximum number of prompt tokens in a step; None: chosen from the
+    device and the requests in flight (chunks.py). drafter: guesses tokens ahead.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class BatchingEngine:
     def warm_up(self) -> float:
         """Before the first request, run one step of each shape, which compiles kernels and records graphs.
 
-        The measured durations decide how many prompt tokens join later steps. No request may be in flight. Objects that
-        exist now are excluded from Python's garbage collection, which would delay steps while it visits them. Returns
-        the duration in seconds.
+        The measured durations determine how many prompt tokens later steps contain. No request may be in flight.
+        Objects that exist now are excluded from Python's garbage collection, which would delay steps while it visits
+        them. Returns the duration in seconds.
         """
         assert self.idle
         if self._worker.reader is not None:
@@ -132,7 +132,7 @@ class BatchingEngine:
             step = scratch_step(shape_counts(shape, longest), size, free=self._scheduler.blocks.never_used)
             if graphs is not None and graphs.shape_of(step) == shape:
                 self._given(step).choices()
-                # The first run of the shape has recorded its graph; the second one is timed.
+                # The first run of a shape has recorded the graph; this second run is timed.
                 start = time.monotonic()
                 self._given(step).choices()
                 self._chunks.note_duration(shape, time.monotonic() - start)
@@ -145,7 +145,7 @@ class BatchingEngine:
             self._relay.send(STOP, np.zeros(0, dtype=np.int64))
             self._relay = None
         if self._depth > 1 and self._last is not None:
-            with contextlib.suppress(RuntimeError):  # the failure of the device has already been reported
+            with contextlib.suppress(RuntimeError):  # this failure of the device has already been reported
                 self._last.choices()  # a graph must not be destroyed while it is replayed
         if self._drafter is not None:
             self._drafter.close()

@@ -1,14 +1,14 @@
 """Steps as graphs of the device, recorded once for a number of rows or tokens, then replayed.
 
-The host takes longer to launch a block's kernels than the device takes to run them for one token; over tensor ranks
-even for a prompt. A step's arrays are copied to where the graph reads them, and padded with tokens of no sequence.
-There are three kinds:
+The host takes longer to launch a block's kernels than the device takes to run them for one token; with tensor
+parallelism, this is true even for a prompt. A step's arrays are copied to the memory that the graph reads, and padded
+with tokens that belong to no sequence. There are three kinds:
 
     single   runs of one token each, whose logits are wanted; their keys are stored during the pass
     few      runs of a few tokens; each token counts as a run, after all keys have been stored
     many     prompts of up to `size` tokens, together with runs of one token
 
-This file knows steps and their decoder, but no requests.
+This module does not depend on requests.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from mega.core.ops.trial import first_line
 from mega.core.parallel.replay import Replayable
 
 EIGHT = 8
-"""Graphs have a multiple of this many rows; below it, a power of two."""
+"""The number of rows of a graph is a multiple of this, or a smaller power of two."""
 
 FEW = (4, 8, 16, 32, 64)
-"""Tokens of graphs of kind few."""
+"""Numbers of tokens in graphs of kind few."""
 
 FEW_KEYS = 1 << 15
-"""Most keys that the tokens of a step of kind few read, summed over tokens, because each token reads its own."""
+"""Maximum number of keys that a step of kind few reads. Keys are counted once per token, since each token reads them
+separately."""
 
 MANY = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Tokens of graphs of kind many."""
+"""Numbers of tokens in graphs of kind many."""
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +57,14 @@ class GraphShape(NamedTuple):
 class StepGraphs:
     """graphs(step, cargo) -> the output of `decode` for the step, valid until the next call.
 
-    width: blocks of the longest sequence. latest: int64 [requests], the last tokens of requests, as in `known`. ends:
-    whether this stage is the first, and the last. runs: most runs of a step. most: most tokens of a recorded step with
-    prompts. record: records graphs (replaced in tests). agree: returns the first problem on any rank of the same step,
-    on all of these ranks, since a graph that only some of them replay would wait for ever.
+    width: number of blocks of the longest sequence. latest: int64 [requests], the last tokens of requests, as in
+    `known`. ends: whether this stage is the first stage, and whether it is the last. runs: maximum number of runs in a
+    step. most: maximum number of tokens in a recorded step with prompts. record: records graphs (replaced in tests).
+    agree: returns the first problem of any rank, on all ranks of the step, because a graph that only some ranks replay
+    would wait forever.
 
-    The first step of a shape is computed without a graph, then recorded. If recording fails, or the graph gives another
-    result, no further graph is recorded, and a warning gives the reason.
+    The first step of a shape is computed without a graph, then recorded. If recording fails, or the graph gives a
+    different result, no further graph is recorded, and a warning gives the reason.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class StepGraphs:
         self._given_up = False
 
     def shapes(self, rows: int) -> Iterator[GraphShape]:
-        """All shapes that a step of up to `rows` rows, or with prompts, may have; the largest of each kind first."""
+        """All shapes for steps with up to `rows` rows and for steps with prompts, in decreasing size for each kind."""
         if self._cache.attention.ragged is not None and self._runs:
             yield from (GraphShape("many", size) for size in reversed(self.many))
             yield from (GraphShape("few", size) for size in reversed(FEW))
@@ -128,7 +130,7 @@ class StepGraphs:
         return _ManyParts(*common, self._runs)
 
     def _problem(self, work: Callable[[], None]) -> str | None:
-        """Run `work`; return the error of the first rank that had one, else None."""
+        """Run `work`; return the error of the first rank that had an error, or None."""
         problem = None
         try:
             work()
@@ -159,12 +161,12 @@ def rows_of_graphs(most: int) -> set[int]:
 
 
 def known(ids: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
-    """ids, int64 [n], with each `from_request` replaced by its request's last token in `latest`, int64 [requests]."""
+    """Replace each `from_request` in ids, int64 [n], with the request's last token in `latest`, int64 [requests]."""
     return torch.where(ids < 0, latest.index_select(0, (~ids).clamp_(min=0)), ids)
 
 
 def _check(replayed: torch.Tensor, out: torch.Tensor) -> None:
-    """Errors: RuntimeError where logits differ. Logits of padding ids are -inf in both."""
+    """Compare logits; logits of padding ids are -inf in both. Errors: RuntimeError if they differ."""
     largest = float(out[out.isfinite()].abs().max())
     if not torch.allclose(replayed.float(), out.float(), rtol=0.0, atol=1e-3 * largest):
         raise RuntimeError("it gives other logits")
@@ -173,8 +175,8 @@ def _check(replayed: torch.Tensor, out: torch.Tensor) -> None:
 class _Parts:
     """The inputs of a graph: a step's arrays on the host, and its tensors on the device.
 
-    tokens: of the graph. wanted: rows of logits. extra: number of integers after tokens, positions, slots and wanted
-    rows.
+    tokens: number of tokens in the graph. wanted: number of rows of logits. extra: number of integers after tokens,
+    positions, slots and wanted rows.
 
         upload   | tokens | positions | slots | wanted rows | extra |     int64, one array, copied at once
     """
@@ -189,7 +191,7 @@ class _Parts:
         self.pages: Pages = {}
 
     def put(self, step: Step) -> None:
-        """Copy a step into the inputs. Padding writes to SCRATCH, which is block 0."""
+        """Copy a step into the inputs. Padding tokens write their keys to SCRATCH, which is block 0."""
         host, tokens, wanted_rows = self._upload.array(), len(step.tokens), len(step.wanted)
         columns = host[: 3 * self.tokens].reshape(3, self.tokens)
         columns[:, :tokens] = step.tokens, step.table_rows, step.slots
@@ -205,7 +207,7 @@ class _Parts:
 
 
 class _SingleParts(_Parts):
-    """Inputs of kind single. Each padding row reads one key of SCRATCH."""
+    """Inputs of a graph of kind `single`. Each padding row reads one key of SCRATCH."""
 
     def __init__(self, cache: PagedCache, rows: int, width: int):
         super().__init__(cache, rows, rows, rows * (1 + width))
@@ -221,7 +223,7 @@ class _SingleParts(_Parts):
 
 
 class _FewParts(_Parts):
-    """Inputs of kind few. Each token is a run that reads the keys up to its own."""
+    """Inputs of a graph of kind `few`. Each token is a separate run, which reads the keys up to its own position."""
 
     def __init__(self, cache: PagedCache, tokens: int, width: int):
         super().__init__(cache, tokens, tokens, tokens * (1 + width))
@@ -235,7 +237,7 @@ class _FewParts(_Parts):
 
 
 class _ManyParts(_Parts):
-    """Inputs of kind many. runs: most runs of a step."""
+    """Inputs of a graph of kind `many`. runs: maximum number of runs in a step."""
 
     def __init__(self, cache: PagedCache, tokens: int, width: int, runs: int):
         self._ragged, self._runs, self._width = _ragged(cache), runs, width
@@ -260,13 +262,13 @@ def _ragged(cache: PagedCache) -> RaggedGraph:
 
 
 def _ragged_pages(cache: PagedCache, lengths: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor) -> Pages:
-    """The pages for each window of the cache's layers."""
+    """Window -> pages, for all windows of the cache's layers."""
     ragged, pool = _ragged(cache), cache.pool[0]
     return {window: ragged.pages(lengths, tables, tiles, pool, window) for window in dict.fromkeys(cache.windows)}
 
 
 def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, missing: int) -> None:
-    """Fill lengths, then tables. Padding rows read `missing` keys of SCRATCH."""
+    """Fill `extra` with the lengths, then the tables, of `rows` rows. Padding rows read `missing` keys of SCRATCH."""
     filled, table_rows = len(lengths), extra[rows:].reshape(rows, -1)
     extra[:filled], extra[filled:rows] = lengths, missing
     table_rows[:filled, : tables.shape[1]] = tables
@@ -307,7 +309,7 @@ class _Graph:
         return self._of(step)
 
     def _of(self, step: Step) -> torch.Tensor:
-        """The part of the output for a step: logits of the wanted rows, or the cargo of the next stage."""
+        """The part of the output that belongs to a step: logits of the wanted rows, or the cargo for the next stage."""
         return self._out[: len(step.wanted) if self._last else len(step.tokens)]
 
     def _work(self) -> None:
@@ -324,7 +326,7 @@ class _Graph:
 
 
 def shape_counts(shape: GraphShape, longest: int) -> list[int]:
-    """Lengths of the runs of a step that uses the graph of a shape, none longer than `longest`.
+    """Lengths of runs, at most `longest`, in a step that uses the graph of a shape.
 
     >>> shape_counts(GraphShape("single", 2), 100), shape_counts(GraphShape("many", 256), 100)
     ([1, 1], [100, 100, 56])

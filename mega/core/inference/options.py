@@ -1,7 +1,8 @@
 """Options of decoding, shared by all verbs that decode, and options of `mega generate` and `mega chat`.
 
 `serve`, `generate` and `bench serve` use these sections as their flags and TOML tables; the engine takes
-`EngineOptions` itself. No torch: properties of a device or a model are checked when it is opened.
+`EngineOptions` itself. This module does not import torch; properties of a device or a model are checked when the device
+or model is opened.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -18,10 +19,10 @@ from mega.core.config.sections import ParallelConfig, RuntimeConfig, TokenizerCo
 from mega.core.untrusted import Json
 
 BLOCK = 16
-"""Tokens of a block of the cache."""
+"""Number of tokens in a block of the cache."""
 
 NGRAM = "ngram"
-"""The value of --speculate that guesses tokens from the text itself."""
+"""The value of --speculate with which tokens are guessed from the text itself."""
 
 NOTHING = "none"
 """The value of --retro with which a model with a retriever reads no neighbours."""
@@ -62,24 +63,24 @@ class EngineOptions(VerbSection):
         None, "speculative decoding, with guesses from the text itself or from a small model [off]", metavar="ngram|DIR"
     )
     block: int = BLOCK
-    """Tokens of a block of the cache."""
+    """Number of tokens in a block of the cache."""
     tile: int = 32
-    """Tokens of every step with `batch_invariant`."""
+    """Number of tokens in every step with `batch_invariant`."""
     vocab: int | None = None
-    """Ids below this can be chosen; None: all of the model's."""
+    """Ids below this can be chosen; None: all ids of the model."""
     ahead: int | None = None
-    """Steps on the device before the results of earlier ones are known; None: one on a CUDA device, and one for every
-    pipeline stage after the first."""
+    """Number of steps on the device in addition to the first whose results are not known; None: one on a CUDA device,
+    plus one per pipeline stage after the first."""
 
     def check(self, device: str = "auto", adapter: Collection[str] = ()) -> None:
-        """Errors: ValueError naming flags that exclude each other."""
+        """Check flags. Errors: ValueError naming flags that exclude each other."""
         excluded = {"--batch-invariant": self.batch_invariant, "--adapter": adapter, "--device cpu": device == "cpu"}
         for flag, is_given in excluded.items():
             if self.cuda_graph and is_given:
                 raise ValueError(f"--cuda-graph: excludes {flag}")
 
     def check_speculation(self) -> None:
-        """Errors: ValueError where the draft model does not exist, or --batch-invariant excludes guesses."""
+        """Check --speculate. Errors: ValueError if the draft model does not exist, or with --batch-invariant."""
         if self.speculate is not None and self.batch_invariant:
             raise ValueError(f"--speculate {self.speculate}: excludes --batch-invariant")
         if self.speculate is not None and self.speculate != NGRAM and not Path(self.speculate).exists():
@@ -100,7 +101,7 @@ class RetrievalOptions(VerbSection):
     probes: int = option(256, "with --index: lists that are searched", within=COUNT)
 
     def check(self) -> None:
-        """Errors: ValueError where --retro or --embedder is given without the other."""
+        """Check flags. Errors: ValueError if only one of --retro and --embedder is given."""
         if self.retro not in (None, NOTHING) and self.embedder is None:
             raise ValueError(f"--embedder is missing: give the BERT that made the vectors of --retro {self.retro}")
         if self.retro in (None, NOTHING) and self.embedder is not None:
@@ -180,7 +181,7 @@ class SamplingOptions(VerbSection):
     seed: int | None = option(None, "random seed; the same seed gives the same text [0]")
 
     def given(self) -> dict[str, Any]:
-        """The given options, under the names of `Sampling`. Errors: ValueError where --greedy excludes one."""
+        """The given options, under the names of `Sampling`. Errors: ValueError if --greedy excludes one of them."""
         if self.greedy and self.temperature:
             raise ValueError(
                 f"--temperature {self.temperature:g}: excludes --greedy, which draws nothing; give one of them"
@@ -210,7 +211,7 @@ class OtherTokenizer(VerbSection):
     def described(self) -> dict[str, Json]:
         """Arguments of `text.build`; empty for the model's own tokenizer.
 
-        Errors: ValueError where a file does not exist, the kind is missing, or an option does not belong to the kind.
+        Errors: ValueError if a file does not exist, the kind is missing, or an option does not belong to the kind.
         """
         files = {"tokenizer_model": self.tokenizer_model, "vocab_file": self.vocab_file, "merge_file": self.merge_file}
         given_files = {name: value for name, value in files.items() if value is not None}

@@ -15,7 +15,7 @@ from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import Integers, PagedAttention
 
 Pages = dict[int | None, Any]
-"""Window -> where attention finds a step's keys, as `PagedAttention.pages` returns it; or `KeptKeys`."""
+"""Window -> where attention finds a step's keys: the result of `PagedAttention.pages`, or a `KeptKeys`."""
 
 
 @dataclass(eq=False)
@@ -27,12 +27,12 @@ class PagedCache:
     first_layer: int
     attention: PagedAttention
     repeats: int
-    """Query heads of a key/value head."""
+    """Number of query heads per key/value head."""
     windows: Sequence[int | None]
-    """For each layer of the pool, the most keys that a token attends to; None: all."""
+    """For each layer of the pool, the maximum number of keys that a token attends to; None: all keys."""
     tables: Mapping[Rope, Rotary]
     """cos and sin of all positions for each kind of rotary embedding, each [positions, R / 2] or in the form of
-    `spread`. Twice as many rows if sequences of different lengths have different factors."""
+    `spread`. There are twice as many rows if short and long sequences have different factors."""
     kept: KeptKeys | None = None
     """An alternative attention on the same pool, used for the steps that it supports."""
 
@@ -47,7 +47,7 @@ class PagedCache:
     def pages(self, counts: Integers, lengths: Integers, tables: Integers, sequences: Integers | None = None) -> Pages:
         """Describe where the keys of a step's tokens are stored, for each window.
 
-        sequences: int64 [runs], unique numbers.
+        sequences: int64 [runs], unique numbers of the runs' sequences.
         """
         kept_keys = self.kept if int(counts.max()) == 1 else None
         if kept_keys is not None and sequences is not None and kept_keys.follow(sequences, lengths, tables):
@@ -59,11 +59,11 @@ class PagedCache:
         }
 
     def begin(self, slots: torch.Tensor, pages: Pages) -> None:
-        """Prepare the next pass: its keys and values go to `slots`, and its tokens attend to `pages`."""
+        """Prepare the next pass, which writes keys and values to `slots`, and whose tokens attend to `pages`."""
         self._slots, self._pages = slots, pages
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole blocks, int64 [c] each."""
+        """Copy whole blocks. source, target: indices of blocks, int64 [c]."""
         self.pool[:, target] = self.pool[:, source]
 
     def attend_new(self, layer: int, fused: torch.Tensor, rotary: Rotary | None, place: Place) -> torch.Tensor:

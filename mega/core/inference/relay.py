@@ -1,9 +1,9 @@
 """Send rank 0's steps to the other ranks as arrays of integers, so that nothing is unpickled.
 
 On one host the relay uses shared memory: a ring of pieces, which rank 0 fills as long as the slowest rank is less than
-a ring behind. Rank 0 thus does not wait for the Python of other ranks. Across hosts it uses broadcasts of its own gloo
-group: a first array of fixed length, [kind, length of the content, beginning of the content], and a second array with
-the rest if necessary. Ranks wait for the next message without a time limit.
+a ring behind. Rank 0 thus does not wait for the Python code of other ranks. Across hosts, the relay broadcasts over its
+own gloo group: first an array of fixed length, [kind, length of the content, beginning of the content], then, if
+necessary, an array with the rest. Ranks wait for the next message without a time limit.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ FIRST = 2048
 """Length of the first array of a broadcast."""
 
 RING, PIECE = 16, 1 << 14
-"""Number of pieces in the ring, and integers in each; the first integer is the length of the content."""
+"""Number of pieces in the ring, and of integers in a piece; the first integer is the length of the content."""
 
 PATIENCE = timedelta(days=365)
-"""Time that a rank may wait for the next message."""
+"""Timeout of the group: the maximum time that a rank waits for the next message."""
 
 
 ENDING = 0.5
-"""Most seconds between the loss of a process's connections and the end of the process."""
+"""Maximum number of seconds between the loss of a process's connections and the end of the process."""
 
 LOOK = 0.1
 """Seconds after which rank 0 checks again whether the other processes are alive."""
@@ -52,8 +52,8 @@ class LostRank(RuntimeError):
 
 
 class Relay:
-    """The connection between the ranks of a replica of the model: its first rank sends, the others receive. All ranks
-    of `mesh` must construct it together. shared: use shared memory where possible."""
+    """The connection between the ranks of a replica of the model: the first rank sends, the other ranks receive. All
+    ranks of `mesh` must construct it together. shared: whether to use shared memory where possible."""
 
     def __init__(self, mesh: Mesh, shared: bool = True):
         replica = mesh.model.ranks
@@ -151,8 +151,8 @@ class Relay:
         ]
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """Convert a communication error to LostRank, naming the ranks of this host that have ended. An error of this
-        rank itself, such as exhausted memory, is returned unchanged."""
+        """Convert a communication error to LostRank, naming the ranks on this host that have ended. Other errors, such
+        as exhausted memory on this rank, are returned unchanged."""
         if isinstance(error, LostRank):
             return error
         deadline = time.monotonic() + ENDING

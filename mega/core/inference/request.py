@@ -1,7 +1,7 @@
 """Requests to an engine, and the events that it returns: ids in, ids out.
 
-This file knows neither text nor models: stop strings, templates and streamed characters are handled above, and the
-engine sets the limits. No torch: a request checks the ranges of its fields when it is made.
+This module depends on neither text nor models, and does not import torch. Callers handle stop strings, templates and
+streamed characters; the engine sets the limits. A request checks the ranges of its fields when it is made.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ TINY = 2.0**-126
 """The smallest normal number of fp32."""
 
 MOST_LOGPROBS = 1000
-"""Most alternatives that can be reported with a token."""
+"""Maximum number of alternatives that can be reported with a token."""
 
 MOST_BEAMS = 128
 
 MOST_TOP_K = 1 << 31
 
 MOST_LENGTH_PENALTY = 20.0
-"""Largest absolute value; a length raised to it is still a finite number."""
+"""Maximum absolute value; a length raised to this power is still finite."""
 
 MOST_TEMPERATURE = 1e30
-"""fp32 can represent it."""
+"""Maximum temperature; fp32 can represent it."""
 
 REPETITION_PENALTIES = (1e-3, 1e3)
-"""The smallest and the largest value: logits stay finite in fp32."""
+"""The smallest and the largest value with which logits stay finite in fp32."""
 
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
-"""Largest absolute values, as in OpenAI's API: of presence and frequency penalties, and of a logit's bias."""
+"""Maximum absolute values of presence and frequency penalties, and of a logit's bias, as in OpenAI's API."""
 
 Top = tuple[tuple[int, float], ...]
 """The most likely ids with their log-probabilities, in decreasing order."""
@@ -47,11 +47,12 @@ Top = tuple[tuple[int, float], ...]
 Finish = Literal["stop", "length", "cancelled", "failed"]
 
 Allowed = Callable[[Sequence[int]], "torch.Tensor | None"]
-"""Ids so far, prompt included -> bool [vocab] on the CPU: the ids that may follow; None: all. Called only on rank 0."""
+"""Ids so far, prompt included -> bool [vocab] on the CPU, whether an id may follow; None: all may. Called only on rank
+0."""
 
 
 class RequestError(ValueError):
-    """One invalid field. field: its name, as below. rule: the violated rule. The message: `top_k -1: must be ...`."""
+    """One invalid field. field: its name, as below. rule: the violated rule. Message: `top_k -1: must be ...`."""
 
     def __init__(self, field: str, value: object, rule: str):
         super().__init__(f"{field} {value}: {rule}")
@@ -76,7 +77,7 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    """0 chooses the most likely token."""
+    """Divides the logits; 0: choose the most likely token."""
     top_k: int = 0
     """Keep this many of the most likely tokens; 0: off."""
     top_p: float = 1.0
@@ -120,19 +121,19 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether logits are adjusted by the text so far, or by biases of the request."""
+        """Whether the text so far or biases of the request change logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.logit_bias
         return self.repetition_penalty != 1 or bool(penalties)
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn. Below fp32's smallest normal temperature the most likely token has probability
-        1."""
+        """Whether tokens are chosen without a random draw. At a temperature below fp32's smallest normal number, the
+        most likely token has probability 1."""
         return self.temperature < TINY or self.top_k == 1
 
 
 def flag_line(error: RequestError) -> str:
-    """Format the error of a field as an error of a flag."""
+    """Format the error of a field as the error of the flag with the same name."""
     return f"--{error.field.replace('_', '-')} {error.value}: {error.rule}"
 
 
@@ -152,21 +153,21 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    """Ids, at least one."""
+    """Ids of the prompt's tokens, at least one."""
     tokens: int
-    """Most new tokens; 0 only scores the prompt."""
+    """Maximum number of new tokens; 0: only score the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
-    """The answer ends with "stop" after any of these ids, which is also reported; otherwise with "length"."""
+    """The answer ends with finish "stop" after any of these ids, which is reported too; otherwise with "length"."""
     logprobs: int | None = None
-    """n reports the log-probability of every new token and of the n most likely ids in its place; None reports none.
-    These are the model's own probabilities, before penalties, temperature and filters."""
+    """n: report the log-probability of each new token and of the n most likely ids in its place; None: report no
+    log-probabilities. They are computed before penalties, temperature and filters."""
     prompt_logprobs: bool = False
-    """Also report the log-probabilities of the prompt's tokens (with `logprobs` n, and of n ids in their places)."""
+    """Also report log-probabilities for the prompt's tokens, and for the `logprobs` most likely ids in their places."""
     beams: int = 0
-    """0 samples; otherwise beam search of this width, which ignores `sampling`."""
+    """Width of a beam search, which ignores `sampling`; 0: sample."""
     length_penalty: float = 1.0
-    """The score of a beam is the sum of its log-probabilities / length ** length_penalty."""
+    """The score of a beam is sum(log-probabilities) / length ** length_penalty."""
     adapter: str | None = None
     """Name of a LoRA adapter."""
     allowed: Allowed | None = None
@@ -187,8 +188,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Beam:
-    """ids: new tokens, including the stop token that ended the beam. score: sum of log-probabilities / length **
-    penalty.
+    """ids: new tokens, including the stop token that ended the beam. score: sum(log-probabilities) / length **
+    length_penalty.
     """
 
     ids: tuple[int, ...]
@@ -198,15 +199,15 @@ class Beam:
 LOGITS_NOT_FINITE = (
     "the model's logits hold a NaN or an infinity: its weights do, or their products overflow in this dtype"
 )
-"""The `message` of an event that ends a request because of its logits."""
+"""The `message` of an event that ends a request because its logits are not finite."""
 
 
 class Citation(NamedTuple):
     """A neighbour that a model with a retriever has read."""
 
-    chunk: int  # index of the chunk of the text that retrieved it
+    chunk: int  # index of the text's chunk that retrieved the neighbour
     number: int  # index of the neighbour in the database
-    corpus: str  # the corpus and the document that it comes from
+    corpus: str  # the corpus and the document that the neighbour comes from
     document: int
     text: str
 
@@ -222,18 +223,18 @@ class Event(NamedTuple):
     top: Top = ()
     """The most likely ids in the token's place, if requested."""
     prompt_logprobs: tuple[float | None, ...] | None = None
-    """In the request's first event, if requested: for every token of the prompt given the previous ones; the first is
-    None."""
+    """In the request's first event, if requested: the log-probability of each token of the prompt, given the tokens
+    before it; None for the first token."""
     prompt_top: tuple[Top, ...] | None = None
     """The most likely ids in the place of each token of the prompt; the first is ()."""
     finish: Finish | None = None
     """Set in the request's last event."""
     beams: tuple[Beam, ...] = ()
-    """In the last event of a beam search, the best first; a beam search reports no tokens before."""
+    """In the last event of a beam search: the beams, best first. Earlier events of a beam search report no tokens."""
     message: str = ""
     """Why the request failed."""
     cited: tuple[Citation, ...] = ()
-    """Neighbours that the model has read since the previous event."""
+    """Neighbours that the model has read since the request's previous event."""
     vector: NDArray[np.float32] | None = None
     """The prompt's vector, float32 [hidden], from an engine that embeds."""
 
@@ -243,15 +244,15 @@ class Limits:
     """The limits of an engine."""
 
     longest: int
-    """Most tokens of one sequence, prompt and answer together."""
+    """Maximum number of tokens of one sequence, prompt and answer together."""
     cache: int
-    """Most tokens of all requests in flight."""
+    """Maximum number of tokens of all requests in flight together."""
     requests: int
-    """Most rows of a decoding step; a beam search takes one for each beam, and further requests wait."""
+    """Maximum number of rows in a decoding step. A beam search takes one row per beam; further requests wait."""
     vocab: int
-    """Ids are below this."""
+    """Size of the vocabulary; all ids are smaller."""
     long_from: int | None = None
-    """Sequences of more tokens than this use LongRoPE's long factors, which change the keys of all their tokens."""
+    """Sequences with more tokens than this use LongRoPE's long factors, which change the keys of all tokens."""
 
 
 class Engine(Protocol):
@@ -264,7 +265,7 @@ class Engine(Protocol):
         """Whether no request is in flight or waiting."""
 
     def add(self, request: Request) -> int:
-        """Queue a request; return its number. Errors: RequestError where it can never fit, or its adapter is
+        """Queue a request; return its number. Errors: RequestError if the request can never fit, or its adapter is
         unknown."""
 
     def cancel(self, number: int) -> None:

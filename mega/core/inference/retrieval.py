@@ -1,8 +1,8 @@
 """Neighbours for a model with a retriever while it continues or scores texts, retrieved when a chunk ends.
 
-    retriever(chunks) -> Retrieved     int64 [n, chunk] to the neighbours of each chunk, and their sources
+    retriever(chunks) -> Retrieved     int64 [n, chunk] -> the neighbours of each chunk, and their sources
 
-The code that opens a database of neighbours provides the retriever; this file knows no database.
+The code that opens a database of neighbours provides the retriever; this module does not depend on the database.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 class Retrieved(NamedTuple):
-    """neighbours: int64 [n, k, r]. found: bool [n, k], which of them exist. cited: sources of each chunk's
+    """neighbours: int64 [n, k, r]. found: bool [n, k], whether a neighbour exists. cited: the sources of each chunk's
     neighbours."""
 
     neighbours: NDArray[np.int64]
@@ -37,11 +37,11 @@ class Retrieved(NamedTuple):
 
 class Retriever(Protocol):
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
-        """The neighbours of chunks, int64 [n, chunk]; those of a chunk depend only on its tokens."""
+        """The neighbours of chunks, int64 [n, chunk]. The neighbours of a chunk depend only on its tokens."""
 
 
 OpenRetriever: TypeAlias = Callable[[ModelConfig, Tokenizer, str], Retriever]
-"""(model, its tokenizer, kind of device) -> retriever. Errors: ValueError naming flag or file."""
+"""(model, the model's tokenizer, kind of device) -> retriever. Errors: ValueError naming flag or file."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class NoNeighbours:
 
 
 def check_retrieval(model: ModelConfig, retro: str | None, load: object) -> None:
-    """Errors: ValueError where a model reads neighbours without a database, or does not read a given database."""
+    """Check --retro. Errors: ValueError if a model reads neighbours but no database is given, or the reverse."""
     if model.retriever and retro is None:
         raise ValueError(
             f"--retro is missing: the model {load} reads neighbours; give the folder of mega retro build and the "
@@ -69,7 +69,7 @@ def check_retrieval(model: ModelConfig, retro: str | None, load: object) -> None
 
 
 def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0) -> None:
-    """Errors: ValueError naming the first flag that excludes a model with a retriever."""
+    """Check flags. Errors: ValueError naming the first flag that excludes a model with a retriever."""
     refused = {
         f"--tp {layout.tp}": layout.tp > 1,
         f"--pp {layout.pp}": layout.pp > 1,
@@ -87,14 +87,14 @@ def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Seque
 
 @dataclass(eq=False)
 class _ReadSequence(ReadingSequence):
-    """A sequence with the tokens of its current chunk, and the sources of its neighbours."""
+    """A sequence, with the tokens of its current chunk and the sources of the neighbours it has read."""
 
     tokens: list[int] = field(default_factory=list)
     cited: list[Citation] = field(default_factory=list)
 
 
 class SequenceReader:
-    """Retrieves neighbours for the sequences of an engine. requests: most sequences in flight."""
+    """Retrieves neighbours for the sequences of an engine. requests: maximum number of sequences in flight."""
 
     def __init__(self, stage: DecoderStage, retriever: Retriever, requests: int):
         self._stage, self._retriever, self._most = stage, retriever, 2 * requests
@@ -102,7 +102,7 @@ class SequenceReader:
         self._sequences: OrderedDict[int, _ReadSequence] = OrderedDict()
 
     def step(self, step: Step, device: torch.device) -> NeighbourStep:
-        """The neighbours of the chunks that end in a step; all of them are retrieved in one call."""
+        """The neighbours of the chunks that end in a step; all chunks are retrieved in one call."""
         runs, chunks, owners, start = list[Run](), list[list[int]](), list[tuple[_ReadSequence, int]](), 0
         for number, count, length in zip(step.sequences, step.counts.tolist(), step.lengths.tolist(), strict=True):
             first, sequence = length - count, self._sequence(int(number), length == count)
@@ -120,7 +120,7 @@ class SequenceReader:
         return NeighbourStep(self._stage, runs, neighbours, exist)
 
     def _sequence(self, number: int, begins: bool) -> _ReadSequence:
-        """The sequence with a number. Sequences that have ended are forgotten, the longest unused first."""
+        """The sequence with this number. Ended sequences are forgotten later, in order of their last use."""
         if begins:
             self._sequences[number] = _ReadSequence()
         self._sequences.move_to_end(number)
@@ -138,15 +138,15 @@ class SequenceReader:
 
 
 def read_by(retriever: Retriever, model: ModelConfig, batch: DecoderBatch) -> NeighbourBatch:
-    """Rows to score, with the neighbours of their chunks: those that a label with weight may depend on."""
+    """Rows to score, with the neighbours of those chunks on which a label with weight may depend."""
     length, each = model.retro_chunk_length, model.retro_neighbours
     rows, columns = batch.tokens.shape
     assert columns % length == 0, (columns, length)
     width = model.retro_retrieved_chunks * length
     neighbours = torch.zeros(rows, columns // length, each, width, dtype=torch.int64)
     exist = torch.zeros(rows, columns // length, each, dtype=torch.bool)
-    # The last token of a chunk is the first that attends to its neighbours, so only labels from there on depend on
-    # them.
+    # The last token of a chunk is the first token that attends to the chunk's neighbours, so only the labels of this
+    # and later tokens depend on the neighbours.
     last = (batch.loss_weights > 0).long() * torch.arange(1, columns + 1)
     read = torch.arange(1, columns // length + 1) * length <= last.amax(1, keepdim=True)
     if read.any():

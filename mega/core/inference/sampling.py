@@ -1,8 +1,8 @@
-"""Choose tokens from logits: penalties, temperature, top-k, top-p, min-p, draw. Knows no model.
+"""Choose tokens from logits: penalties, temperature, top-k, top-p, min-p, draw.
 
-The result for a row depends only on that row, and a draw only on a number in [0, 1) given with it; no random state is
-involved. Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1; of min-p:
-Nguyen et al. 2024; of the repetition penalty: Keskar et al. 2019, section 4.1.
+The result for a row depends only on this row, and, if drawn, on the number in [0, 1) given with the row; there is no
+random state. Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1; of
+min-p: Nguyen et al. 2024; of the repetition penalty: Keskar et al. 2019, section 4.1.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Filters:
     """The filters of m rows, tensors of [m, 1]."""
 
     temperature: torch.Tensor
-    """1 for a greedy row, whose probabilities are not used."""
+    """Is 1 for a greedy row, whose probabilities are not used."""
     top_k: torch.Tensor
     most_k: int
-    """The largest top_k; 0 if all rows have it off."""
+    """The largest top_k; 0 if top-k is off in all rows."""
     top_p: torch.Tensor | None
-    """None if all rows have it off."""
+    """None if top-p is off in all rows."""
     min_p: torch.Tensor | None
-    """None if all rows have it off."""
+    """None if min-p is off in all rows."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """logits [m, vocab] in fp32 -> probabilities [m, vocab]."""
@@ -39,7 +39,7 @@ class Filters:
             logits = logits.masked_fill((logits < least) & (self.top_k > 0), -torch.inf)
         if self.top_p is not None:
             best, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-            # A token is dropped if the ones before it already reach p.
+            # A token is dropped if the sum over more likely tokens already reaches p.
             enough = (best.cumsum(-1) - best >= self.top_p) & (self.top_p < 1)
             logits = logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
         if self.min_p is not None:
@@ -76,8 +76,8 @@ def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -
 
 
 class SeenIds:
-    """Adjustments of the logits of requests in flight, one row per request: whether an id occurs in the text, how often
-    in the answer, and the request's bias. The table of biases is made for the first request that has one."""
+    """Tables for adjusting the logits of requests in flight, one row per request: whether an id occurs in the text, how
+    often it occurs in the answer, and its bias. The table of biases is made for the first request with a bias."""
 
     def __init__(self, requests: int, vocab: int, device: torch.device) -> None:
         self.seen = torch.zeros(requests, vocab, dtype=torch.bool, device=device)
@@ -108,8 +108,8 @@ class SeenIds:
         presence: torch.Tensor,
         frequency: torch.Tensor,
     ) -> torch.Tensor:
-        """Adjust logits [m, vocab]. rows [m]: rows of these tables; a negative one leaves the logits unchanged.
-        penalty, presence, frequency [m, 1]: as in `Sampling`; OpenAI's API reference defines the last two."""
+        """Adjust logits [m, vocab]. rows [m]: rows of these tables; negative: leave the logits unchanged. penalty,
+        presence, frequency [m, 1]: as in `Sampling`; OpenAI's API reference defines the last two."""
         has_row, table_rows = (rows >= 0)[:, None], rows.clamp(min=0)
         counts = self.counts[table_rows] * has_row
         logits = penalised(logits, self.seen[table_rows] & has_row, penalty)
@@ -118,15 +118,15 @@ class SeenIds:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The first id with the largest logit in each row of [m, vocab], [m]."""
-    if logits.is_cpu:  # numpy takes a fifth of torch's time
+    """In each row of [m, vocab], the first id with the largest logit, [m]."""
+    if logits.is_cpu:  # numpy takes a fifth of the time that torch takes
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.max(-1).indices
 
 
 def draw(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw ids [m] from probabilities [m, vocab] by float64 numbers in [0, 1) [m, 1]: the id whose interval of the
-    cumulative distribution contains the number."""
+    """Draw ids [m] from probabilities [m, vocab]. uniform: float64 numbers in [0, 1), [m, 1]; each chooses the id whose
+    interval of the cumulative distribution contains the number."""
     ends = shares.double().cumsum(-1)
     ids = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)[:, 0]
     # Rounding can push the number past the last interval.
@@ -134,7 +134,7 @@ def draw(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(seed: int, number: int) -> float:
-    """The number in [0, 1) that decides the draw of new token `number` in a request with this seed.
+    """The number in [0, 1) that decides the draw of the new token with index `number` in a request with this seed.
 
     >>> uniform(1, 0) == uniform(1, 0) != uniform(1, 1)
     True
@@ -143,7 +143,7 @@ def uniform(seed: int, number: int) -> float:
 
 
 def top_p_after(how: Sampling, tokens: int) -> float:
-    """Top-p after `tokens` new tokens: it decays down to its bound.
+    """Top-p after `tokens` new tokens, decayed, but not below its bound.
 
     >>> [top_p_after(Sampling(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3), n) for n in range(3)]
     [0.8, 0.4, 0.3]

@@ -5,8 +5,9 @@ tokens of running answers; a prefix that an earlier prompt has computed is reuse
 its longest possible answer can be reserved, so no request in flight waits for memory.
 
 A step can be made before the results of earlier steps are known: it refers to new tokens by the index of their request.
-If such a result ends a request, the tokens computed for it afterwards are dropped. Requests whose next step depends on
-the host, such as constrained ones, wait for their results; others do not. Arithmetic on the host: no model, no ranks.
+If a result ends its request, the tokens that later steps compute for the request are dropped. Requests whose next step
+depends on the host, such as constrained requests, wait for these results; other requests do not wait. This module only
+does arithmetic on the host; it depends on neither the model nor ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, NUMBERS, Step, fr
 from mega.core.ops.paged_attention import Integers
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)
-"""NUMBERS of a row that draws no token."""
+"""The values of `NUMBERS` for a row that draws no token."""
 
 
 @dataclass(eq=False)
@@ -47,13 +48,13 @@ class CachedSequence:
     ids: list[int]
     blocks: list[int]
     computed: int = 0
-    """Number of tokens in the cache, or computed by steps that are already made."""
+    """Number of tokens whose keys and values are in the cache, or will be by steps already made."""
     prefix: int = ROOT
-    """The prefix of the registered blocks."""
+    """Identifies the registered blocks and their order, as `Blocks.register` returned it."""
     registered: int = 0
-    """Number of blocks that other requests can find."""
+    """Number of blocks, from the first on, that other requests can find."""
     awaited: int = 0
-    """Number of tokens after `ids` that steps will choose."""
+    """Number of tokens after `ids` that steps in flight will choose."""
     number: int = field(default_factory=count().__next__)
     """Unique number."""
 
@@ -68,36 +69,35 @@ class CachedSequence:
 
 @dataclass(eq=False)
 class InFlight:
-    """A request in flight, from its admission or while it waits."""
+    """A request that is running, or that waits for its admission."""
 
     number: int
     request: Request
     seed: int
     adapter: int = 0
-    """Number of its adapter; 0: the base model."""
+    """Index of the request's adapter, from 1; 0: the base model."""
     sequences: list[CachedSequence] = field(default_factory=list)
     """One sequence, or one for each beam."""
     search: BeamSearch | None = None
     promised: int = 0
-    """Number of reserved blocks that it may still take."""
+    """Number of reserved blocks that the request has not taken yet."""
     index: int = -1
-    """Its row in the device's tables of last tokens and of seen ids; -1: none."""
+    """The request's row in the device's tables of last tokens and of seen ids; -1 before its admission."""
     group: int = 0
-    """Groups of requests take turns in steps."""
+    """Index of the request's group; groups take turns in steps."""
     new: int = 0
-    """Number of new tokens that are known."""
+    """Number of new tokens whose ids are known."""
     asked: int = 0
     """Number of new tokens, including those that steps in flight will choose."""
     unresolved: int = 0
     """Number of wanted rows in steps whose results are not known."""
     confidence: Confidence | None = None
     ended: bool = False
-    """Results for it are dropped from now on."""
+    """Whether the request has ended; further results for it are dropped."""
     long: bool = False
-    """Its keys use LongRoPE's long factors."""
+    """Whether the request's keys use LongRoPE's long factors."""
     short_until: int | None = None
-    """When a sequence exceeds this number of tokens, it changes to the long factors and is computed again; None: never.
-    """
+    """A sequence with more tokens than this changes to the long factors and is computed again; None: never."""
     failure: str = ""
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
     prompt_top: list[Top] = field(default_factory=lambda: [()])
@@ -112,36 +112,36 @@ class InFlight:
 
     @cached_property
     def tops(self) -> int:
-        """Number of most likely ids to report with a chosen token; -1: not even the log-probability."""
+        """Number of most likely ids to report with a chosen token; -1: do not report its log-probability either."""
         return -1 if self.request.logprobs is None else self.request.logprobs
 
     @property
     def guessed(self) -> bool:
-        """Whether its next tokens are guessed ahead."""
+        """Whether the request's next tokens are guessed ahead."""
         return self.confidence is not None and self.confidence.active
 
     @property
     def waits(self) -> bool:
-        """Whether its next step depends on more of the previous step's result than the id of the chosen token."""
+        """Whether the next step must wait for a result, because it depends on more than the id of the chosen token."""
         depends = self.search is not None or self.request.allowed is not None or self.guessed or self.outgrown
         return self.unresolved > 0 and depends
 
     @property
     def outgrown(self) -> bool:
-        """Whether its sequences have more tokens than its keys' factors are valid for."""
+        """Whether the request's sequence has more tokens than LongRoPE's short factors are valid for."""
         return self.short_until is not None and self.sequences[0].length > self.short_until
 
 
 NO_GUESS = -1
-"""`WantedRow.guess` of the last row in a run with guesses: no guess follows."""
+"""Value of `WantedRow.guess` for the last row of a run with guesses, after which no guess follows."""
 _NONE = (None,)
 
 
 class WantedRow(NamedTuple):
     """A wanted row of logits, and its purpose.
 
-    number: index of the new token that it chooses. guess: the guessed token in the next row of the same run; NO_GUESS
-    for the last row of such a run, None in a run without guesses.
+    number: index of the new token that the row chooses. guess: the guessed token in the next row of the same run;
+    NO_GUESS for the last row of a run with guesses, None in a run without guesses.
     """
 
     answer: InFlight
@@ -156,7 +156,7 @@ class WantedRow(NamedTuple):
 
     @property
     def followed(self) -> bool:
-        """Whether a step may continue from its token before the host has seen it."""
+        """Whether a step may continue from the row's token before the host has seen the token."""
         return self.target == CHOOSE and self.guess is None
 
 
@@ -173,18 +173,18 @@ class _Work:
     """The columns of a step under construction."""
 
     sequences: list[tuple[CachedSequence, int, int, Sequence[int]]] = field(default_factory=list)
-    """(sequence, number of tokens, index of its request for an awaited id, guesses) for each run."""
+    """For each run: (sequence, number of tokens, `InFlight.index` for an awaited id, guesses)."""
     adapters: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     rows: list[WantedRow] = field(default_factory=list)
     tokens: int = 0
-    """Number of tokens so far."""
+    """Number of tokens that have been added so far."""
 
 
 @dataclass
 class _Check:
-    """Checks the rows of a run with guesses in order: the rows up to the first wrong guess count."""
+    """Checks the rows of a run with guesses in order. Rows are accepted until a guess is wrong."""
 
     answer: InFlight
     guessed: int = 0
@@ -192,7 +192,7 @@ class _Check:
     failed: bool = False
 
     def take(self, guess: int, token: int) -> bool:
-        """Whether the row with this chosen token counts. guess: the guess that follows the row."""
+        """Record the token chosen for a row, and return whether the row is accepted. guess: the guess after the row."""
         counts = not self.failed
         self.guessed += guess != NO_GUESS
         self.right += counts and token == guess
@@ -207,10 +207,11 @@ class _Check:
 class Scheduler:
     """Takes requests and returns steps; takes results and returns events.
 
-    chunk: number of running sequences -> most prompt tokens of a step. in_order: steps may be split, so a run that
-    shares a block must come after the run that computes it. adapters: names; the first has number 1. groups: number of
-    groups of requests; a step has new tokens of one group, so that as many pipeline stages can compute at once. ahead:
-    steps may follow steps whose results are not known. drafter: guesses tokens ahead. shares: reuse common prefixes.
+    chunk: number of running sequences -> maximum number of prompt tokens in a step. in_order: whether steps may be
+    split, so that a run that shares a block must come after the run that computes the block. adapters: names; the first
+    has index 1. groups: number of groups of requests; a step has new tokens of one group, so that `groups` pipeline
+    stages can compute at the same time. ahead: whether steps may follow steps whose results are not known. drafter:
+    guesses tokens ahead. shares: whether to reuse common prefixes.
     """
 
     def __init__(
@@ -308,7 +309,7 @@ class Scheduler:
     # -- making steps
 
     def next_step(self) -> Step | None:
-        """The next step; None without work, or if all of it waits for results."""
+        """Return the next step; None if no work is left, or if all work waits for results."""
         for _ in range(self._groups):
             turn, self._turn = self._turn, (self._turn + 1) % self._groups
             step = self._step_of(turn)
@@ -353,8 +354,8 @@ class Scheduler:
         return step
 
     def _group_of_next(self) -> int:
-        """The group for a request whose first token this step chooses: the step's own group, whose next turn comes when
-        the token is known, unless another group is much smaller."""
+        """The group for a request whose first token this step chooses. This is the step's own group, whose next turn
+        comes when the token is known, unless another group is much smaller."""
         if self._groups == 1:
             return 0
         sizes = [0] * self._groups
@@ -364,7 +365,7 @@ class Scheduler:
         return self._group if sizes[self._group] <= least + max(2, sum(sizes) // 8) else sizes.index(least)
 
     def _guesses(self, group: int) -> dict[int, list[int]]:
-        """The guessed next tokens by number of the request."""
+        """Number of each request with guesses -> its guessed next tokens."""
         if self._drafter is None:
             return {}
         room = TOKENS - sum(len(answer.sequences) for answer in self._running)
@@ -391,14 +392,14 @@ class Scheduler:
         return Guessed(sequence.number, answer.index, sequence.ids, len(request.prompt) + request.tokens, numbers)
 
     def _begin_again(self, answer: InFlight) -> None:
-        """Compute all tokens again with the long factors."""
+        """Discard the request's keys, so that all its tokens are computed again with the long factors."""
         (sequence,) = answer.sequences
         self._release(answer, sequence)
         answer.long, answer.short_until = True, None
         answer.sequences = [CachedSequence(sequence.ids, [], prefix=self._root(answer))]
 
     def _root(self, answer: InFlight) -> int:
-        """The prefix of its first block: sequences with another adapter or other factors have other keys."""
+        """The prefix of a request's first block. It depends on the adapter and the factors, because the keys do."""
         return ROOT - answer.adapter - answer.long * len(self._adapters)
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
@@ -415,8 +416,8 @@ class Scheduler:
         need = self._need(request) - (len(shared) if answer.short_until is None else 0)
         admitted = self.blocks.admit(shared, need)
         if not admitted and answer.short_until is not None and shared:
-            # It reserves blocks for all its tokens, because it will be computed again; the blocks that it could share
-            # are in addition to these, and the sum may exceed the available blocks.
+            # The request reserves blocks for all its tokens, because they will be computed again. Shared blocks are
+            # added to these, and the sum may exceed the available blocks.
             shared, prefix = [], self._root(answer)
             admitted = self.blocks.admit(shared, need)
         if not admitted:
@@ -439,7 +440,7 @@ class Scheduler:
         return True
 
     def _reserve(self, sequence: CachedSequence, answer: InFlight, take: int) -> None:
-        """Take blocks for the next `take` tokens; other requests can find the full ones from now on."""
+        """Take blocks for the next `take` tokens, and let other requests find the full blocks."""
         size, end = self.blocks.size, sequence.computed + take
         while len(sequence.blocks) * size < end:
             sequence.blocks.append(self.blocks.take())
@@ -448,7 +449,7 @@ class Scheduler:
             self._register(sequence, end)
 
     def _register(self, sequence: CachedSequence, end: int) -> None:
-        """Let other requests find the full blocks among the first `end` tokens, as far as their ids are known."""
+        """Let other requests find the full blocks of the first `end` tokens whose ids are known."""
         size, end = self.blocks.size, min(end, len(sequence.ids))
         while (sequence.registered + 1) * size <= end:
             number = sequence.registered
@@ -483,7 +484,7 @@ class Scheduler:
     def _want(
         work: _Work, answer: InFlight, last: int, allowed: NDArray[np.bool_] | None, guesses: Sequence[int]
     ) -> None:
-        """Add the wanted row of a sequence's last token, and those of the guesses after it."""
+        """Add the wanted row of a sequence's last token, and the wanted rows of the guesses after it."""
         (sequence, *_), chooses = answer.sequences, answer.search is None
         ends: Sequence[int | None] = (*guesses, NO_GUESS) if guesses else _NONE
         work.wanted += range(last, last + len(ends))
@@ -541,7 +542,7 @@ class Scheduler:
         )
 
     def _allowed_after(self, function: Allowed, ids: Sequence[int]) -> NDArray[np.bool_] | None:
-        """bool [vocab], the ids that may follow; None: all. Errors: those of the request's function; ValueError."""
+        """bool [vocab], the ids that may follow; None: all. Errors: any from the request's function; ValueError."""
         allowed = function(ids)
         if allowed is None:
             return None
@@ -560,7 +561,7 @@ class Scheduler:
         checks: dict[int, _Check] = {}
         for row, choice in zip(self._rows.popleft(), choices, strict=True):
             answer = row.answer
-            # Rows with a target score a known token of the prompt, and were not counted.
+            # Rows with a target score a known token of the prompt, so `unresolved` does not include them.
             answer.unresolved -= row.target < 0
             if answer.failure or answer.ended:
                 continue
@@ -592,7 +593,7 @@ class Scheduler:
         return events
 
     def _watch(self, answer: InFlight, token: int) -> None:
-        """Note whether a drafter would have guessed the token, to decide whether to guess the next ones."""
+        """Record whether the drafter would have guessed the token, to decide whether to guess the next tokens."""
         if self._drafter is None or answer.confidence is None or answer.ended or answer.guessed:
             return
         answer.confidence.watched(token)
@@ -659,7 +660,7 @@ class Scheduler:
         return [event]
 
     def _fork(self, answer: InFlight, following: Sequence[tuple[int, int]]) -> None:
-        """Make the sequences of the next beams. A child shares its parent's full blocks and copies the last one."""
+        """Make the sequences of the next beams. A child shares its parent's full blocks and copies the last block."""
         parent_sequences, size = answer.sequences, self.blocks.size
         parents = [number for number, _ in following]
         for number, sequence in enumerate(parent_sequences):

@@ -1,16 +1,16 @@
 """Speculative decoding: guess the next tokens of a sequence, and check all of them with the model in one step.
 
 A step of a few tokens takes a device as long as a step of one token. So if a cheap method guesses the next tokens, the
-model computes all of them at once, chooses a token at each position as it would otherwise, and keeps its choices up to
-the first one that differs from the guess. The answer is the same as without guesses, greedy or drawn, because a draw
-depends only on the request's seed and the token's number.
+model computes all of them at once, chooses a token at each position as it would without guesses, and keeps its choices
+up to the first choice that differs from the guess. The answer is the same as without guesses, greedy or drawn, because
+a draw depends only on the request's seed and the token's index.
 
     NGrams        guesses from the text itself: the tokens that followed the last tokens earlier in the text
-    ModelDrafts   guesses with a smaller model of the same vocabulary, which draws by the same numbers (drafts.py)
+    ModelDrafts   guesses with a smaller model of the same vocabulary and the same random numbers (drafts.py)
     Drafter       their interface; a head of the model that predicts several tokens could be a third implementation
 
-`Confidence` decides by previous results whether to guess a request's next tokens: a text that cannot be guessed is
-computed as without speculation, with steps launched ahead. This file knows no model.
+`Confidence` decides from previous results whether to guess a request's next tokens. A text whose tokens cannot be
+guessed is computed as without speculation, with steps launched ahead. This module does not depend on the model.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 MOST = 15
-"""Most guessed tokens of a sequence: with its last known token they fill a recorded step."""
+"""Maximum number of guessed tokens of a sequence. With its last known token they fill a recorded step."""
 
 TOKENS = 64
-"""Most tokens of a step with guesses; with more sequences in flight, the device is busy without guesses."""
+"""Maximum number of tokens in a step with guesses; with more sequences, the device is busy without guesses."""
 
 LONGEST, SHORTEST = 4, 2
-"""Numbers of last tokens that NGrams searches for, from the most to the fewest."""
+"""Maximum and minimum length of the n-grams that `NGrams` searches for."""
 
 SURE, UNSURE = 2, 2
-"""Right guesses in a row after which a request's tokens are guessed; steps in a row without a right guess after which
-they no longer are."""
+"""Number of right guesses in a row after which a request's tokens are guessed, and number of steps in a row without a
+right guess after which guessing stops."""
 
 REST, LONGEST_REST = 16, 1024
-"""Tokens for which an eager drafter rests after wrong guesses; each further rest is four times as long, up to the
-second number. After a rest the drafter guesses one token, which costs least."""
+"""Number of tokens for which an eager drafter rests after wrong guesses; each further rest is four times as long, up to
+the second number. After a rest, the drafter guesses only one token, which costs the least."""
 
 
 class Guessed(NamedTuple):
@@ -42,22 +42,22 @@ class Guessed(NamedTuple):
 
     number: int  # unique number of the sequence
     request: int  # index of its request, as in `from_request`
-    ids: Sequence[int]  # all its tokens
-    longest: int  # most tokens that it may have
+    ids: Sequence[int]  # all tokens of the sequence
+    longest: int  # maximum number of tokens of the sequence
     numbers: Sequence[tuple[float, ...]]  # `Step.numbers` of the next tokens, one row for each token to guess
 
 
 class Drafter(Protocol):
     """Guesses tokens.
 
-    eager: guess from the start, and again after a rest if guesses were wrong, because guesses take time. Otherwise
-    guesses are free, and used once those for a text were right.
+    eager: guess from the start, and rest after wrong guesses, because guesses take time. If not eager, guesses are
+    free, and used once the guesses for a text were right.
     """
 
     eager: bool
 
     def propose(self, asked: Sequence[Guessed]) -> list[list[int]]:
-        """Guess the next tokens of each sequence, at most as many as it has rows of numbers."""
+        """Guess the next tokens of each sequence, at most one per row of its `numbers`."""
 
     def free(self, number: int) -> None:
         """Forget a sequence that has ended."""
@@ -70,27 +70,27 @@ class Confidence:
     """Decides whether to guess the tokens of a request."""
 
     active: bool = False
-    """Its tokens are guessed."""
+    """Whether the request's tokens are guessed."""
     reach: int = 3
-    """Most tokens to guess at once."""
+    """Maximum number of tokens to guess at once."""
     right: int = 0
     """Number of right guesses in a row."""
     wrong: int = 0
     """Number of steps in a row without a right guess."""
     expected: list[int] = field(default_factory=list)
-    """A guess that no step has checked, to compare with the next tokens."""
+    """Guessed tokens that no step has checked, to compare with the next tokens."""
     pause: int = 0
-    """Length of the next rest; 0: guesses are free, so it never rests."""
+    """Length of the next rest in tokens; 0: guesses are free, so guessing never rests."""
     rest: int = 0
-    """Tokens until it is active again."""
+    """Number of tokens until guessing starts again; 0: no rest."""
 
     @classmethod
     def begin(cls, eager: bool) -> Confidence:
-        """The start for a drafter that is `eager` or not."""
+        """The initial state. eager: see `Drafter`."""
         return cls(active=eager, pause=REST if eager else 0)
 
     def checked(self, guessed: int, right: int) -> None:
-        """Note the result of a step that has checked guesses.
+        """Record the result of a step that has checked guesses.
 
         >>> confidence = Confidence(active=True)
         >>> confidence.checked(3, 3)
@@ -108,13 +108,13 @@ class Confidence:
         if self.wrong >= UNSURE:
             self.active, self.right, self.expected = False, 0, []
             if self.pause:
-                self.wrong, self.reach = UNSURE - 1, 1  # after a rest one wrong step is enough
+                self.wrong, self.reach = UNSURE - 1, 1  # after a rest, one step without a right guess is enough
             else:
                 self.wrong = 0
             self.rest, self.pause = self.pause, min(4 * self.pause, LONGEST_REST)
 
     def watched(self, token: int) -> None:
-        """Note a new token that was not guessed in a step.
+        """Record a new token from a step without guesses.
 
         >>> confidence = Confidence.begin(eager=True)
         >>> confidence.checked(3, 0)
@@ -137,8 +137,8 @@ class Confidence:
 
 
 class NGrams:
-    """Guesses the tokens that followed the last tokens earlier in the same sequence. Holds, for each sequence, where
-    each n-gram ended last."""
+    """Guesses the tokens that followed the last tokens earlier in the same sequence. For each sequence, stores the last
+    position of each n-gram."""
 
     eager = False
 
@@ -156,7 +156,7 @@ class NGrams:
     def _after(self, asked: Guessed) -> list[int]:
         ids = asked.ids
         indexed, ends = self._ends.setdefault(asked.number, ([0], {}))
-        for end in range(max(indexed[0], SHORTEST), len(ids)):  # excludes the last n-gram, which no token follows
+        for end in range(max(indexed[0], SHORTEST), len(ids)):  # excludes the n-gram at the end, which no token follows
             for size in range(SHORTEST, min(LONGEST, end) + 1):
                 ends[tuple(ids[end - size : end])] = end
         indexed[0] = max(indexed[0], len(ids))

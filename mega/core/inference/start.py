@@ -2,7 +2,7 @@
 
     start_engine(opened, mesh, device, options)      rank 0: the engine; other ranks follow it until it closes
 
-This file knows neither prompts nor flags.
+This module depends on neither prompts nor flags.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mega.core.parallel.mesh import Groups, Mesh
 DEFAULT = EngineOptions()
 
 DRAFT_CHUNK = 512
-"""Most tokens of a draft model's step."""
+"""Maximum number of tokens in a step of a draft model."""
 
 
 def start_engine(
@@ -53,9 +53,9 @@ def start_engine(
 ) -> BatchingEngine | None:
     """Return the engine on rank 0. Other ranks follow it until it closes, then return None.
 
-    dtype: of computation and cache [the weights']. adapters: that requests may name. retriever: for a model that reads
-    neighbours. Errors: ValueError where the model does not continue text, or the layout does not divide it;
-    CheckpointError naming file or tensor; LostRank.
+    dtype: dtype of computation and cache [the weights']. adapters: the adapters that requests may name. retriever: for
+    a model that reads neighbours. Errors: ValueError if the model does not continue text, or the layout does not divide
+    the model; CheckpointError naming file or tensor; LostRank.
     """
     model, torch_device = opened.model, device.torch
     dtype = dtype or opened.dtype
@@ -79,9 +79,9 @@ def engine_on(
     relay: Relay | None = None,
     retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
-    """Like `start_engine`, on this rank's stage of a model; the first rank of every replica has its own engine.
+    """Like `start_engine`, but with this rank's stage of a model. The first rank of every replica has its own engine.
 
-    layers: most blocks of any stage [the model's]. adapters: of the stage. relay: of an earlier engine [a new one].
+    layers: maximum number of blocks in a stage [the model's]. adapters: the stage's. relay: an earlier engine's [new].
     """
     if options.cuda_graph and stage.architecture.cached.softcap is not None:
         raise ValueError("--cuda-graph: soft-capped attention is not recorded; valid here: --no-cuda-graph")
@@ -124,8 +124,8 @@ def engine_on(
 def drafter_of(
     options: EngineOptions, model: Architecture, device: Device, dtype: torch.dtype, vocab: int
 ) -> Drafter | None:
-    """The drafter that the options name; its cache has room for as many sequences as the model's. Errors: ValueError
-    where its vocabulary is too small; CheckpointError."""
+    """The drafter that the options name; None if they name none. A draft model's cache holds as many sequences as the
+    model's cache. Errors: ValueError if its vocabulary is too small; CheckpointError."""
     if options.speculate is None or options.batch_invariant:
         return None
     if options.speculate == NGRAM:
@@ -164,7 +164,7 @@ def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
 def check_layout(
     options: ModelConfig, tp: int, pp: int, engine: EngineOptions = DEFAULT, ep: int = 1, *, retrieves: bool = False
 ) -> None:
-    """Check a layout. retrieves: a retriever is available. Errors: ValueError naming the flag."""
+    """Check a layout. retrieves: whether a retriever is available. Errors: ValueError naming the flag."""
     model = architecture(options)
     if ep > 1 and not options.experts:
         raise ValueError(f"--ep {ep}: needs a model with experts")
@@ -188,7 +188,7 @@ def check_layout(
 def _blocks(
     model: Architecture, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int
 ) -> int:
-    """Number of blocks of the cache, equal on every rank. Errors: ValueError where not even one sequence fits."""
+    """Number of blocks in the cache, the same on every rank. Errors: ValueError if not even one sequence fits."""
     size = options.block
     free_bytes = device.room() - (device.resident() if device.is_cuda else 0)
     token = cache_bytes(model, dtype.itemsize, tp=mesh.tp.size, layers=layers)

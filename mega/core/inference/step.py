@@ -1,7 +1,7 @@
 """One iteration of the model as plain integers and floats, the same for one rank and for many.
 
-The scheduler makes a step; it is split into tiles, or packed into one array for other ranks; workers run it. This file
-knows none of them.
+The scheduler makes a step, which may be split into tiles or packed into one array for other ranks, and workers run it.
+This module depends on neither the scheduler nor workers.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mega.core.inference.cache import SCRATCH
 from mega.core.ops.paged_attention import Integers
 
 CHOOSE, BEAM = -1, -2
-"""Targets that are not ids: choose a token; report the most likely ids that are allowed."""
+"""Values of `Step.targets` that are not ids. CHOOSE: choose a token. BEAM: report the most likely allowed ids."""
 
 NOT_FINITE = -1
-"""Replaces the chosen id if the logits contain a NaN or an infinity."""
+"""Reported instead of the chosen id if the logits contain a NaN or an infinity."""
 
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "uniform", "presence", "frequency")
 """Columns of `Step.numbers`; uniform: the number in [0, 1) that decides a draw."""
 
 
 def from_request(index: int) -> int:
-    """Encode, in the place of an id, the last id that an earlier step chose for the request of this index.
+    """A value to use in place of an id: the last id that an earlier step chose for the request with this index.
 
     >>> from_request(0), from_request(from_request(5))
     (-1, 5)
@@ -47,19 +47,19 @@ class Step:
     tokens: Integers
     """int64 [n], ids; a value below 0 is a `from_request`."""
     positions: Integers
-    """int64 [n]"""
+    """int64 [n], positions of the tokens in their sequences."""
     slots: Integers
     """int64 [n], where the cache stores a token's key and value: block * block size + offset."""
     counts: Integers
-    """int64 [r], tokens of each run."""
+    """int64 [r], number of tokens in each run."""
     lengths: Integers
-    """int64 [r], tokens of the run's sequence up to the end of the run."""
+    """int64 [r], number of tokens of the run's sequence up to the end of the run."""
     tables: Integers
     """int64 [r, width], blocks of the run's sequence."""
     sequences: Integers
     """int64 [r], unique number of the run's sequence."""
     adapters: Integers
-    """int64 [r], number of the run's adapter, from 1 on; 0: the base model."""
+    """int64 [r], index of the run's adapter, from 1; 0: the base model."""
     offsets: Integers
     """int64 [r], added to positions to find the rows of the rotary tables."""
     copies: Integers
@@ -69,23 +69,23 @@ class Step:
     targets: Integers
     """int64 [m], the id to score, or CHOOSE or BEAM."""
     tops: Integers
-    """int64 [m], number of most likely ids to report; -1: not even the log-probability."""
+    """int64 [m], number of most likely ids to report; -1: do not report the log-probability either."""
     seen: Integers
-    """int64 [m], row of `SeenIds` for the penalties, or -1."""
+    """int64 [m], row of `SeenIds` for the penalties; -1: no penalties."""
     requests: Integers
-    """int64 [m], index of the request whose last token this row chooses, or -1."""
+    """int64 [m], index of the request whose last token this row chooses; -1: none."""
     marks: Integers
     """int64 [p, 2], (row of `SeenIds`, id to add to it); id -1 clears the row first."""
     biases: NDArray[np.float64]
     """float64 [b, 3], (row of `SeenIds`, id, value to add to its logit), applied after `marks`."""
     numbers: NDArray[np.float64]
-    """float64 [m, NUMBERS]"""
+    """float64 [m, len(NUMBERS)], sampling parameters in the order of `NUMBERS`."""
     allowed: NDArray[np.bool_]
     """bool [m, vocab], or [0, 0] if all ids are allowed."""
 
     @property
     def table_rows(self) -> Integers:
-        """int64 [n], rows of the rotary tables for the tokens."""
+        """int64 [n], row of the rotary tables for each token."""
         return self.positions + np.repeat(self.offsets, self.counts) if self.offsets.any() else self.positions
 
     @property
@@ -118,8 +118,8 @@ class Step:
         return cls(**values)
 
     def tiles(self, rows: int) -> Iterator[Step]:
-        """Split into steps of exactly `rows` tokens and `rows` wanted rows; each token is a run. Padding goes to
-        SCRATCH. In each tile the wanted rows come first, then padding. Only the fields that a forward pass reads are
+        """Split into steps of exactly `rows` tokens and `rows` wanted rows; each token is a run. Padding is written to
+        SCRATCH. In each tile the wanted rows come before padding. Only the fields that a forward pass reads are
         split."""
         run = np.repeat(np.arange(len(self.counts)), self.counts)
         tables = self.tables[run]
@@ -147,15 +147,15 @@ def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int =
     """A step of runs of `counts` tokens that belong to no sequence, at positions from `before` on; each run draws one
     token.
 
-    The runs use separate blocks, from 1 on, if at least `free` blocks are unused. Otherwise all of them use SCRATCH,
-    which then holds the keys that happened to be written last.
+    The runs use separate blocks, from 1 on, if `free` blocks are enough. Otherwise all runs use SCRATCH, which then
+    holds the keys that happened to be written last.
     """
     runs = len(counts)
     lengths = np.array(counts, dtype=np.int64)
     zeros, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
     rows, sampled = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0)
     width = -(-(int(lengths.max()) + before) // block)
-    # Block 0 is SCRATCH, so the runs' own blocks begin at 1.
+    # Block 0 is SCRATCH, so the blocks of the runs begin at 1.
     tables = 1 + np.arange(runs * width).reshape(runs, width)
     if runs * width > free:
         tables[:] = SCRATCH

@@ -1,6 +1,6 @@
-"""Convert tokens to text as they arrive; half a character is held back until it is complete.
+"""Convert tokens to text as they arrive; an incomplete character is held back until it is complete.
 
-This file knows tokenizers, but neither the engine nor the reader.
+This module depends on a tokenizer, but not on the engine.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from mega.core.text.tokenizer import Tokenizer
 
 _CONTEXT = 8
-"""Number of previous tokens that may affect the text of a new one: decoders drop the blank before a text's first piece.
-"""
+"""Number of previous tokens that may affect the text of a new token, since decoders drop the blank before a text's
+first piece."""
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_HALF = 3
-"""Most bytes of an incomplete character; some decoders show each of them as a replacement character."""
+"""Maximum number of bytes of an incomplete character; some decoders show each byte as a replacement character."""
 
 
 class Thought(str):
-    """A model's reasoning before its answer: shown, but not part of the turn in the next prompt."""
+    """A model's reasoning before its answer. It is shown, but is not part of the turn in the next prompt."""
 
 
 class TextStream:
@@ -27,10 +27,10 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
-        self._before = len(tokenizer.decode(self._ids))  # characters of `_ids` that have already been returned
+        self._before = len(tokenizer.decode(self._ids))  # number of characters of `_ids` returned so far
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that is now complete; empty if it ends in an incomplete character."""
+        """Add a token, and return the new text except an incomplete character at the end."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         whole = len(text.rstrip(_HALF)) if _HALF in text[-_LONGEST_HALF:] else len(text)
@@ -42,11 +42,11 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """Return the rest of the text, including an incomplete character."""
+        """Return the rest of the text, even if it is an incomplete character."""
         return self._tokenizer.decode(self._ids)[self._before :]
 
     def _move(self) -> None:
-        """Forget all but the last tokens, whose text is complete, so that decoding stays cheap."""
+        """Forget all tokens except the last, so that decoding stays cheap. Called when all text is complete."""
         if len(self._ids) > 2 * _CONTEXT:
             self._ids = self._ids[-_CONTEXT:]
             self._before = len(self._tokenizer.decode(self._ids))

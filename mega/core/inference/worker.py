@@ -1,8 +1,10 @@
-"""One rank's share of a step: its blocks of the model over its part of the cache; on the last stage also the choice.
+"""One rank's share of a step: the rank's blocks of the model with its part of the cache; on the last stage also the
+choice of tokens.
 
 Every rank of a pipeline stage computes the same tokens. The first tensor rank of the last stage gathers the logits,
 chooses tokens, and sends the result to rank 0. Ranks of the first stage store the last token of each request, so that a
-step can follow a step whose results no host has seen. A worker knows no requests: a step contains all it needs.
+step can follow a step whose results no host has seen. A worker does not depend on requests, because a step contains all
+data that the worker needs.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ from mega.core.parallel.one_shot import exchange_over
 class Worker:
     """Runs steps on one rank.
 
-    stage: of a decoder, in evaluation mode. tile: split steps into steps of exactly this many tokens; None: do not.
-    requests: most requests in flight. vocab: ids below this can be chosen. adapters: the adapters of the stage's
-    linears. graphs: record and replay steps, as far as attention and steps permit. most: most tokens of a recorded step
-    with prompts. retriever: finds neighbours for a model with a retriever, which must be on one rank, without graphs.
+    stage: a stage of a decoder, in evaluation mode. tile: split steps into steps of exactly this many tokens; None: do
+    not split. requests: maximum number of requests in flight. vocab: ids below this can be chosen. adapters: the
+    adapters of the stage's linears. graphs: record and replay steps, where attention and steps permit. most: maximum
+    number of tokens in a recorded step with prompts. retriever: finds neighbours for a model with a retriever, which
+    must be on one rank, without graphs.
     """
 
     graphs: StepGraphs | None = None
@@ -93,7 +96,7 @@ class Worker:
         )
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
         self._decode = DecodeStep(stage, self._exchange.sum)
-        self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row receives padding
+        self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row is written for padding
         self._arriving: deque[_Arriving] = deque()
         if graphs and adapters is None and self.cache.attention.graphs:
             agree, ends = partial(first_problem, axis=mesh.tp, device=device), (mesh.pp.first, mesh.pp.last)
@@ -106,7 +109,7 @@ class Worker:
         return self.mesh.pp.last and self.mesh.tp.first
 
     def run(self, step: Step) -> list[Choice]:
-        """Compute a step, and return a result for each wanted row, on rank 0."""
+        """Compute a step. On rank 0, return a result for each wanted row."""
         return self.launch(step).choices()
 
     @torch.inference_mode()
@@ -172,14 +175,14 @@ class Worker:
             self.graphs.close()
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """[m, ids of this rank] of every tensor rank -> fp32 [m, vocab], without padding."""
+        """Gather [m, ids of this rank] from all tensor ranks to fp32 [m, vocab], without padding."""
         if self.mesh.tp.size > 1:
             logits = self._exchange.gather(logits).transpose(0, 1).reshape(len(logits), -1)
         return logits[:, : self.vocab].float()
 
     def _choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """float64 [m, 2 + 2 k]: id, its log-probability, the k most likely ids and their log-probabilities; [m, 1] if
-        the step reports no log-probabilities. The id is NOT_FINITE where the logits are not finite."""
+        """float64 [m, 2 + 2 k]: the chosen id, its log-probability, the k most likely ids and their log-probabilities.
+        Only [m, 1] if the step reports no log-probabilities. The id is NOT_FINITE where the logits are not finite."""
         if not self.chooses:
             return None
         allowed = sent(step.allowed, self.device) if step.allowed.size else None
@@ -205,7 +208,7 @@ class Worker:
 
     def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The id that each row chooses, [m], and its logit or probability, [m, 1]. The latter is not finite if any of
-        the row's logits is not: the maximum is then not finite, or all probabilities are NaN."""
+        the row's logits is not finite, because then the maximum is not finite or all probabilities are NaN."""
         chooses = step.targets == CHOOSE
         if not chooses.any():
             none = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
@@ -245,7 +248,7 @@ class Worker:
             self._seen.favour(sent(biases[:, :2].astype(np.int64), self.device), sent(biases[:, 2].copy(), self.device))
 
     def _deliver(self, result: torch.Tensor | None, step: Step) -> Launched:
-        """Start sending the last stage's result to rank 0; ranks that do not receive it return an empty `Launched`."""
+        """Start sending the last stage's result to rank 0. Other ranks return a `Launched` without results."""
         pp, mesh = self.mesh.pp, self.mesh
         if pp.size == 1:
             self._keep(None if result is None else result[:, 0], step)
@@ -264,8 +267,8 @@ class Worker:
         return Launched(step, arriving if buffer is not None else None)
 
     def _settle(self, step: Step) -> None:
-        """Before a step: wait for the results of the steps that it follows, and limit the steps in flight to the number
-        of stages."""
+        """Before a step, wait for the results of the steps that it refers to, and limit the steps in flight to the
+        number of stages."""
         if not self._arriving:
             return
         needed = set((~step.tokens[step.tokens < 0]).tolist())
@@ -279,7 +282,7 @@ class Worker:
             self._keep(None if each.found is None else each.found[:, 0], each.step)
 
     def _keep(self, ids: torch.Tensor | None, step: Step) -> None:
-        """Store the last tokens of requests on the ranks of the first stage; its first rank has `ids`."""
+        """Store the last tokens of requests on the ranks of the first stage. Only its first rank has `ids`."""
         if not (step.requests >= 0).any():
             return
         tp, indices = self.mesh.tp, np.where(step.requests < 0, self.requests, step.requests)
@@ -315,8 +318,8 @@ class _Arriving:
 
 
 def _tables(model: Architecture, dtype: torch.dtype, device: torch.device) -> dict[Rope, Rotary]:
-    """cos and sin of all positions; for LongRoPE with two sets of factors, the short ones' rows, then the long
-    ones'."""
+    """cos and sin of all positions; for LongRoPE, all rows with the short factors, then all rows with the long
+    factors."""
     positions = torch.arange(model.positions, device=device)
     lengths = (None,) if model.long_from is None else (model.long_from, model.positions)
     parts = [rotary_tables(model.ropes, positions, dtype, length) for length in lengths]
@@ -326,13 +329,13 @@ def _tables(model: Architecture, dtype: torch.dtype, device: torch.device) -> di
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that was started on the device. found: its results; None on ranks that do not receive them."""
+    """A step that was started on the device. found: the step's results; None on ranks that do not receive them."""
 
     step: Step
     found: HostArray | _Arriving | None
 
     def choices(self) -> list[Choice]:
-        """The result for each wanted row; waits for it."""
+        """Wait for the results, and return one for each wanted row."""
         return [] if self.found is None else _choices(self.found.numpy(), self.step)
 
 
@@ -354,12 +357,12 @@ def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
 
 
 def _not_finite(x: torch.Tensor) -> torch.Tensor:
-    """~x.isfinite() in fewer operations: a finite number times 0 is 0, an infinity or NaN times 0 is NaN."""
+    """~x.isfinite() in fewer operations, since x * 0 is 0 if x is finite, and NaN if x is infinite or NaN."""
     return x.mul(0) != 0
 
 
 def _in_tile(step: Step, number: int, rows: int) -> int:
-    """Number of wanted rows in tile `number`."""
+    """Number of wanted rows in the tile with index `number`."""
     return int(((step.wanted >= number * rows) & (step.wanted < (number + 1) * rows)).sum())
 
 

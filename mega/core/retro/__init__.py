@@ -1,8 +1,8 @@
-"""From a corpus to a model that reads neighbours (Retro), in stages of blocks that can each be rebuilt separately.
+"""Build the neighbours that a Retro model reads from a corpus, in stages of blocks that can be rebuilt separately.
 
 stages     the database of chunks, their vectors, and the neighbours of a run's samples
 embed      embed texts with a BERT
-index      an approximate index of the vectors, by faiss
+index      an approximate index of the vectors, made with faiss
 search     exact search for the nearest vectors
 retrieve   neighbours of texts during generation and evaluation
 database   the verbs: checks, and the sequence of stages

@@ -72,7 +72,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
 
 
 def query_run(options: Options, search: QueryOptions, share: Share, report: Report) -> None:
-    """Find the neighbours of a run's training, validation and test samples. Errors: as in `build_database`."""
+    """Find the neighbours of a run's training, validation and test samples. Errors: those of `build_database`."""
     run, tokenizer, folder = _opened(options)
     manifest = DatabaseManifest.read(folder)
     _check_run(run, tokenizer, manifest)
@@ -100,10 +100,10 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
 
 
 def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
-    """The run, its tokenizer and its database folder. Errors: ValueError naming the flag."""
+    """Return the run, its tokenizer and its database folder. Errors: ValueError naming the flag."""
     if options.data.retro is None:
         raise ValueError("--retro is missing: give the folder that mega retro build has made")
-    parallel = options.parallel  # the layout only affects the number of samples here
+    parallel = options.parallel  # here, the layout only affects the number of samples
     resolved = resolve_run(options, options.runtime.nproc or parallel.tp * parallel.cp * parallel.pp)
     if resolved.tokenizer is None:
         raise ValueError("--tokenizer is missing: chunks are embedded as text")
@@ -111,7 +111,7 @@ def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
 
 
 def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest) -> None:
-    """Check that a run reads the same corpora as the database. Errors: ValueError naming the flag."""
+    """Check that a run reads the corpora of the database. Errors: ValueError naming the flag."""
     folder = run.data.retro
     if not tokenizer.made(manifest.tokenizer):
         rule = f"the database of {folder} was made with {manifest.tokenizer}"
@@ -133,7 +133,7 @@ def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest)
 
 
 def describe_database(options: Options, selection: LookOptions) -> Iterator[str]:
-    """Yield lines about a database. Errors: ValueError naming flag or file."""
+    """Yield lines that describe a database. Errors: ValueError naming flag or file."""
     run, tokenizer, folder = _opened(options)
     manifest = DatabaseManifest.read(folder)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)

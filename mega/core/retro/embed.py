@@ -19,22 +19,22 @@ from mega.core.model.bert import BertStage
 
 
 class Embedder(Protocol):
-    """Embeds texts. `digest` identifies the model and settings that determine the vectors."""
+    """Embeds texts. digest: identifies the model and the settings that determine the vectors."""
 
     @property
     def digest(self) -> str: ...
     def tokens(self, text: str) -> int:
-        """The number of tokens of a text."""
+        """Number of tokens of a text."""
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """[texts, width]"""
+        """Vectors of texts, [texts, width]."""
 
 
 class BertEmbedder:
     """A BERT checkpoint, or a Hugging Face folder with a BERT.
 
-    batch: texts that are embedded together. length: maximum tokens of a text, without [CLS] and [SEP]. Errors:
-    ValueError if the model is not a BERT, or has no tokenizer; CheckpointError.
+    batch: number of texts that are embedded together. length: maximum number of tokens in a text, without [CLS] and
+    [SEP]. Errors: ValueError if the model is not a BERT, or has no tokenizer; CheckpointError.
     """
 
     def __init__(self, load: str, *, batch: int, length: int, device: str) -> None:
@@ -68,14 +68,14 @@ class BertEmbedder:
         return vectors
 
     def _row(self, ids: Sequence[int]) -> list[int]:
-        """[CLS] text [SEP]. A text without tokens becomes a single pad token."""
+        """The ids of a text between [CLS] and [SEP]. A text without tokens becomes a single pad token."""
         roles = self._tokenizer.roles
         assert roles is not None
         return [roles.cls, *(ids or [roles.pad]), roles.sep]
 
 
 def open_embedder_of(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
-    """The embedder that made the vectors of a database. Errors: ValueError if `load` is a different one."""
+    """The embedder that made the vectors of a database. Errors: ValueError if `load` is a different model."""
     length = manifest.embedder.rpartition(" ")[2]
     if not length.isdecimal():
         raise ValueError(f"{folder / manifest.NAME}: embedder {manifest.embedder!r}: is damaged; build it again")

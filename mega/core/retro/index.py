@@ -1,7 +1,7 @@
-"""An approximate index of a database's vectors, by faiss (the extra `retro`): trained on a sample, then filled.
+"""An approximate index of a database's vectors, made with faiss (the extra `retro`): trained on a sample, then filled.
 
     index/faiss/DESCRIPTION/empty.faissindex    the trained index
-    index/faiss/DESCRIPTION/added.faissindex    the index with all vectors, by chunk number
+    index/faiss/DESCRIPTION/added.faissindex    the index with all vectors, by chunk index
     index/faiss/DESCRIPTION/index.json          a digest of the database, written last
 
 DESCRIPTION is a string for faiss's index factory: IVF1024,Flat or OPQ32_64,IVF65536_HNSW8,PQ32. Distances are
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     import faiss
 
 Search: TypeAlias = Callable[[NDArray[np.float32], int], NDArray[np.int64]]
-"""queries [n, width], count -> numbers of the nearest vectors, [n, count], padded with -1."""
+"""(queries [n, width], count) -> indices of the nearest vectors, [n, count], padded with -1."""
 
 _NAME = re.compile(r"[A-Za-z0-9_,()x.]{1,200}")
 
 
 def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device) -> Search:
-    """Search in all vectors, block by block. Errors: ValueError naming a block that is missing or damaged."""
+    """Return a search that compares all vectors, block by block. Errors: ValueError naming a bad or missing block."""
     for _ in read_vectors(folder, chunks, manifest.block_size):
         pass  # checks that all blocks exist and have the same width
 
@@ -50,7 +50,7 @@ def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: 
 def open_search(
     folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device, index: str | None, probes: int
 ) -> Search:
-    """Open the index of a description, or exact search without one. probes: lists of an IVF index that are searched.
+    """Open the index with this description; None: exact search. probes: number of lists to search in an IVF index.
 
     Errors: ValueError naming flag or file.
     """
@@ -77,7 +77,7 @@ def open_search(
 def build_index(
     folder: Path, manifest: DatabaseManifest, chunks: int, index: str, sample: int, report: Callable[[str], None]
 ) -> None:
-    """Phase 1: train on a sample. Phase 2: add all vectors in order. Existing files are kept.
+    """Build an index. Phase 1: train it on a sample. Phase 2: add all vectors in order. Existing files are kept.
 
     Errors: ValueError naming the flag, or a file.
     """
@@ -127,7 +127,7 @@ def _made(library: faiss, width: int, index: str) -> faiss.Index:
 
 
 def _sample(folder: Path, manifest: DatabaseManifest, chunks: int, sample: int) -> NDArray[np.float32]:
-    """A random sample of the vectors, in order. It is the same in every call."""
+    """A random sample of the vectors, in order. Every call returns the same sample."""
     rows = np.sort(np.random.default_rng(0).choice(chunks, min(sample, chunks), replace=False))
     parts = [
         vectors[rows[(rows >= first) & (rows < first + len(vectors))] - first]
@@ -156,7 +156,7 @@ def _read(library: faiss, path: Path, index_path: Path, manifest: DatabaseManife
 
 
 def _check(index_path: Path, manifest: DatabaseManifest, index: str) -> None:
-    """Errors: ValueError if the index is incomplete, or belongs to another database."""
+    """Check index.json. Errors: ValueError if the index is incomplete, or belongs to another database."""
     path = index_path / "index.json"
     if not path.is_file():
         raise ValueError(f"--index {index}: {index_path} is not whole; mega retro build --index {index} makes it")

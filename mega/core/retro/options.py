@@ -1,4 +1,4 @@
-"""Option sections of the `mega retro` verbs. No torch."""
+"""Option sections of the `mega retro` verbs. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ from mega.core.text.tokenizer import Tokenizer
 def opener(
     retrieval: RetrievalOptions, engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0
 ) -> OpenRetriever | None:
-    """The function that opens the retriever of a generating model. Errors: ValueError naming an incompatible flag."""
+    """The function that opens the retriever for generation. Errors: ValueError naming an incompatible flag."""
     if retrieval.retro is not None:
         check_decoding(engine, layout, adapter, beams)
     return named_opener(retrieval)
 
 
 def named_opener(retrieval: RetrievalOptions) -> OpenRetriever | None:
-    """The function that opens the retriever that the flags select, or None. Errors: ValueError naming the flag."""
+    """The function that opens the retriever selected by flags, or None. Errors: ValueError naming the flag."""
     retrieval.check()
     return None if retrieval.retro is None else partial(open_retriever, retrieval)
 
@@ -68,11 +68,11 @@ def open_retriever(retrieval: RetrievalOptions, model: ModelConfig, tokenizer: T
 class DatabaseRetriever:
     """Retrieves the nearest chunks of a database."""
 
-    model: ModelConfig  # The model that reads the neighbours
-    tokenizer: Tokenizer  # Its tokenizer
-    database: ChunkDatabase  # The chunks
-    embedder: Embedder  # Embeds the queries
-    search: Search  # Search in the vectors of the chunks
+    model: ModelConfig  # the model that reads the neighbours
+    tokenizer: Tokenizer  # the model's tokenizer
+    database: ChunkDatabase  # the chunks
+    embedder: Embedder  # embeds the queries
+    search: Search  # finds the nearest of the chunks' vectors
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         model, database = self.model, self.database

@@ -1,7 +1,7 @@
-"""Exact search for the nearest of many vectors by Euclidean distance, block by block. Memory holds two blocks.
+"""Exact search for the nearest vectors by Euclidean distance, block by block. At most two blocks are in memory.
 
 A matrix product selects the best candidates of a block. Their distances are then recomputed from differences in
-float64, so the order does not depend on rounding in the product. Of equal distances the lower number is first.
+float64, so the order does not depend on rounding in the product. Ties are broken by the lower index.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 SPARE = 16
-"""Additional candidates of a block, since rounding may have ranked a true neighbour too low."""
+"""Number of additional candidates per block, because rounding may rank a true neighbour too low."""
 
 
 def nearest(
     queries: NDArray[np.float32], blocks: Iterable[tuple[int, NDArray[np.float32]]], count: int, device: torch.device
 ) -> NDArray[np.int64]:
-    """int64 [n, count]: for each query the numbers of its nearest vectors, padded with -1.
+    """For each query, the indices of the nearest vectors, int64 [n, count], padded with -1.
 
-    blocks: number of the first vector, vectors [m, width].
+    blocks: pairs (index of the first vector, vectors [m, width]).
     """
     query_vectors = torch.from_numpy(np.ascontiguousarray(queries)).to(device)
     distances = torch.full((len(query_vectors), count), torch.inf, dtype=torch.float64, device=device)
@@ -34,8 +34,8 @@ def nearest(
 
 
 def _of_block(query_vectors: torch.Tensor, block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers within the block, and distances, of the best candidates."""
-    # |v - q|^2 without |q|^2, which is equal for all candidates of a query: [n, m].
+    """Indices within the block, and distances, of the best candidates."""
+    # [n, m]: |v - q|^2 without |q|^2, which is the same for all candidates of a query.
     rough = block.square().sum(1) - 2 * query_vectors @ block.T
     candidates = rough.topk(min(count + SPARE, len(block)), 1, largest=False).indices
     exact = torch.stack(
@@ -48,7 +48,7 @@ def _of_block(query_vectors: torch.Tensor, block: torch.Tensor, count: int) -> t
 
 
 def _best(distances: torch.Tensor, numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `count` by distance, then by number."""
+    """Sort by distance, with ties broken by the lower index, and keep the first `count`."""
     by_number = numbers.argsort(dim=1, stable=True)
     distances, numbers = distances.gather(1, by_number), numbers.gather(1, by_number)
     order = distances.argsort(dim=1, stable=True)[:, :count]

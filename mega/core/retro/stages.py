@@ -1,8 +1,8 @@
-"""The stages of a neighbour database: chunks, their vectors, the neighbours of a run's samples.
+"""The stages of a neighbour database: chunks, their vectors, and the neighbours of a run's samples.
 
-Each stage writes blocks atomically, and a block is a function of its input. Existing blocks are kept. A killed stage
-can therefore be resumed, and several processes can share one by `--shard`. The folder records its settings and corpora
-(retro.json), and blocks of other origin are refused.
+Each stage writes blocks atomically, and a block depends only on its input. Existing blocks are kept. A killed stage can
+therefore be resumed, and several processes can share a stage with `--shard`. The folder records its settings and
+corpora (retro.json); blocks for other settings or corpora are refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from mega.core.text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
 QUERIES = 1000
-"""Chunks per search, to bound memory."""
+"""Number of chunks per search, which bounds memory."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The blocks of one process: every `count`-th, starting with number `index`."""
+    """The blocks of one process: every `count`-th block, starting with block `index`."""
 
     index: int = 0
     count: int = 1
@@ -74,7 +74,7 @@ def build_chunks(
     share: Share,
     report: Report,
 ) -> None:
-    """Phase 1: cut blocks of documents. Phase 2, without a shard: merge them."""
+    """Build the chunks. Phase 1: cut blocks of documents into chunks. Phase 2, if not sharded: merge these blocks."""
     for source in corpora:
         document_blocks = list(individual(folder, source, manifest.doc_block_size))
         for block, path in share.of(document_blocks):
@@ -87,7 +87,7 @@ def build_chunks(
 
 
 def vector_blocks(folder: Path, chunks: int, size: int) -> list[tuple[Block, Path]]:
-    """The blocks of vectors, and their files."""
+    """The blocks of vectors and their paths."""
     return [(block, folder / "index" / "train_emb" / "blocks" / block.name) for block in blocks(chunks, size, ".npy")]
 
 
@@ -111,7 +111,7 @@ def write_array(path: Path, array: NDArray[np.generic]) -> None:
 
 
 def read_vectors(folder: Path, chunks: int, size: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield the number of the first chunk of each block, and its vectors. Errors: ValueError naming a damaged file."""
+    """Yield the index of the first chunk of each block, and the vectors. Errors: ValueError naming a damaged file."""
     width = None
     for block, path in vector_blocks(folder, chunks, size):
         try:
@@ -139,7 +139,7 @@ def find_neighbours(
     share: Share,
     report: Report,
 ) -> None:
-    """Write the neighbours of all chunks of a dataset to query/NAME. search: returns the numbers of the nearest
+    """Write the neighbours of all chunks of a dataset to query/NAME. search: returns the indices of the nearest
     vectors."""
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     each = (len(dataset[0]) - 1) // manifest.chunk_length
@@ -147,7 +147,7 @@ def find_neighbours(
     query_blocks = [
         (block, folder / "query" / name / block.name) for block in blocks(rows, manifest.block_size, ".npy")
     ]
-    # Reject another --saved before the first search.
+    # Reject a --saved that differs from existing blocks before the first search.
     for block, path in query_blocks:
         width = read_neighbours(path, block.rows, len(database)).shape[1] if is_built(path) else saved
         if width != saved:
@@ -170,7 +170,7 @@ def find_neighbours(
 
 
 def chunk_ids(dataset: DocumentedDataset, numbers: range, each: int, length: int) -> Iterator[list[int]]:
-    """Yield the tokens of chunks by row number. Each sample is read once."""
+    """Yield the tokens of the chunks with these numbers. Each sample is read once."""
     for sample, rows in groupby(numbers, lambda number: number // each):
         tokens = dataset[sample]
         for row in rows:

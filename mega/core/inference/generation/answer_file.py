@@ -1,9 +1,9 @@
 """Write rows as they are computed, so that a killed run resumes after the last complete row.
 
     FILE.partial    a line with a fingerprint of the settings, then the rows so far
-    FILE            the rows, after all have been written
+    FILE            the rows, after all rows have been written
 
-This file knows neither engines nor texts.
+This module depends on neither engines nor texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mega.core.files import fingerprint, whole_file
 
 
 class AnswerFile:
-    """path: of the rows. about: the settings that decide every row. done: rows written by an earlier process."""
+    """A file of rows. path: path of the file. about: the settings that determine the rows. done: number of rows that an
+    earlier process has written."""
 
     def __init__(self, path: Path, about: Mapping[str, object]) -> None:
         self.path, self._partial = path, Path(f"{path}.partial")
@@ -33,7 +34,7 @@ class AnswerFile:
             file.write(self._first)
 
     def _read(self) -> tuple[int, int]:
-        """Number of complete rows of an earlier process, and the offset of their end."""
+        """Number of complete rows of an earlier process, and the offset of the end of the last row."""
         if not self._partial.is_file():
             return 0, 0
         with open(self._partial, "rb") as file:
@@ -56,7 +57,7 @@ class AnswerFile:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Finish: copy all rows to the final file, and remove the partial one."""
+        """Finish: copy all rows to the final file, and remove the partial file."""
         with whole_file(self.path) as whole, open(self._partial, "rb") as file:
             file.readline()
             shutil.copyfileobj(file, whole, 1 << 20)

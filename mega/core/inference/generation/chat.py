@@ -1,8 +1,8 @@
 """`mega chat`: a conversation at the terminal, with a model in this process or on a server.
 
 Lines that begin with / change the conversation or the sampling; all other lines are the user's turns. Every request
-contains the whole conversation: the engine finds the previous turns in its cache. This file reads standard input, and
-knows flags only in messages.
+contains the whole conversation, but the engine finds previous turns in its cache. This file reads standard input; flags
+are named only in messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answering(Protocol):
         self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
         """Yield the text of the next turn as it arrives. given: names of the fields of `how` that the user has set,
-        even to defaults. tokens: maximum number of tokens of the turn; None is the default of the model's host.
+        even if to defaults. tokens: maximum number of tokens of the turn; None: the default of the model's host.
         Errors: ValueError with the reason."""
 
 
@@ -97,12 +97,12 @@ class ChatSession:
     how: Sampling = field(default_factory=Sampling)
     """Sampling of answers."""
     tokens: int | None = None
-    """Maximum number of tokens of an answer; None: `ANSWER_TOKENS`, or what a server decides."""
+    """Maximum number of tokens of an answer; None: `ANSWER_TOKENS`, or the server's default."""
     system: str = ""
-    """The system turn; "": none."""
+    """Text of the system turn; "": no system turn."""
     turns: list[Message] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
-    """Names of the fields of `how` that the user has set; a server has its own defaults for the others."""
+    """Names of the fields of `how` that the user has set; a server has its own defaults for the other fields."""
 
     @property
     def messages(self) -> list[Message]:
@@ -110,9 +110,9 @@ class ChatSession:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def play(self, read: Callable[[], str], write: Callable[[str], None]) -> int:
-        """Run until the input ends, or /exit, and return the number of lines that ended in an error.
+        """Run until the end of the input or /exit. Return the number of lines that ended in an error.
 
-        read: returns the next line, raises EOFError at the end. write: prints.
+        read: returns the next line, raises EOFError at the end. write: prints text.
         """
         errors = 0
         while True:
@@ -132,7 +132,7 @@ class ChatSession:
                 errors += 1
 
     def _turn(self, line: str, write: Callable[[str], None]) -> None:
-        """Request an answer, and store the turn with as much of its answer as arrived."""
+        """Request an answer, and store the turn with the part of the answer that arrived."""
         messages = [*self.messages, {"role": "user", "content": line}]
         pieces: list[str] = []
         thinking = False
@@ -152,7 +152,7 @@ class ChatSession:
         self.turns += [{"role": "user", "content": line}, {"role": "assistant", "content": "".join(pieces)}]
 
     def command(self, line: str) -> str:
-        """Run a command and return a line on its effect. Errors: ValueError naming the command, OSError."""
+        """Run a command; return a message that describes its effect. Errors: ValueError naming the command, OSError."""
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         match word:
@@ -211,7 +211,7 @@ class ChatSession:
 
 
 def lines(prompt: str = "> ") -> Callable[[], str]:
-    """A function that reads lines of standard input; at a terminal with a prompt, editing and a history."""
+    """A function that reads lines of standard input. At a terminal, it offers a prompt, editing and a history."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - imported for its effect on `input`
 

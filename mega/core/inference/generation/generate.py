@@ -1,4 +1,5 @@
-"""Generate tokens with an engine, and compute losses with a whole model. Ids in, ids out; knows no tokenizer."""
+"""Generate tokens with an engine, and compute losses with a whole model. Ids in, ids out: this module does not depend
+on a tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mega.core.inference.request import SEEDS, Citation, Engine, Event, Request,
 
 @torch.no_grad()
 def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
-    """ids int64 [b, s] -> [b, s, vocab], without the vocabulary's padding."""
+    """ids int64 [b, s] -> logits [b, s, vocab], without the vocabulary's padding."""
     prompt, model = family(stage.model).prompt, stage.architecture
     if prompt is None:
         kind = "with --retriever" if stage.model.retriever else f"of --family {model.family}"
@@ -33,12 +34,12 @@ def generate(
     adapter: str | None = None,
     cite: Callable[[Sequence[Citation]], None] = lambda cited: None,
 ) -> Generator[int, None, None]:
-    """Yield up to `tokens` ids that follow `prompt`, from an engine without other requests. Ends after an id of
-    `stop_ids`, which it also yields. cite: receives the neighbours that the model reads. If the generator is closed
-    early, the engine is free again.
+    """Yield up to `tokens` ids that follow `prompt`, from an engine without other requests. End after an id of
+    `stop_ids`, which is yielded too. cite: receives the neighbours that the model reads. If the generator is closed
+    early, its request is cancelled.
 
-    When a text exceeds the model's positions, the model sees only its end, at first half of the positions. Errors:
-    RequestError for an empty prompt.
+    When a text exceeds the model's positions, the model continues from the last part of the text, which at first fills
+    half of the positions. Errors: RequestError for an empty prompt.
     """
     ids, longest, seed = list(prompt), engine.limits.longest, how.seed
     while tokens > 0:
@@ -64,13 +65,13 @@ def generate(
                 engine.step()
             raise
         tokens -= room
-        # The same seed would repeat the draws of the part before.
+        # The same seed would repeat the draws of the previous part.
         seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]
         how = replace(how, seed=seed)
 
 
 def check_answered(event: Event) -> None:
-    """Errors: ValueError where a request has failed."""
+    """Check an event. Errors: ValueError if its request has failed."""
     if event.finish == "failed":
         raise ValueError(f"no answer: {event.message}")
 
@@ -78,7 +79,7 @@ def check_answered(event: Event) -> None:
 def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:
     """-ln p of every id except the first, [len(ids) - 1], in nats.
 
-    A long text is split into windows of the model's positions, so the first ids of a window have little context.
+    A long text is split into windows of the model's maximum length, so the first ids of a window have little context.
     """
     window, parts = stage.architecture.positions, [torch.zeros(0)]
     for start in range(0, len(ids) - 1, window):

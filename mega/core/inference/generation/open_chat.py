@@ -19,7 +19,7 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 def open_chat(place: Path, talk: ChatOptions, engine: EngineOptions, adapters: Mapping[str, Path]) -> LocalAnswers:
-    """Open a model. If it is a base model, say so on stderr. Errors: ValueError naming flag, file or tensor."""
+    """Open a model; print a message if it is a base model. Errors: ValueError naming flag, file or tensor."""
     model = open_model(place)
     check_layout(model.model, 1, 1, engine)
     opened_adapters = open_adapters(adapters, model)
@@ -47,7 +47,7 @@ def open_chat(place: Path, talk: ChatOptions, engine: EngineOptions, adapters: M
 
 
 def template(opened: OpenedModel, tokenizer: Tokenizer, asked: str | None = None) -> ChatFormat | None:
-    """The template that --chat-template names, else the model's; None if it has none."""
+    """The template that --chat-template names, else the model's template; None if the model has no template."""
     if asked is not None:
         for line in chosen_template("serve", opened, opened.path, asked).notes:
             print(f"mega: {line}", file=sys.stderr)

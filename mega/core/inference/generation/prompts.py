@@ -1,6 +1,6 @@
 """`mega generate` on one rank: a single prompt, a file of prompts, new documents, or prompts from the terminal.
 
-Rank 0 reads and writes; the others follow its engine. This file knows texts and engines, and flags only in messages.
+Rank 0 reads and writes; the other ranks follow its engine. Flags are named only in messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Json, parse_json
 
 BLOCK = 1024
-"""Number of prompts whose rows are written together."""
+"""Number of prompts whose rows are written to the file at once."""
 ASK = "Context prompt (stop to exit) >>> "
 
 
@@ -54,15 +54,15 @@ class GenerationPlan:
     layout: DecodingLayout = field(default_factory=DecodingLayout)
     engine: EngineOptions = field(default_factory=EngineOptions)
     interactive: bool = False
-    """Read prompts from the terminal."""
+    """Whether to read prompts from the terminal."""
     retriever: OpenRetriever | None = None
     """Opens the retriever of neighbours in `retro`."""
     retro: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
-    """Options of a tokenizer instead of the model's own."""
+    """Options of a tokenizer that is used instead of the model's own; empty: use the model's."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    """Name -> directory. The first one is used for prompts of --input that name none."""
+    """Name -> directory. Prompts of --input that name no adapter use the first one."""
 
     @property
     def load(self) -> Path:
@@ -72,7 +72,7 @@ class GenerationPlan:
 
     @property
     def length_penalty(self) -> float:
-        """Of beam search."""
+        """The length penalty of beam search."""
         return 1.0 if self.texts.length_penalty is None else self.texts.length_penalty
 
 
@@ -129,7 +129,7 @@ def open_inputs(plan: GenerationPlan) -> GenerationInputs:
 def _prompt_notes(
     plan: GenerationPlan, opened: OpenedModel, tokenizer: Tokenizer, prompts: Sequence[TextPrompt]
 ) -> Iterator[str]:
-    """Lines for the user on prompts that spell special tokens, and on texts that exceed the model's positions."""
+    """Messages about prompts that spell special tokens, and about texts that exceed the model's positions."""
     texts = [each.text for each in prompts] or [plan.texts.prompt or ""]
     special_tokens = Spelled(tokenizer.special_tokens())
     name = next(filter(None, map(special_tokens.first_in, texts)), None)
@@ -227,7 +227,7 @@ class TextGenerator:
 
     @property
     def adapter(self) -> str | None:
-        """The adapter for prompts that name none."""
+        """The adapter for prompts that do not name an adapter."""
         return next(iter(self.plan.adapters), None)
 
     def text(self, prompt: TextPrompt, ids: Sequence[int], new: Sequence[int]) -> str:
@@ -237,7 +237,7 @@ class TextGenerator:
         return "".join(pieces) + stream.finish()
 
     def continue_one(self, prompt: str, out: TextIO, stopped: Callable[[], bool] = lambda: False) -> int:
-        """Print a prompt and its continuation as it arrives, until `stopped()`; return its number of tokens."""
+        """Print a prompt and, as it arrives, its continuation, until `stopped()`. Return the number of new tokens."""
         plan, ids, count = self.plan, self.ids(prompt), 0
         print(prompt, end="", flush=True, file=out)
         if plan.texts.beams:
@@ -277,7 +277,7 @@ class TextGenerator:
         raise AssertionError("a request has an end")
 
     def _request(self, ids: Sequence[int], number: int, adapter: str | None) -> Request:
-        """The request for prompt `number`: with a seed of its own, for as many tokens as fit.
+        """The request for the prompt with index `number`, with its own seed and as many new tokens as fit.
 
         Errors: RequestError.
         """
@@ -298,12 +298,12 @@ class TextGenerator:
         )
 
     def answers(self, prompts: Sequence[TextPrompt]) -> list[dict[str, Json]]:
-        """Continue prompts, many at a time; rows of "prompt", "text", "finish" and "tokens". Errors: ValueError naming
-        the prompt that cannot be continued."""
+        """Continue prompts, many at a time, and return one row per prompt with "prompt", "text", "finish" and "tokens".
+        Errors: ValueError naming the prompt that cannot be continued."""
         return self._rows(prompts, list(self._requests(prompts)), 0)
 
     def answer_all(self, prompts: Sequence[TextPrompt]) -> None:
-        """Continue all prompts, many at a time, and write one JSON line for each, in order. A file is written in
+        """Continue all prompts, many at a time, and write one JSON line per prompt, in order. A file is written in
         blocks, and an interrupted call resumes after the last block."""
         requests = list(self._requests(prompts))
         if self.plan.texts.output is None:
@@ -338,7 +338,7 @@ class TextGenerator:
                 raise ValueError(f"{location}{flag_line(error)}") from None
 
     def _rows(self, prompts: Sequence[TextPrompt], requests: Sequence[Request], begin: int) -> list[dict[str, Json]]:
-        """The rows of prompts; the first of them has number `begin`."""
+        """The rows of prompts; the first prompt has index `begin`."""
         numbers = {self.engine.add(request): number for number, request in enumerate(requests)}
         new: list[list[int]] = [[] for _ in prompts]
         ends: list[str] = [""] * len(prompts)
@@ -368,8 +368,9 @@ class TextGenerator:
         return rows
 
     def converse(self) -> None:
-        """Read prompts from the terminal until `stop` or the end of the input. With one rank, Ctrl-C ends an answer; at
-        a prompt it ends the program. Opens the terminal itself, because one rank of several has no standard input."""
+        """Read prompts from the terminal until `stop` or the end of the input. With one rank, Ctrl-C during an answer
+        ends the answer; at a prompt, Ctrl-C ends the program. This method opens the terminal itself, because a rank
+        among several has no standard input."""
         from rich.console import Console
 
         console = Console(highlight=False)
@@ -397,8 +398,8 @@ class TextGenerator:
 
 @contextlib.contextmanager
 def ctrl_c_flag(heeded: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed, which then has no other effect. If not `heeded`, Ctrl-C
-    keeps its usual effect."""
+    """Yield a function that returns whether Ctrl-C was pressed. Ctrl-C then has no other effect. If not `heeded`,
+    Ctrl-C keeps its usual effect, and the function returns False."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number)) if heeded else None
     try:

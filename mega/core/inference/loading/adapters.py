@@ -8,10 +8,10 @@ The matrices A of all adapters are stacked into one, and so are the matrices B. 
 products per linear, for any number of adapters. Between the products, only the columns of a token's own adapter are
 kept, so that no request affects another:
 
-    h = x A^T     [tokens, rank of adapter 1 | rank of adapter 2 | ...]     all other columns than the token's are zero
+    h = x A^T     [tokens, rank of adapter 1 | rank of adapter 2 | ...]     zero except in the columns of the adapter
     y += h B^T
 
-This file knows neither requests nor prompts. Source: Hu et al. 2021, section 4.
+This module depends on neither requests nor prompts. Source: Hu et al. 2021, section 4.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mega.core.parallel.weight import Segment
 from mega.core.shard import on_tensor_rank, shard
 
 MOST_NAME = 64
-"""Most characters of an adapter's name."""
+"""Maximum number of characters in an adapter's name."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class OpenedAdapter:
 
     name: str
     flag: str
-    """The option that names it, for messages."""
+    """The option that names the adapter, for messages."""
     rank: int
     scale: float
     specs: Mapping[str, AdapterSpec]
     """Name of a linear's weight -> the two matrices that are added to it."""
     weights: Readable
-    """Fills the matrices."""
+    """Reads the stored matrices into memory."""
     source: StoredWeights | OpenedModel
     """The run, or the folder with the tokenizer and the chat template that came with the adapter."""
     notes: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Messages for the user."""
 
 
 def adapter_paths(given: Sequence[str]) -> dict[str, Path]:
@@ -123,7 +123,7 @@ def _own(path: Path, opened: OpenedModel) -> tuple[StoredWeights, ModelConfig]:
     base = named_base(checkpoint)
     if base is None or architecture(adapter_config).adapters is None:
         raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
-    # The manifest of a mega run names the base of its adapters. Foreign adapters name none, so shapes must be enough.
+    # The manifest of a mega run names the base of its adapters. Foreign adapters do not, so only shapes are checked.
     base_digest = comparable_digest(base["digest"], opened.weights)
     if base_digest not in ("", base["digest"]):
         difference = digest_difference(base["digest"], base_digest)
@@ -144,9 +144,9 @@ def _peft(path: Path, opened: OpenedModel, files: Mapping[str, Path]) -> tuple[O
 class AdapterChoice:
     """The adapter of each token of a step, for all linears of a stage.
 
-    kept: bool [tokens, columns], the columns of A x of the token's adapter; scales: fp32 [tokens, columns], their
-    factors. Both equal None if no token of the step uses an adapter. always: never None, so that a token is computed
-    the same way next to any other tokens.
+    kept: bool [tokens, columns], whether a column of A x belongs to the token's adapter. scales: fp32 [tokens,
+    columns], the factors of these columns. Both equal None if no token of the step uses an adapter. always: set both in
+    every step, so that the computation of a token does not depend on the other tokens.
     """
 
     def __init__(self, adapters: Sequence[OpenedAdapter], device: torch.device, *, always: bool) -> None:
@@ -164,7 +164,7 @@ class AdapterChoice:
         self.scales: torch.Tensor | None = None
 
     def begin(self, adapters: Integers) -> None:
-        """Set the number of each token's adapter, int64 [tokens], from 1 on in the order of `names`; 0: none."""
+        """Set each token's adapter, int64 [tokens]: 1 + its index in `names`; 0: no adapter."""
         self.kept = self.scales = None
         if self._always or adapters.any():
             numbers = sent(np.ascontiguousarray(adapters), self._kept.device)
@@ -181,8 +181,8 @@ def _columns(adapters: Sequence[OpenedAdapter]) -> Iterator[slice]:
 class StackedAdapters(LowRank):
     """All adapters of the linears of one GEMM; replaces `parallel.adapter.Adapter`, without a backward pass.
 
-    down: every A of every part, [parts x columns, in]. up: every B of each part, [out, columns]. parts: the columns of
-    y that belong to each part.
+    down: the matrices A of all parts, [parts x columns, in]. up: for each part the matrices B, [out, columns]. parts:
+    the columns of y that belong to each part.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class StackedAdapters(LowRank):
         self._choice, self._down, self._up, self._parts = choice, down, list(up), list(parts)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None = None) -> None:
-        """Add to y [n, out] the product of each row of x [n, in] with its own adapter."""
+        """Add the product of each row of x [n, in] with the row's adapter to y [n, out]."""
         mask, scales = self._choice.kept, self._choice.scales
         if mask is None or scales is None:
             return
@@ -206,7 +206,7 @@ class StackedAdapters(LowRank):
 def load_adapters(
     stage: Any, adapters: Sequence[OpenedAdapter], mesh: Mesh, device: torch.device, *, always: bool
 ) -> AdapterChoice | None:
-    """Load this rank's part of all adapters next to the linears of its stage; None without adapters.
+    """Load this rank's part of all adapters next to the linears of its stage; None if `adapters` is empty.
 
     always: as in `AdapterChoice`. Errors: CheckpointError naming file and tensor.
     """
@@ -240,7 +240,7 @@ def _attach(
     ]
     if not segments:
         return
-    # width: the ranks of all adapters together. Adapter a has its columns (a) of the width in every part p:
+    # width: the sum of the ranks of all adapters. columns (a): the slice of the width that belongs to adapter a.
     #     down     [parts x width, in]     rows p * width + columns (a)
     #     ups[p]   [out of p, width]       columns (a)
     down = weight.new_zeros(len(segments) * width, weight.shape[1])

@@ -1,6 +1,6 @@
 """Compare tokenizers and chat templates from flags or adapters with those that came with the weights.
 
-The rules are `RULES` in text/identity.py; this file finds what weights have. It knows flags only in messages.
+The rules are `RULES` in text/identity.py; this file finds what came with the weights. Flags are named only in messages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mega.core.text.identity import ALLOW, cuts_alike, judge, other_tokenizer
 from mega.core.text.tokenizer import Tokenizer
 
 EITHER = "auto"
-"""--chat-template: the template of the weights if they have one, else plain."""
+"""Value of --chat-template: the template that came with the weights, or plain for weights without a template."""
 
 
 class ChosenTemplate(NamedTuple):
-    """The chosen value, and lines for the user."""
+    """The chosen value, and messages for the user."""
 
     value: str
     notes: tuple[str, ...] = ()
@@ -38,10 +38,10 @@ class ChosenTemplate(NamedTuple):
 def check_tokenizer_flags(
     verb: str, source: StoredWeights | OpenedModel, place: object, given: Tokenizer, *, allowed: bool | None = None
 ) -> list[str]:
-    """Lines for the user on a tokenizer that flags name although the weights at `place` have one.
+    """Messages about a tokenizer that flags name although the weights at `place` have their own.
 
-    allowed: whether --allow-tokenizer-mismatch was given; None if the verb does not have this flag.
-    Errors: ValueError where the two tokenizers differ.
+    allowed: whether --allow-tokenizer-mismatch was given; None if the verb does not have this flag. Errors: ValueError
+    where the two tokenizers differ.
     """
     section = tokenizer_section(source)
     if section is None:
@@ -65,9 +65,10 @@ def check_tokenizer_flags(
 
 
 def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer, adapter: OpenedAdapter) -> list[str]:
-    """Lines for the user on the tokenizer that came with an adapter. The model's is used, and both must give equal ids.
+    """Messages about the tokenizer that came with an adapter. The model's tokenizer is used, and both must give equal
+    ids.
 
-    Errors: ValueError where they do not.
+    Errors: ValueError where the ids differ.
     """
     flag, section = adapter.flag, tokenizer_section(adapter.source)
     if section is None:
@@ -86,7 +87,7 @@ def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer
 
 
 class AdapterTemplate(NamedTuple):
-    """template: a name, or its text; None to use the model's."""
+    """template: the name or the text of a template; None: use the model's."""
 
     template: str | None
     notes: tuple[str, ...] = ()
@@ -106,7 +107,7 @@ def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate
 
 
 def doubts(place: Path) -> list[str]:
-    """Reasons for which verbs would refuse the weights at `place`: their tokenizer, end tokens or chat template."""
+    """Problems with the tokenizer, end tokens or chat template at `place`, for which verbs would refuse the weights."""
     model = open_model(place)
     if tokenizer_section(model) is None:
         return []
@@ -130,7 +131,8 @@ def doubts(place: Path) -> list[str]:
 
 
 def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
-    """Whether both are WordPiece, and the weights' folder has only a vocab.txt, which does not say if to lower-case."""
+    """Whether both are WordPiece, and the weights' folder has only a vocab.txt, which does not tell whether to
+    lower-case text."""
     kinds = {own.kind, given.kind}
     if "progress" in source.meta or len(kinds) == 1 or not kinds <= {"BertWordPieceLowerCase", "BertWordPieceCase"}:
         return False
@@ -148,9 +150,9 @@ def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokeni
 
 
 def chosen_template(verb: str, source: StoredWeights | OpenedModel, place: object, asked: str) -> ChosenTemplate:
-    """The name or the file of the chat template that is used. asked: value of --chat-template.
+    """The name or the file of the chat template to use. asked: value of --chat-template.
 
-    Errors: ValueError where the template of the weights is requested, and they have none.
+    Errors: ValueError if the template of the weights is requested, but does not exist.
     """
     own_place = chat_template_place(source)
     if asked in (MODELS_OWN, EITHER) and own_place is not None:

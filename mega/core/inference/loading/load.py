@@ -4,7 +4,7 @@
     load_stages(opened, mesh, device)    this rank's part of the model, at any tp x cp x pp
     load_model(checkpoint)               the whole model as one stage
 
-Also finds the tokenizer and the chat template that came with the weights. Knows neither prompts nor training.
+This module also finds the tokenizer and the chat template that came with the weights.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ FIELDS = {
     "merges.txt": "merge_file",
     "tokenizer.model": "tokenizer_model",
 }
-"""Name of an attached tokenizer file -> the option for its path."""
+"""Name of an attached tokenizer file -> the option for the file's path."""
 
 MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.txt"}
-"""Kind of tokenizer -> the attached file of its model, if it is not tokenizer.model."""
+"""Kind of tokenizer -> the attached file with its model, where this is not tokenizer.model."""
 
 MOST_ENDS = 64
-"""Most ids in `eos_token_id`; released models have up to five."""
+"""Maximum number of ids in `eos_token_id`; released models have up to five."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class OpenedModel:
     """An opened model."""
 
     weights: Readable
-    """Fills stages."""
+    """Reads the weights into stages."""
     model: ModelConfig
-    """Resolved and checked."""
+    """The model's options, resolved and checked."""
     attachments: Mapping[str, Path]
     """Files that came with the weights, by name."""
     meta: Mapping[str, Any]
     """The manifest of a mega run; empty for foreign weights."""
     digest: str
-    """Equal if model and weights are equal."""
+    """Two opened models have equal digests if their options and weights are equal."""
     notes: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Messages for the user."""
 
     @property
     def path(self) -> Path:
@@ -93,22 +93,22 @@ class OpenedModel:
 
     @property
     def trained_length(self) -> int | None:
-        """Columns of the rows that a mega run trained on; None for foreign weights."""
+        """Sequence length in tokens with which a mega run trained; None for foreign weights."""
         length = self.meta.get("config", {}).get("batch", {}).get("seq_length")
         return length if isinstance(length, int) and length > 0 else None
 
     @property
     def trained_on_conversations(self) -> bool:
-        """Whether a mega run trained it with a chat template."""
+        """Whether a mega run trained the model with a chat template."""
         return trained_on_conversations(self.meta)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which most weights are stored: the embedding's."""
+        """The dtype in which the embedding, and usually most other weights, are stored."""
         return main_dtype(self.weights.tensors)
 
     def read(self, wanted: Iterable[Piece]) -> None:
-        """Fill parts of `weights/...` tensors, with conversion of the dtype. Errors: CheckpointError naming file or
+        """Fill parts of `weights/...` tensors, and convert the dtype if needed. Errors: CheckpointError naming file or
         tensor."""
         self.weights.read(wanted, cast=True)
 
@@ -117,17 +117,17 @@ class OpenedModel:
         return load_tokenizer(self)
 
     def tokenizer_section(self) -> dict[str, Json] | None:
-        """The options of that tokenizer; None if it is missing."""
+        """The options of the tokenizer that came with the weights; None if it is missing."""
         return tokenizer_section(self)
 
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a text in addition to the tokenizer's own: Hugging Face's `eos_token_id`, a number or a list,
-        from the generation_config.json that came with the weights, else from config.json. Errors: CheckpointError
+        """Ids that end a text in addition to the tokenizer's end token. They are read from `eos_token_id`, a number or
+        a list, in the generation_config.json that came with the weights, else in config.json. Errors: CheckpointError
         naming file and key."""
         return declared_ends(self.attachments, self.architecture.input.vocab) or frozenset()
 
     def ends(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids that end a text: the tokenizer's own end token, and the model's, if the tokenizer has these ids."""
+        """Ids that end a text: the tokenizer's end token, and the model's end tokens that the tokenizer has."""
         return text_ends(tokenizer, self.stop_ids(), tokenizer.vocab_size)
 
     def chat_template(self) -> str | None:
@@ -160,13 +160,13 @@ def trained_on_conversations(meta: Mapping[str, Any]) -> bool:
 
 
 def text_ends(tokenizer: Tokenizer, stop_ids: Iterable[int], known: int) -> frozenset[int]:
-    """The tokenizer's end token and `stop_ids`, without ids from `known` on, which are never chosen."""
+    """The tokenizer's end token and `stop_ids`, without ids >= `known`, which are never chosen."""
     return frozenset(token for token in (tokenizer.eod, *stop_ids) if token is not None and token < known)
 
 
 def open_model(path: Path | str) -> OpenedModel:
     """Open the model at `path`: a mega run (its newest step), one of its steps, a URL of either, or foreign weights
-    (Hugging Face, Meta, Megatron-LM, fairseq, llama2.c). Reads no weights yet, and writes nothing.
+    (Hugging Face, Meta, Megatron-LM, fairseq, llama2.c). The weights are not read yet, and nothing is written.
 
     Errors: CheckpointError, a ValueError, naming the file, key or tensor at fault.
     """
@@ -179,7 +179,7 @@ def open_model(path: Path | str) -> OpenedModel:
 
 
 def opened_checkpoint(checkpoint: StoredWeights) -> OpenedModel:
-    """Open a mega checkpoint; if it holds only adapters, with the weights of their base. Errors: CheckpointError."""
+    """Open a mega checkpoint. If it holds only adapters, also open their base's weights. Errors: CheckpointError."""
     whole, model = whole_model(checkpoint)
     return OpenedModel(whole, model, whole.attachments, whole.meta, whole.digest)
 
@@ -195,11 +195,11 @@ def load_stages(
     overlap: bool = False,
     stage_layers: tuple[int, ...] = (),
 ) -> list[ModelStage]:
-    """Load this rank's part of a model for evaluation: one stage, in a list as `Pipeline` takes it.
+    """Load this rank's part of a model for evaluation, as a list with one stage, which is what `Pipeline` takes.
 
-    dtype: of the computation [the weights']. ops: [the fastest for device and dtype]. sequence, overlap: use of the
-    tensor axis, as with --sequence-parallel and --tp-overlap. stage_layers: blocks of each stage if they differ.
-    Errors: ValueError where the layout does not divide the model; CheckpointError naming file or tensor.
+    dtype: dtype of the computation [the weights']. ops: [the fastest for device and dtype]. sequence, overlap: as
+    --sequence-parallel and --tp-overlap. stage_layers: number of blocks in each stage if the numbers differ. Errors:
+    ValueError where the layout does not divide the model; CheckpointError naming file or tensor.
     """
     stage = empty_stage(
         opened.model,
@@ -253,8 +253,8 @@ def fill(stage: nn.Module, opened: OpenedModel) -> None:
 
 
 def _check_finite(stage: nn.Module, path: Path) -> None:
-    """Errors: CheckpointError naming the first tensor that contains a NaN or an infinity, which would make all answers
-    useless."""
+    """Check for NaN and infinity, which would make all answers useless. Errors: CheckpointError naming the first tensor
+    with such a value."""
     tensors = {
         segment.shard.name: segment.real(weight.data) for weight in weights(stage) for segment in weight.segments
     }
@@ -278,7 +278,7 @@ def load_model(
 
 def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
     """Yield every weight of a stage as the rectangles that a checkpoint fills; padding is set to zero. A weight without
-    padding is not zeroed first: on a CPU the first write to new memory takes longer than reading the file."""
+    padding is not zeroed first, because on a CPU the first write to new memory takes longer than reading the file."""
     for weight in weights(stage):
         if sum(segment.real(weight.data).numel() for segment in weight.segments) < weight.numel():
             weight.data.zero_()
@@ -289,7 +289,7 @@ def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
 
 
 def load_tokenizer(source: StoredWeights | OpenedModel) -> Tokenizer:
-    """Load the tokenizer that a run trained with, or that came with the weights, from the files next to them.
+    """Load the tokenizer that a run trained with, or that came with the weights, from the files next to the weights.
 
     Errors: ValueError if it is missing.
     """
@@ -303,7 +303,7 @@ def load_tokenizer(source: StoredWeights | OpenedModel) -> Tokenizer:
 
 
 def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | None:
-    """Arguments of `build` for that tokenizer; None if it is missing. Errors: CheckpointError naming an option."""
+    """Arguments of `build` for the weights' tokenizer; None if it is missing. Errors: CheckpointError naming option."""
     options = below(source.meta, "config", "tokenizer")
     for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):
         if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
@@ -323,8 +323,8 @@ def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | N
 
 def chat_template(source: StoredWeights | OpenedModel) -> str | None:
     """The chat template of a model: a name in `TEMPLATES`, or the text of a Jinja template; None if it has none. The
-    template that a mega run trained with takes precedence over the one of its initial weights. Errors: CheckpointError
-    for a damaged file."""
+    template that a mega run trained with takes precedence over the template of its initial weights. Errors:
+    CheckpointError for a damaged file."""
     data, attachments = below(source.meta, "config", "data"), source.attachments
     trained = below(source.meta, "config", "finetuning").get("dpo_data")
     if data.get("chat_data") or trained:
@@ -342,7 +342,7 @@ def chat_template(source: StoredWeights | OpenedModel) -> str | None:
 
 
 def chat_template_place(source: StoredWeights | OpenedModel) -> str | None:
-    """That template as a value of --chat-template: its name, or the file that contains it. Errors: CheckpointError."""
+    """A model's template as a value of --chat-template: a name, or the path of a file. Errors: CheckpointError."""
     template = chat_template(source)
     if template is None or template in TEMPLATES:
         return template
@@ -351,14 +351,14 @@ def chat_template_place(source: StoredWeights | OpenedModel) -> str | None:
 
 
 def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None) -> torch.dtype:
-    """The dtype of the computation: `asked`, else that of the weights; on a CPU at least fp32."""
+    """The dtype of the computation: `asked`, else the weights' dtype, which is widened to fp32 on a CPU."""
     if asked is not None:
         return DTYPES[asked]
     return opened.dtype if device.is_cuda or opened.dtype == torch.float64 else torch.float32
 
 
 def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
-    """Errors: ValueError where the model has fewer rows than the tokenizer has tokens."""
+    """Check sizes. Errors: ValueError if the model's vocabulary has fewer ids than the tokenizer has tokens."""
     model = opened.architecture
     if least_vocab(tokenizer, model.family) > model.input.vocab:
         raise ValueError(
@@ -368,7 +368,7 @@ def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
 
 
 def special_tokens(checkpoint: StoredWeights) -> SpecialTokens:
-    """The tokenizer as other libraries need to know it. Errors: ValueError if it is missing."""
+    """The tokenizer's special tokens, for other libraries. Errors: ValueError if the tokenizer is missing."""
     tokenizer = load_tokenizer(checkpoint)
     files, names = tokenizer.huggingface_files(), dict(tokenizer.named_tokens())
     template, reason = chat_template(checkpoint), tokenizer.unpublished()

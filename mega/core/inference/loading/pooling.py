@@ -1,6 +1,6 @@
 """Read the pooling of a sentence-transformers model from `modules.json` and `1_Pooling/config.json`.
 
-This file only reads JSON; inference/embedding.py pools.
+This file only reads JSON; inference/embedding.py does the pooling.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mega.core.untrusted import Json, parse_json, read_limited
 _MODES: dict[str, Literal["mean", "cls"]] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _BYTES = 1 << 16
-"""Largest size of either file."""
+"""Maximum size of either file in bytes."""
 
 
 def declared_pooling(folder: Path) -> Literal["mean", "cls"] | None:
-    """The pooling that a folder of sentence-transformers declares; None if it declares none.
+    """The pooling that the folder of a sentence-transformers model declares; None if it declares no pooling.
 
-    Errors: CheckpointError naming file and value, for another pooling or a module that changes vectors.
+    Errors: CheckpointError naming file and value, for any other pooling or for a module that changes the vectors.
     """
     modules, config = folder / "modules.json", folder / "1_Pooling" / "config.json"
     if modules.is_file():
@@ -37,7 +37,7 @@ def declared_pooling(folder: Path) -> Literal["mean", "cls"] | None:
 
 
 def _check_modules(path: Path) -> None:
-    """Errors: CheckpointError for a module after the pooling that has weights of its own, such as Dense."""
+    """Check the modules. Errors: CheckpointError for a module with weights after the pooling, such as Dense."""
     modules = _json(path)
     for module in modules if isinstance(modules, list) else []:
         name = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""

@@ -1,19 +1,19 @@
 """The HTTP server: one process accepts requests, one of its threads drives the engine, other ranks follow the engine.
 
-app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and the routes below
+app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and those below
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api, Megatron-LM's
 embeddings_api  /v1/embeddings                                    embedding_start  its engine and flags
-start, options  starts the server on every rank; its sections      gate: access checks and request counters
-service         shared by all routes: the model's name, tokenizer, chat template, limits and driver
+start, options  start the server on every rank; its sections      gate            access checks and request counters
+service         state shared by all routes: the model's name, tokenizer, chat template, limits and driver
 session         the text of one sequence: stop strings, incomplete characters, disconnected clients
 driver          the thread that calls the engine, and its bounded queue
 connections     limits of connections: size of headers, slow clients, number of clients
 fields          request bodies as pydantic models: checks, error messages, OpenAPI schemas
-client_fields   fields that vLLM's and llama.cpp's clients send, and OpenAI's API has not
+client_fields   fields that clients of vLLM and llama.cpp send, but that OpenAI's API does not have
 tools           function calling: tools in prompts, calls and reasoning in answers
 constrain       answers constrained to a JSON schema or a regular expression
 limits, metrics limits on requests; Prometheus metrics
 chat_client     client of /v1/chat/completions
-client          client of PUT /api, of mega or Megatron-LM
+client          client of PUT /api of mega or Megatron-LM
 run             listening, signals, draining, shutdown
 """

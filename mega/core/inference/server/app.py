@@ -1,6 +1,6 @@
 """The routes, built with FastAPI. Each route reads a body, queries the engine and returns its own format.
 
-The fields of each route are in openai_api.py, embeddings_api.py and megatron_api.py; gate.py decides who may ask.
+The fields of each route are in openai_api.py, embeddings_api.py and megatron_api.py; gate.py checks access.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Detokenize(Body):
 
 _GENERATING = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/api": "PUT"}
 _EMBEDDING = {"/v1/embeddings": "POST"}
-"""Routes of the models that continue text, and of those that give embeddings -> method."""
+"""Route -> method, for models that continue text and for models that give embeddings."""
 _GONE = 499
 """Status that the counters record when a client disconnects before the answer."""
 
@@ -74,9 +74,8 @@ def make_app(service: Service) -> Gate:
 def _body(
     kind: type[Body], *statuses: int, streams: bool = False, valid: Mapping[str, Sequence[Json]] | None = None
 ) -> dict[str, Json]:
-    """OpenAPI's description of a route's body, and of the statuses that it may answer. streams: the route can
-    answer with server-sent events.
-    valid: field -> its valid values, where only this server knows them."""
+    """The OpenAPI description of a route's body and of its statuses. streams: whether the route can answer with
+    server-sent events. valid: field -> valid values, for fields whose valid values depend on this server."""
     responses: dict[str, Json] = {}
     if streams:
         content_types: dict[str, Json] = {
@@ -111,7 +110,7 @@ _STATUS = {
 
 
 def status_of(error: Exception) -> tuple[int, str]:
-    """HTTP status of an error, and its type in OpenAI's API."""
+    """The HTTP status of an error, and the error's type in OpenAI's API."""
     if isinstance(error, BadField):
         return error.status, "invalid_request_error"
     if isinstance(error, AnswerFailed):
@@ -161,7 +160,7 @@ async def _until_gone(service: Service, request: Request, work: Awaitable[T]) ->
 
 
 def _log(service: Service, request: Request, body: object) -> None:
-    """Print the three lines that Megatron-LM prints of a request, if --log-prompts is set."""
+    """If --log-prompts is set, print the three lines that Megatron-LM prints for a request."""
     if service.options.log_prompts:
         print(f"request IP: {request.client.host if request.client else '-'}")
         print(json.dumps(body))
@@ -178,7 +177,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     async def answer(request: Request, asked: openai_api.ParsedRequest) -> Response:
         if not asked.fields.stream:
             return JSONResponse(await _until_gone(service, request, openai_api.answer(service, asked)))
-        running = await openai_api.start(service, asked)  # an invalid request gets its own status, not a stream
+        running = await openai_api.start(service, asked)  # an invalid request gets an error status, not a stream
         return StreamingResponse(_stream(service, asked, running), media_type="text/event-stream")
 
     async def completions(request: Request) -> Any:
@@ -220,7 +219,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def _refuse(app: FastAPI, routes: Mapping[str, str], reason: str) -> None:
-    """Answer routes that the model cannot serve with the reason, in each route's own form of an error."""
+    """Make the routes that the model cannot serve answer with the reason, each in its own error format."""
     from fastapi.responses import JSONResponse
 
     async def refused() -> object:

@@ -1,6 +1,6 @@
-"""A client of POST /v1/chat/completions, of a mega server or another: streams the next turn of a conversation.
+"""A client of POST /v1/chat/completions, of mega or another server, which streams the next turn of a conversation.
 
-No model is loaded here.
+This process does not load a model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ DEFAULTS = Sampling()
 
 @dataclass(frozen=True)
 class ServerAnswers:
-    """url: HOST:PORT, or the complete address. name: the model to ask for; None: the server's default."""
+    """Answers from a server. url: HOST:PORT, or the complete address. name: the model to request; None: the server's
+    default."""
 
     url: str
     name: str | None = None

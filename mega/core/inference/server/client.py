@@ -1,6 +1,6 @@
-"""A client of PUT /api, of a mega or Megatron-LM server: one prompt, or prompts typed at a terminal.
+"""A client of PUT /api of a mega or Megatron-LM server, for one prompt or for prompts typed at a terminal.
 
-No model is loaded here.
+This process does not load a model.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 from mega.core.untrusted import Json
 
 MOST_BYTES = 64 << 20
-"""Maximum size of an answer."""
+"""Maximum size of an answer in bytes."""
 WAIT_SECONDS = 600.0
 
 
 def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
-    """The prompt and its continuation. url: HOST:PORT, or the complete address of a server; fields: further fields.
+    """The prompt and its continuation. url: HOST:PORT, or the complete address of a server. fields: more request
+    fields.
 
     Errors: ValueError for an invalid address, and with the server's message; OSError if no server answers.
     """
@@ -31,7 +32,7 @@ def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
 
 
 def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] = input) -> None:
-    """As Megatron-LM's text_generation_cli.py: read prompts and numbers of tokens until the input ends."""
+    """Read prompts and numbers of tokens until the input ends, like Megatron-LM's text_generation_cli.py."""
     while True:
         try:
             prompt = read("Enter prompt: ")
@@ -46,8 +47,8 @@ def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] 
 
 
 def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float | None) -> dict[str, Json]:
-    """The given flags of `mega generate` as fields of PUT /api, which requires floats for some. The server chooses the
-    others.
+    """The given flags of `mega generate` as fields of PUT /api, some of which must be floats. The server chooses the
+    other fields.
 
     >>> fields_of({"temperature": 0.0, "seed": 0}, 0, None)
     {'top_k': 1}

@@ -1,7 +1,7 @@
-"""Fields that vLLM's and llama.cpp's clients send in addition to OpenAI's: other names of a field, constraints in other
-forms, and fields that are accepted only with the value that asks for nothing.
+"""Fields that clients of vLLM and llama.cpp send in addition to OpenAI's: other names of a field, constraints in other
+forms, and fields that are accepted only with a value that has no effect.
 
-Source: vLLM's and llama.cpp's documentation of their servers. It knows no route.
+Source: vLLM's and llama.cpp's documentation of their servers. This module does not depend on routes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mega.core.inference.server.fields import BadField, Body
 from mega.core.untrusted import Json
 
 MOST_CHOICES = 128
-"""Maximum strings of a guided_choice."""
+"""Maximum number of strings in a guided_choice."""
 
 _SAME_AS = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""llama.cpp's name of a field -> OpenAI's or vLLM's, which the routes read."""
+"""llama.cpp's name of a field -> OpenAI's or vLLM's name, which the routes read."""
 _GUIDES = ("guided_json", "json_schema", "guided_regex", "guided_choice")
 _METACHARACTERS = re.compile(r"([\\.+*?()|\[\]{}^$])")
 
@@ -89,7 +89,7 @@ def resolved(fields: Fields) -> Fields:
 
 
 def _response_format(name: str, value: object) -> dict[str, Json]:
-    """A constraint of vLLM's or llama.cpp's as a response_format. Errors: BadField."""
+    """Convert a constraint in vLLM's or llama.cpp's form to a response_format. Errors: BadField."""
     if isinstance(value, dict):
         return {"type": "json_schema", "json_schema": {"schema": value}}
     if isinstance(value, str):

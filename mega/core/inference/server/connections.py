@@ -1,6 +1,4 @@
-"""Limits on uvicorn's connections: their number, the time for headers and bodies, and clients that stop reading. It
-knows no route.
-"""
+"""Limits on uvicorn's connections: their number, the time for headers and bodies, and clients that stop reading."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
-else:  # uvicorn is part of an extra: `protocol` adds the base class at run time
+else:  # uvicorn is part of an extra, so `protocol` adds the base class at run time
     H11Protocol = object
 
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -78,7 +76,7 @@ class BoundedConnection(H11Protocol):
             self._restart(self.others.limits.body_seconds, self._check_body)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of a body that the route did not read."""
+        """Limit the time until the next request, or until the rest of a body that the route did not read."""
         super().on_response_complete()
         if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
             self.others.waiting[self] = None
@@ -98,7 +96,7 @@ class BoundedConnection(H11Protocol):
         super().resume_writing()
 
     def _check_body(self) -> None:
-        """Abort the connection 5 s from now if its body is still incomplete; by then the route has answered 408."""
+        """If the body is incomplete, abort the connection in 5 s, when the route has answered 408."""
         if self.cycle is not None and self.cycle.more_body:
             self._restart(5.0, self.transport.abort)
 
@@ -117,8 +115,9 @@ class BoundedConnection(H11Protocol):
             self._writing = None
 
     def _end(self, answer: bytes) -> None:
-        """Send `answer`, the reason, and close a connection that has no request in progress. Its input is discarded for
-        a moment: a client whose connection is reset while it writes cannot read the reason."""
+        """Send `answer`, which is the reason, and close a connection that has no request in progress. For `_LINGER`
+        seconds its input is discarded, because a client whose connection is reset while it writes cannot read the
+        reason."""
         self.others.waiting.pop(self, None)
         if self._ended or self.transport.is_closing():
             return

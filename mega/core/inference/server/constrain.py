@@ -1,7 +1,7 @@
 """Answers constrained to a JSON schema or a regular expression: llguidance computes the tokens that may come next.
 
-The library limits the work of each step, so one client's grammar cannot delay the others. This module knows no engine
-and no route.
+The library limits the work of each step, so one client's grammar cannot delay other clients. This module depends on
+neither the engine nor the routes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _FORMS = (
 
 
 class Grammars:
-    """Compiles the grammars of requests for one tokenizer. vocab: the model's, at least the tokenizer's."""
+    """Compiles the grammars of requests for one tokenizer. vocab: number of the model's ids, at least that of the
+    tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
@@ -82,13 +83,14 @@ class Grammar:
         if self._first.is_error():
             raise ValueError(self._first.get_error())
         trial = self._first.deep_copy()
-        trial.compute_bitmask()  # a schema that only refers to itself has no first token
+        trial.compute_bitmask()  # fails for a schema that only refers to itself, which has no first token
         if trial.is_error():
             raise ValueError(f"no answer can begin by it ({_one_line(trial.get_error())})")
         self._vocab, self._end = vocab, end
 
     def start(self, ends: frozenset[int]) -> Allowed:
-        """The mask function of one sequence. ends: tokens that end it, all allowed where the grammar may end."""
+        """The mask function of one sequence. ends: tokens that end the sequence; all are allowed where the grammar may
+        end."""
         matcher = self._first.deep_copy()
         consumed: list[int | None] = [None]
         only_end = torch.zeros(self._vocab, dtype=torch.bool)
@@ -114,7 +116,7 @@ class Grammar:
 
 
 def _source(wanted: Mapping[str, object]) -> str | dict[str, object]:
-    """A regular expression, or a JSON schema. Errors: BadField."""
+    """The regular expression or JSON schema of a response_format. Errors: BadField."""
     kind = wanted.get("type")
     valid_keys = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"}}
     if not isinstance(kind, str) or kind not in valid_keys or set(wanted) - valid_keys[kind]:
@@ -152,7 +154,7 @@ def _limits() -> LLParserLimits:
 
 
 _INSIDE = b"\x02"
-"""Prepended to a text so that the tokenizer encodes it as the continuation of another."""
+"""Prepended to a text, so that the tokenizer encodes the text as the continuation of another."""
 
 
 class _Tokens:
@@ -171,8 +173,8 @@ class _Tokens:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens whose bytes are `text`, encoded as within a longer text; the library encodes forced text with it. Many
-        tokenizers add a space before a text or its first word, so `text` is also tried after `_INSIDE`."""
+        """Tokens whose bytes are `text`, encoded as within a longer text. The library calls this to encode forced text.
+        Many tokenizers add a space before a text or its first word, so `text` is also tried after `_INSIDE`."""
         data = text if isinstance(text, bytes) else text.encode()
         for before in (b"", _INSIDE):
             ids = self._encode((before + data).decode(errors="replace"))[self._lead :]
@@ -184,7 +186,7 @@ class _Tokens:
         return self._by_length(data)
 
     def _by_length(self, data: bytes) -> list[int]:
-        """Repeatedly the longest matching token, up to the first byte that no token begins with."""
+        """Repeatedly take the longest matching token, up to the first byte with which no token begins."""
         ids: list[int] = []
         while data:
             sizes = range(min(len(data), self._longest), 0, -1)

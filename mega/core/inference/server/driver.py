@@ -1,11 +1,11 @@
-"""The only thread that calls the engine, and its bounded queue. It knows neither text nor HTTP.
+"""The only thread that calls the engine, and its bounded queue. This module depends on neither text nor HTTP.
 
-1. A route calls `add` with its sequences. If they do not fit into the queue, they are refused at once.
-2. The thread adds them to the engine, which refuses a request that can never fit.
+1. A route calls `add` with its sequences. Sequences that do not fit into the queue are refused at once.
+2. The thread adds the sequences to the engine, which refuses a request that can never fit.
 3. The thread steps the engine while any sequence is in flight. Events are delivered to the tickets on the event loop.
 4. `cancel` of a ticket removes its sequence from the engine.
 5. If a step or a cancellation fails, the engine is lost: every ticket gets EngineLost, and `on_failure` is called.
-6. `lose` does the same for an engine whose step will never end because another rank does not answer.
+6. `lose` does the same if a step of the engine will never end, because another rank does not answer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mega.core.inference.relay import LostRank
 from mega.core.inference.request import LOGITS_NOT_FINITE, Engine, Event, Request
 
 NOT_FINITE = 3
-"""Consecutive requests without finite logits after which the model is considered broken."""
+"""Number of consecutive requests without finite logits after which the model is considered broken."""
 
 ENDING = 1.0
-"""Seconds to wait for the thread of a lost engine, which may be blocked on a stopped rank."""
+"""Seconds to wait for the thread of a lost engine, which may be waiting for a stopped rank."""
 
 
 class QueueFull(Exception):
@@ -38,7 +38,7 @@ class EngineLost(Exception):
 
 @dataclass(eq=False)
 class Ticket:
-    """One sequence in flight. events: from the engine, until one with a finish, or EngineLost."""
+    """One sequence in flight. events: the engine's events, up to an event with a finish, or EngineLost."""
 
     number: int
     _cancel: Callable[[Ticket], None]
@@ -46,7 +46,7 @@ class Ticket:
     done: bool = False
 
     def cancel(self) -> None:
-        """Remove the sequence from the engine, if it has not ended."""
+        """Remove the sequence from the engine, if the sequence has not ended."""
         if not self.done:
             self._cancel(self)
 
@@ -54,8 +54,8 @@ class Ticket:
 class Driver:
     """Runs the engine on its own thread.
 
-    waiting: sequences that may wait in addition to those that the engine runs at once. on_failure: called once, on the
-    event loop, with the exception of the failed step.
+    waiting: number of sequences that may wait in addition to those that the engine runs at once. on_failure: called
+    once, on the event loop, with the exception of the failed step.
     """
 
     def __init__(self, engine: Engine, waiting: int, on_failure: Callable[[BaseException], None]) -> None:
@@ -68,11 +68,11 @@ class Driver:
         self.in_flight = 0
         self.failure: BaseException | None = None
         self.not_finite = 0
-        """Consecutive requests that failed because logits were not finite, since the last generated token."""
+        """Number of requests since the last generated token that failed because logits were not finite."""
 
     @property
     def unhealthy(self) -> str | None:
-        """Why requests fail: the engine is lost, or the last requests had no finite logits. None: they are answered."""
+        """Why requests fail: the engine is lost, or the last requests had no finite logits. Otherwise None."""
         if self.failure is not None:
             return _reason(self.failure)
         return LOGITS_NOT_FINITE if self.not_finite >= NOT_FINITE else None
@@ -86,7 +86,7 @@ class Driver:
     async def add(self, requests: Sequence[Request]) -> list[Ticket]:
         """Add all requests or none, and return their tickets.
 
-        Errors: QueueFull; EngineLost; RequestError if one can never fit.
+        Errors: QueueFull; EngineLost; RequestError if a request can never fit.
         """
         self.check_room(len(requests))
         assert self._loop is not None
@@ -107,7 +107,7 @@ class Driver:
             raise QueueFull(f"{self.in_flight} of at most {self.most} sequences are in flight; try later")
 
     def close(self) -> None:
-        """Stop the thread and wait for it, except for a step that never ends."""
+        """Stop the thread, and wait until it ends; do not wait longer than `ENDING` if the engine is lost."""
         self._calls.put(None)
         if self._thread is not None:
             self._thread.join(None if self.failure is None else ENDING)
@@ -117,7 +117,7 @@ class Driver:
         self._later(partial(self._spread, error))
 
     def abandon(self, reason: str) -> None:
-        """End all sequences in flight: their tickets get EngineLost with this reason."""
+        """End all sequences in flight, whose tickets get EngineLost with this reason."""
         for ticket in list(self._tickets.values()):
             ticket.cancel()
             self._end(ticket, EngineLost(reason))
@@ -163,7 +163,7 @@ class Driver:
 
     def _later(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no receiver
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing receives the call
             self._loop.call_soon_threadsafe(call)
 
     # --- on the loop ----------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _cancel_all(added: asyncio.Future[list[Ticket]]) -> None:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The message for clients: which rank was lost; of other errors only that there was one."""
-    if isinstance(error, LostRank | TimeoutError):  # without the details that a library adds
+    """The message for clients. It names a lost rank, but gives no details about other errors."""
+    if isinstance(error, LostRank | TimeoutError):  # the part before the details that a library adds
         return f"the model has failed: {str(error).split(': ')[0]}"
     return "the model has failed"

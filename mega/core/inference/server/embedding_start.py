@@ -1,6 +1,6 @@
-"""From a BERT's weights to an engine that embeds, and which flags of `mega serve` such a server takes.
+"""Start an engine that embeds texts with a BERT, and check the flags of `mega serve` for such a server.
 
-It knows no routes.
+This module does not depend on routes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from mega.core.text.tokenizer import Tokenizer
 _ENGINE = ("cache_tokens", "batch_invariant", "cuda_graph", "fp8_weights", "speculate")
 _ANSWERS = ("max_tokens_to_oom", "temperature", "top_k", "top_p", "seed", "parse_special_tokens", "legacy_status")
 _MODEL = ("adapter", "chat_template")
-"""Options about text that is generated: refused, since an embedding does not depend on them."""
+"""Options for generated text. They are refused, because an embedding does not depend on them."""
 
 
 def gives_embeddings(model: ModelConfig) -> bool:
-    """Whether a server of the model answers /v1/embeddings: a BERT does."""
+    """Whether a server of this model answers /v1/embeddings, which is the case for a BERT."""
     return FAMILY_DEFAULTS[model.family].classifies
 
 
@@ -45,7 +45,7 @@ def check_embedding(
     answers: ServerOptions,
     retro: str | None,
 ) -> None:
-    """Errors: ValueError naming a flag that an embedding does not depend on, or a layout that the model has not."""
+    """Check flags. Errors: ValueError naming a flag without effect on embeddings, or a layout that is not supported."""
     for section, names in ((engine, _ENGINE), (answers, _ANSWERS), (model, _MODEL)):
         defaults = {each.name: each.default for each in fields(section)}
         for name in names:
@@ -76,7 +76,8 @@ def start_embedding_engine(
 ) -> EmbeddingEngine | None:
     """Rank 0's engine; other ranks follow it until it closes, and then return None.
 
-    pooling: [what the model's folder declares, else the mean]. Errors: CheckpointError naming file or tensor; LostRank.
+    pooling: [the pooling that the model's folder declares, else mean]. Errors: CheckpointError naming file or tensor;
+    LostRank.
     """
     pooling = pooling or declared_pooling(opened.path) or "mean"
     ops = forward_only(choose(device.torch, dtype))
@@ -100,7 +101,7 @@ _POOLED = {
 
 
 def embedding_lines(engine: EmbeddingEngine) -> list[str]:
-    """The lines about its embeddings that the server prints before it listens."""
+    """The lines about embeddings that a server prints before it listens."""
     limits = engine.limits
     return [
         f"embeddings of {engine.vectors.width} numbers: of each text {_POOLED[engine.pooling]}",

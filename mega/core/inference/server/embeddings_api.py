@@ -1,4 +1,4 @@
-"""/v1/embeddings: OpenAI's form of requests and answers. A vector is the pooled last states of a text, of length 1.
+"""/v1/embeddings: requests and answers in OpenAI's format. A vector is the pooled last states of a text, normalized.
 
 Source: OpenAI's API reference; `normalize` is vLLM's.
 """
@@ -32,7 +32,7 @@ _INPUT: list[JsonValue] = [
     {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _IDS},
 ]
 _RETRY_SECONDS = 0.01
-"""How long a request of many texts waits before it asks again for room in the queue."""
+"""Seconds that a request with many texts waits before it tries again to enter the queue."""
 
 
 class EmbeddingFields(Body):
@@ -50,7 +50,7 @@ class EmbeddingFields(Body):
 
 
 async def answer(service: Service, body: object) -> dict[str, Json]:
-    """The whole answer. Errors: BadField, QueueFull, EngineLost, AnswerFailed."""
+    """The complete answer. Errors: BadField, QueueFull, EngineLost, AnswerFailed."""
     fields = read(body, EmbeddingFields)
     service.adapter(fields.model)
     width = service.options.vector_width
@@ -77,7 +77,7 @@ def _encoded(vector: NDArray[np.float32], form: str) -> Json:
 
 
 async def _rows(service: Service, given: str | list[object]) -> list[tuple[int, ...]]:
-    """One row of ids for each input: a text between [CLS] and [SEP], ids as they are. Errors: BadField."""
+    """One row of ids per input. A text is put between [CLS] and [SEP]; ids are used unchanged. Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("input", "input: must not be empty")
     texts = given if isinstance(given, list) and not isinstance(given[0], int | float) else [given]
@@ -99,7 +99,7 @@ async def _rows(service: Service, given: str | list[object]) -> list[tuple[int, 
 
 
 async def _vectors(service: Service, rows: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
-    """The vector of each row. A request may hold more rows than the queue does, so they are queued in parts."""
+    """The vector of each row. A request may have more rows than fit into the queue, so they are queued in parts."""
     part, vectors = service.driver.engine.limits.requests, list[NDArray[np.float32]]()
     for first in range(0, len(rows), part):
         requests = [Request(prompt=row, tokens=0) for row in rows[first : first + part]]
@@ -112,7 +112,8 @@ async def _vectors(service: Service, rows: Sequence[tuple[int, ...]]) -> list[ND
 
 
 async def _queued(service: Service, requests: Sequence[Request], *, wait: bool) -> list[Ticket]:
-    """wait: for room in the queue, since the rows before have been computed. Errors: QueueFull; EngineLost."""
+    """Queue requests. wait: wait until they fit into the queue, for the later parts of a request. Errors: QueueFull;
+    EngineLost."""
     while True:
         try:
             return await service.add(requests)
@@ -123,7 +124,7 @@ async def _queued(service: Service, requests: Sequence[Request], *, wait: bool) 
 
 
 async def _vector(ticket: Ticket) -> NDArray[np.float32]:
-    """Errors: EngineLost; AnswerFailed where the model's numbers are not finite."""
+    """Wait for a vector. Errors: EngineLost; AnswerFailed if the vector is not finite."""
     event = await ticket.events.get()
     if isinstance(event, EngineLost):
         raise event

@@ -1,6 +1,6 @@
 """Request bodies as pydantic models, from which checks, error messages and OpenAPI schemas are derived.
 
-Unknown fields, and values that would have no effect, are refused. This module knows no route.
+Unknown fields, and values that would have no effect, are refused. This module does not depend on routes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _TYPES = {
     "list_type": "array",
     "dict_type": "object",
 }
-"""Pydantic's error name -> the expected JSON type."""
+"""Pydantic's name of an error -> the expected JSON type."""
 
 
 class BadField(ValueError):
-    """A request field is invalid. field: its name, or None for the whole request."""
+    """A request field is invalid. field: name of the field; None: the whole request."""
 
     def __init__(self, field: str | None, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -58,12 +58,12 @@ def read(body: object, kind: type[Asked]) -> Asked:
 
 
 def _with_effect(kind: type[Body]) -> list[str]:
-    """The fields that accept more than one value, which their descriptions tell from the others."""
+    """The fields that accept more than one value. The descriptions of all other fields begin with "only"."""
     return [name for name, each in kind.model_fields.items() if not (each.description or "").startswith("only ")]
 
 
 def _whole(value: object, kind: type[Body], name: str) -> object:
-    """Convert numbers such as 16.0 to integers in integer fields: JSON Schema counts them as integers."""
+    """Convert numbers such as 16.0 in integer fields to integers, because JSON Schema counts them as integers."""
     types = (kind.model_fields[name].annotation, *get_args(kind.model_fields[name].annotation))
 
     def whole(one: object) -> object:
@@ -75,8 +75,8 @@ def _whole(value: object, kind: type[Body], name: str) -> object:
 
 
 def _refused(found: Sequence[ErrorDetails], kind: type[Body]) -> BadField:
-    """An error that names the first invalid field, its value and the rule. A field without effect here accepts a single
-    value, which its model expresses as equal bounds or as a length of 0."""
+    """An error that names the first invalid field, its value and the rule. A field without effect accepts only one
+    value, which the pydantic model expresses as equal bounds or as a length of 0."""
     name, value_text = str(found[0]["loc"][0]), repr(found[0]["input"])[:60]
     match found[0]["type"]:
         case "missing":

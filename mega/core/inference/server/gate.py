@@ -1,5 +1,6 @@
-"""Checks before any route and counters after it: the token, the Host header, the size of the body, and whether the
-server still accepts requests. It is an ASGI application that wraps another and knows no fields of routes.
+"""Check a request before its route, and count it afterwards. The checks are the token, the Host header, the size of the
+body, and whether the server still accepts requests. The gate is an ASGI application that wraps another; it does not
+depend on the fields of routes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Receive = Callable[[], Awaitable[Mapping[str, object]]]
 Send = Callable[[Mapping[str, object]], Awaitable[None]]
 
 OPEN = ("/", "/index.html", "/health", "/v1/health")
-"""Paths that need no token: the page, which holds no data, and the health check."""
+"""Paths that do not need a token: the page, which holds no data, and the health check."""
 FAILED = "the server has failed"
 _WATCHED = ("/health", "/v1/health", "/metrics")
 """Paths that are answered while draining."""
@@ -33,7 +34,8 @@ _PAGE = (
 
 
 class Gate:
-    """Passes permitted requests to `inside`. routes: paths that are counted under their own name, others as "other"."""
+    """Passes permitted requests to `inside`. routes: paths that are counted under their own names; all other paths are
+    counted as "other"."""
 
     def __init__(
         self, inside: Callable[[Any, Any, Any], Awaitable[None]], service: Service, routes: frozenset[str]
@@ -72,7 +74,7 @@ class Gate:
                 service.metrics.whole.observe(time.monotonic() - began)
 
     def _refused(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and message if the request is refused here, else None."""
+        """Status and message if the request is refused; None if it is permitted."""
         headers, path = {name: value for name, value in scope["headers"]}, scope["path"]
         token = self._service.options.token
         if token is None and not _is_local(headers.get(b"host", b"").decode("latin-1")):
@@ -95,7 +97,8 @@ class Gate:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a Host header is localhost or an IP address. The owner of a site could point its name at this machine.
+    """Whether a Host header is localhost or an IP address. Other names are suspect, because the owner of a web site
+    could let its name resolve to this machine.
 
     >>> [_is_local(host) for host in ("localhost:5000", "127.0.0.1", "[::1]:5000", "evil.example:5000")]
     [True, True, True, False]
@@ -128,7 +131,7 @@ async def _send(send: Send, status: int, text: str) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """Type of an exception and the line that raised it."""
+    """The type of an exception, and the line that raised the exception."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

@@ -1,4 +1,4 @@
-"""All limits on requests and connections. It knows no route, and no torch."""
+"""All limits on requests and connections. This module does not depend on routes, and does not import torch."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import ClassVar
 from mega.core.config.option import COUNT, FROM_0, NOT_NEGATIVE, Range, VerbSection, option
 
 MOST_PROMPTS = 128
-"""Maximum sequences of one request: prompts of PUT /api (Megatron-LM's limit), prompts x n of OpenAI's routes."""
+"""Maximum number of sequences in one request: the prompts of PUT /api (Megatron-LM's limit), or prompts x n in OpenAI's
+routes."""
 
 MOST_INPUTS = 2048
-"""Maximum inputs of one request to /v1/embeddings: OpenAI's limit."""
+"""Maximum number of inputs in one request to /v1/embeddings; this is OpenAI's limit."""
 
 MOST_STOPS, STOP_CHARACTERS = 16, 256
-"""Maximum stop strings of a request, and characters of each."""
+"""Maximum number of stop strings in a request, and of characters in each."""
 
 MOST_BIASES = 1024
-"""Maximum tokens of a request's logit_bias."""
+"""Maximum number of tokens in a request's logit_bias."""
 
 MOST_MESSAGES = 1024
-"""Maximum messages of a conversation."""
+"""Maximum number of messages in a conversation."""
 
 GRAMMAR_BYTES = 1 << 16
-"""Maximum size of a JSON schema or a regular expression, as JSON."""
+"""Maximum size in bytes of a JSON schema or a regular expression, written as JSON."""
 
 HEADER_BYTES = 1 << 16
-"""Maximum size of the request line and the headers together."""
+"""Maximum size in bytes of the request line and the headers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class ServerLimits(VerbSection):
         30.0, "seconds that answers in flight get to finish after SIGTERM", within=NOT_NEGATIVE
     )
     bodies: int = 256 << 20
-    """Bytes of all bodies that are being read at a time."""
+    """Maximum number of bytes of all bodies that are being read at the same time."""
     header_seconds: float = 10.0
     """Seconds that a client has to send the headers of a request."""
     body_seconds: float = 30.0

@@ -1,8 +1,9 @@
-"""PUT /api: Megatron-LM's text generation server of 2023, with its fields, limits, order of checks and error texts.
+"""PUT /api: Megatron-LM's text generation server of 2023, with the same fields, limits, order of checks and error
+texts.
 
-Every invalid value is answered with 400, where Megatron-LM answers many with 200 and the message as the answer
-(`--legacy-status` does the same). A field that Megatron-LM would ignore is refused, and each prompt gets
-`tokens_to_generate` new tokens even if it is shorter than another.
+Every invalid value is answered with 400. Megatron-LM, and this server with `--legacy-status`, answer many of them with
+200 and the message as the answer. A field that Megatron-LM would ignore is refused, and each prompt gets
+`tokens_to_generate` new tokens even if it is shorter than another prompt.
 
 Source: megatron/text_generation_server.py and megatron/text_generation/ of Megatron-LM 23.06.
 """
@@ -64,7 +65,7 @@ _BEAMS = ("stop_token", "length_penalty")
 
 
 class Refused(ValueError):
-    """An invalid request, with Megatron-LM's message. always: Megatron-LM itself answers 400."""
+    """An invalid request, with Megatron-LM's message. always: answer 400 even with --legacy-status."""
 
     def __init__(self, text: str, always: bool = False) -> None:
         super().__init__(text)
@@ -163,7 +164,7 @@ def _top_p_bound(body: Mapping[str, object]) -> None:
     if "top_p_bound" not in body:
         return
     value, top_p = body["top_p_bound"], body.get("top_p", 0.0)
-    if type(value) is not float or not isinstance(top_p, float):  # _top_p has checked the latter
+    if type(value) is not float or not isinstance(top_p, float):  # _top_p has checked top_p
         raise Refused("top_p_bound must be a positive float less than or equal to top_p")
     _refuse(top_p == 0, "top_p_bound cannot be set without top_p")
     _refuse(not 0 < value <= top_p, "top_p_bound must be greater than 0 and less than top_p")
@@ -208,7 +209,7 @@ def _without_effect(body: Mapping[str, object]) -> None:
 
 
 async def requests(service: Service, given: MegatronRequest) -> tuple[list[Request], int | None]:
-    """The engine's requests, and the token that ends an answer when it occurs twice in a row. Errors: Refused."""
+    """Requests to the engine, and the token that ends an answer if it occurs twice in a row. Errors: Refused."""
     tokenizer, tokens = service.tokenizer, given.tokens_to_generate
     service.check_queue(len(given.prompts))
     prompts = [await _ids(service, text, given.add_BOS) for text in given.prompts]
@@ -281,7 +282,7 @@ def _beam_answer(tokenizer: Tokenizer, done: Continuation) -> dict[str, Json]:
 
 
 def _logprobs(done: Continuation) -> list[float]:
-    """The log-probability of every token but the first."""
+    """The log-probabilities of all tokens except the first."""
     logprobs = (*done.prompt_logprobs[1:], *(each.logprob for each in done.scored))
     return [-9999.0 if value is None else max(value, -9999.0) for value in logprobs]
 
@@ -302,7 +303,7 @@ async def _ids(service: Service, text: str, add_bos: bool) -> tuple[int, ...]:
 
 
 def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
-    """The sampling of one prompt. top_p 0 is off, also if top_k is given."""
+    """The sampling of one prompt. top_p 0 is off, even if top_k is given."""
     settings: dict[str, Json] = {"temperature": given.temperature, "seed": given.random_seed}
     if given.top_k is not None or given.top_p is not None:
         settings |= {"top_k": given.top_k or 0, "top_p": given.top_p or 1.0}
@@ -311,7 +312,7 @@ def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
 
 
 def _ends(service: Service, given: MegatronRequest) -> tuple[frozenset[int], int | None]:
-    """Tokens that end an answer, and a token that ends it when it occurs twice in a row; stop_on_double_eol has
+    """Tokens that end an answer, and a token that ends the answer if it occurs twice in a row. stop_on_double_eol takes
     precedence over stop_on_eol."""
     tokenizer = service.tokenizer
     if given.beam_width and given.stop_token is not None:

@@ -1,4 +1,4 @@
-"""The server's metrics for Prometheus. This module knows no route and no engine."""
+"""The server's metrics for Prometheus. This module depends on neither routes nor the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds of a histogram's buckets."""
+"""Upper bounds of a histogram's buckets in seconds."""
 
 
 class Metrics:
@@ -30,7 +30,7 @@ class Metrics:
         Gauge(name, about, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
-        """Prometheus's exposition format 0.0.4."""
+        """The metrics in Prometheus's exposition format 0.0.4."""
         return generate_latest(self._registry)
 
     def _seconds(self, name: str, about: str) -> Histogram:

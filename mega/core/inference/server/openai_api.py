@@ -200,7 +200,7 @@ class PromptText(NamedTuple):
 
     text: str = ""
     offsets: list[int] | None = None
-    """Offset of each token of the prompt in `text`; None if the tokenizer does not report offsets."""
+    """Offset in `text` of each token of the prompt; None if the tokenizer does not report offsets."""
     note: str | None = None
     """A remark for the client."""
 
@@ -211,14 +211,14 @@ class ParsedRequest:
 
     fields: Completion | Chat
     requests: tuple[Request, ...]
-    """The engine's requests, n for each prompt."""
+    """Requests to the engine: `n` requests per prompt."""
     prompts: tuple[PromptText, ...]
     stops: tuple[str, ...]
     """Strings that end an answer."""
     ends: frozenset[int]
     """Tokens that end an answer and add no text."""
     usage: bool
-    """A stream ends with an event that holds the token counts."""
+    """Whether a stream ends with an event that holds the token counts."""
     calls: CallRules = field(default_factory=CallRules)
 
     @property
@@ -233,7 +233,7 @@ class ParsedRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each prompt counted once."""
+        """Number of tokens in all prompts; each prompt is counted once."""
         return sum(len(request.prompt) for request in self.requests[:: self.fields.n])
 
 
@@ -311,8 +311,8 @@ async def _asked(
     ends: frozenset[int],
     rules: CallRules | None = None,
 ) -> ParsedRequest:
-    """Build the engine's requests. tokens: maximum new tokens. scored: fields of `Request` about log-probabilities.
-    Errors: BadField."""
+    """Build the engine's requests. tokens: maximum number of new tokens. scored: the fields of `Request` for
+    log-probabilities. Errors: BadField."""
     rules = rules or CallRules()
     count = len(prompts) * fields.n
     if count > MOST_PROMPTS:
@@ -349,7 +349,7 @@ async def _asked(
 
 
 def _biases(given: Mapping[str, object] | None) -> tuple[tuple[int, float], ...]:
-    """A logit_bias as pairs in the order of ids. Errors: BadField."""
+    """Convert a logit_bias to pairs (id, bias), sorted by id. Errors: BadField."""
     biases: list[tuple[int, float]] = []
     if len(given or {}) > MOST_BIASES:
         raise BadField("logit_bias", f"logit_bias: {len(given or {})} tokens, at most {MOST_BIASES}")
@@ -361,7 +361,7 @@ def _biases(given: Mapping[str, object] | None) -> tuple[tuple[int, float], ...]
 
 
 def _markers(service: Service) -> dict[int, str]:
-    """Id -> text of the control tokens in calls, which decoding leaves out."""
+    """The control tokens in calls, which decoding leaves out: id -> text."""
     markers = {service.tokenizer.control(name): name for name in MARKERS}
     return {
         token: name for token, name in markers.items() if token is not None and not service.tokenizer.decode([token])
@@ -371,8 +371,8 @@ def _markers(service: Service) -> dict[int, str]:
 async def _prompts(
     service: Service, given: str | list[object], echo: bool, special: bool
 ) -> tuple[list[tuple[int, ...]], list[PromptText]]:
-    """The ids of the prompts, and their text if `echo`. special: special tokens that a text spells become tokens.
-    Errors: BadField."""
+    """The ids of the prompts, and their texts if `echo`. special: whether special tokens that a text spells become
+    tokens. Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("prompt", "prompt: must not be empty")
     prompts = given if isinstance(given, list) and not isinstance(given[0], int | float) else [given]
@@ -406,7 +406,7 @@ def _note(service: Service, text: str, special: bool) -> str | None:
 
 
 def messages(given: Sequence[object], characters: int) -> list[Message]:
-    """Check the messages of a conversation, at most `characters` together. Errors: BadField.
+    """Check the messages of a conversation, which may have `characters` characters in total. Errors: BadField.
 
     >>> messages([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], 100)
     [{'role': 'user', 'content': 'Hello'}]
@@ -456,7 +456,7 @@ def _called(given: object, where: str) -> list[dict[str, object]]:
 
 
 def _content(given: object, where: str) -> str:
-    """The content of a message: a text, or parts of type text, which are joined."""
+    """The content of a message, which is a text, or a list of parts of type text that are joined."""
     if isinstance(given, str):
         return given
     parts = given if isinstance(given, list) else []
@@ -497,7 +497,7 @@ async def start(service: Service, asked: ParsedRequest) -> list[Continuation]:
 
 
 async def answer(service: Service, asked: ParsedRequest) -> dict[str, Json]:
-    """The complete answer. Errors: as of `start`; AnswerFailed."""
+    """The complete answer. Errors: those of `start`; AnswerFailed."""
     running = await start(service, asked)
     await all_whole(running)
     choices = [{**_choice(service, asked, index, each), **cited(each)} for index, each in enumerate(running)]
@@ -638,7 +638,8 @@ def _chat_chunk(
 
 
 def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[Json]:
-    """For each token of the prompt: id -> log-probability of it and of the most likely tokens, in vLLM's format."""
+    """For each token of the prompt, in vLLM's format: a map id -> log-probability, with the token itself and the most
+    likely tokens. The first token has None."""
     entries: list[Json] = []
     tops = done.prompt_top or ((),) * len(done.prompt)
     for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):
@@ -673,7 +674,7 @@ def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> l
 def _logprobs(
     service: Service, prompt: Sequence[Scored], new: Sequence[Scored], shift: int, count: int
 ) -> dict[str, Json]:
-    """Log-probabilities in OpenAI's format for completions: parallel lists. top_logprobs is null if `count` is 0."""
+    """Log-probabilities as parallel lists, OpenAI's format for completions. top_logprobs is null if `count` is 0."""
     whole = [*prompt, *(Scored(each.id, each.logprob, each.top, each.offset + shift) for each in new)]
     tops = [_by_text(service, each, count) if each.logprob is not None else None for each in whole]
     return {
@@ -685,8 +686,8 @@ def _logprobs(
 
 
 def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
-    """text -> log-probability of the token and of the `count` most likely, which come first. Tokens with the same text
-    share an entry with the highest value."""
+    """Map text -> log-probability, with the `count` most likely tokens first and then the token itself. Tokens with the
+    same text share one entry, which has their highest value."""
     by_text: dict[str, float] = {}
     assert scored.logprob is not None
     for token, logprob in (*scored.top[:count], (scored.id, scored.logprob)):
@@ -696,7 +697,7 @@ def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
 
 
 def _chat_logprobs(service: Service, tokens: Sequence[Scored], count: int) -> dict[str, Json]:
-    """Log-probabilities in OpenAI's format for chats: a list of objects."""
+    """Log-probabilities as a list of objects, OpenAI's format for chats."""
 
     def one(token: int, logprob: float | None) -> dict[str, Json]:
         data = service.tokenizer.token_bytes(token)

@@ -1,6 +1,6 @@
 """The option sections of `mega serve`: the address, the model and the answers. The server uses these sections directly.
 
-Limits are in limits.py, options of the engine and its ranks in inference/options.py. No torch.
+Limits are in limits.py, options of the engine and its ranks in inference/options.py. This module does not import torch.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -36,8 +36,8 @@ class ListenOptions(VerbSection):
     )
 
     def token(self) -> str | None:
-        """The token of --token-file or MEGA_TOKEN. Errors: ValueError if it is too short, or has characters that cannot
-        be sent."""
+        """The token of --token-file or MEGA_TOKEN. Errors: ValueError if the token is too short, or has characters that
+        cannot be sent."""
         from mega.core.untrusted import read_limited
 
         source_name = f"--token-file {self.token_file}" if self.token_file is not None else "MEGA_TOKEN"
@@ -101,9 +101,9 @@ class ServerOptions(VerbSection):
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters."""
     token: str | None = None
-    """Required for all paths but the page and the health check; None: not required."""
+    """The token that is required for all paths except the page and the health check; None: not required."""
     stop_ids: frozenset[int] = frozenset()
     """The model's end tokens in addition to its tokenizer's."""
     vector_width: int = 0
-    """Numbers of an embedding; 0: the model continues text and gives no embeddings."""
+    """Number of elements in an embedding; 0: the model continues text and does not give embeddings."""
     limits: ServerLimits = field(default_factory=ServerLimits)

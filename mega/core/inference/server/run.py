@@ -31,13 +31,13 @@ from mega.core.text.chat.format import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
 
 _FILES = 128
-"""File descriptors reserved for other uses than connections."""
+"""Number of file descriptors reserved for uses other than connections."""
 _UNACCEPTED = 2048
-"""Connections that the operating system queues until they are accepted."""
+"""Number of connections that the operating system queues until they are accepted."""
 
 
 class HttpServer:
-    """One engine behind one socket. `stop` may be called from any thread."""
+    """A server for one engine on one socket. `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class HttpServer:
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     def run(self, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-        """Answer requests until `stop` or a signal. ready: called once requests are accepted.
+        """Answer requests until `stop` or a signal. ready: called when the server accepts requests.
 
         Errors: those of the engine.
         """
@@ -87,7 +87,7 @@ class HttpServer:
             if server.started:
                 listening.listen(
                     _UNACCEPTED
-                )  # uvicorn's backlog is shorter, since it also limits the accepts per loop turn
+                )  # uvicorn's backlog is shorter, since it also limits the connections accepted per turn of the loop
                 ready()
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ def _config(app: Any, limits: ServerLimits) -> Any:
 
 
 def raise_file_limit(connections: int) -> int:
-    """Raise the limit on file descriptors, and return how many connections fit into it, at most `connections`."""
+    """Raise the limit on file descriptors, and return how many connections it permits, at most `connections`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -163,7 +163,7 @@ def raise_file_limit(connections: int) -> int:
 
 @contextlib.contextmanager
 def _heeding(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`; without effect outside of the main thread, which alone gets signals."""
+    """Let SIGTERM and SIGINT set `stop`. Has no effect outside the main thread, because only it can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
 """The state that all routes share: the model's names, tokenizer, chat template, grammars, limits and engine driver.
 
-It converts texts to requests of the engine and bodies to JSON. It knows no route and no format of answers.
+It also converts texts to requests to the engine, and bodies to JSON. It does not depend on routes or answer formats.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
 
 _DISCARDED = 8
-"""Multiple of the maximum body size that is read and discarded before the connection is closed."""
+"""The connection is closed when a body exceeds this multiple of the maximum size; before that, bytes above the maximum
+are read and discarded."""
 _SHORT = 1 << 10
 """Texts of at most this many characters are encoded on the event loop's thread."""
 _LARGE = 1 << 16
-"""JSON of more bytes is parsed on the text thread instead of the event loop's."""
+"""JSON with more bytes than this is parsed on the text thread, not on the event loop's thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """The chat template and end tokens of a model or an adapter. chat: None if it cannot chat; `no_chat` says why.
-    stop_ids: end tokens in addition to the tokenizer's."""
+    """The chat template and end tokens of a model or an adapter. chat: None if the model cannot chat; `no_chat` is the
+    reason. stop_ids: end tokens in addition to the tokenizer's."""
 
     chat: ChatFormat | None = None
     no_chat: str = ServerOptions.no_chat
@@ -51,8 +52,8 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """One served model. draining: new requests are refused. busy: requests in progress. manners: of adapters that have
-    their own."""
+    """One served model. draining: whether new requests are refused. busy: number of requests in progress. manners: name
+    of an adapter with its own template or end tokens -> its `Manner`."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Service:
     # --- bodies ---------------------------------------------------------------------------------------------------
 
     async def body(self, request: HttpRequest) -> Json:
-        """The JSON of a request, within limits of bytes and time. Errors: BadField with its status."""
+        """Read and parse the body of a request, within limits of size and time. Errors: BadField with its status."""
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise BadField(None, "Content-Type: must be application/json", 415)
@@ -101,7 +102,7 @@ class Service:
                     if size <= self.options.limits.max_body:
                         data += part
                         self.body_bytes += len(part)
-                    # An excess is read and discarded: a client that is still writing would not read the error.
+                    # An excess is read and discarded, because a client that is still writing would not read the error.
                     elif size > _DISCARDED * self.options.limits.max_body:
                         break
                     self._check_bodies()
@@ -126,17 +127,17 @@ class Service:
     # --- prompts --------------------------------------------------------------------------------------------------
 
     def check_queue(self, count: int) -> None:
-        """Refuse a request that would find the queue full before work is done for it. Errors: QueueFull, EngineLost."""
+        """Refuse a request early, before any work, if the queue is full. Errors: QueueFull, EngineLost."""
         if count <= self.driver.most:  # a larger count can never fit, and is refused with that reason later
             self.driver.check_room(count)
 
     async def encode(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
-        """The ids of a prompt. An empty prompt becomes the token that begins a document. special: special tokens that
-        the text spells become tokens. Errors: BadField."""
+        """The ids of a prompt. An empty prompt becomes the token that begins a document. special: whether special
+        tokens that the text spells become tokens. Errors: BadField."""
         return await self.ids_of(name, text, special) or (self.start(name),)
 
     async def ids_of(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
-        """The ids of a text, none of an empty one for some tokenizers. special: as of `encode`. Errors: BadField."""
+        """The ids of a text; an empty text may have no ids. special: as for `encode`. Errors: BadField."""
         if len(text) > self.characters:
             raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
         try:
@@ -149,7 +150,7 @@ class Service:
         return self.checked(name, ids)
 
     def framed(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """A text as the model reads it: of a BERT between [CLS] and [SEP]."""
+        """The ids of a text as the model reads them; a BERT reads them between [CLS] and [SEP]."""
         roles = self.tokenizer.roles if self.options.vector_width else None
         return tuple(ids) if roles is None else (roles.cls, *ids, roles.sep)
 
@@ -157,7 +158,7 @@ class Service:
         """Check the ids of a prompt, given by a client or the tokenizer. Errors: BadField."""
         token_ids: list[int] = []
         for token in ids:
-            if isinstance(token, float) and token.is_integer():  # an integer by JSON Schema
+            if isinstance(token, float) and token.is_integer():  # JSON Schema counts 1.0 as an integer
                 token = int(token)
             if type(token) is not int or not 0 <= token < self.known:
                 raise BadField(
@@ -174,7 +175,7 @@ class Service:
         return start
 
     def token_text(self, token: int) -> str:
-        """A single token in OpenAI's notation: text, `bytes:` for part of a character, the name of a control token."""
+        """A single token in OpenAI's notation: its text, `bytes:...` for part of a character, or a name."""
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode() if data else self.tokenizer.piece(token)
@@ -185,7 +186,7 @@ class Service:
         return f"This model's maximum context length is {self.longest} tokens."
 
     def check_room(self, name: str, prompt: Sequence[int], tokens: int) -> None:
-        """Errors: BadField if prompt and answer together exceed the context length."""
+        """Check that prompt and answer together fit into the context length. Errors: BadField."""
         if len(prompt) + tokens > self.longest:
             raise BadField(
                 name,
@@ -209,7 +210,7 @@ class Service:
             raise BadField(error.field, str(error)) from None
 
     def adapter(self, model: str | None) -> str | None:
-        """The adapter that `model` names; None: the model itself. Errors: BadField if the name is not served."""
+        """The adapter that `model` names; None for the model itself. Errors: BadField if the name is not served."""
         if model is None or model == self.options.name or model in self.options.served_model_name:
             return None
         if model in self.options.adapters:
@@ -219,12 +220,12 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The model's name, then its aliases and its adapters."""
+        """The model's name, then its aliases, then the names of its adapters."""
         options = self.options
         return tuple(dict.fromkeys((options.name, *options.served_model_name, *options.adapters)))
 
     def manner(self, adapter: str | None) -> Manner:
-        """The manner of an adapter if it has its own, else the model's."""
+        """The `Manner` of an adapter; the model's if the adapter does not have its own."""
         options = self.options
         whole = Manner(chat=self.chat, no_chat=options.no_chat, stop_ids=options.stop_ids)
         return whole if adapter is None else self.manners.get(adapter, whole)
@@ -241,7 +242,7 @@ class Service:
         return tickets
 
     async def continuations(self, requests: Sequence[Request], **how: Any) -> list[Continuation]:
-        """Add requests and follow their text. how: arguments of `Continuation`. Errors: as of `add`."""
+        """Add requests and follow their text. how: arguments of `Continuation`. Errors: those of `add`."""
         tickets = await self.add(requests)
         return [
             Continuation(ticket, self.tokenizer, request.prompt, self.metrics, **how)
@@ -255,13 +256,13 @@ class Service:
     async def allowed(
         self, wanted: Mapping[str, object] | None, ends: frozenset[int], count: int
     ) -> list[Allowed | None]:
-        """The mask function of each of `count` sequences under a response_format, or None. Errors: BadField."""
+        """Mask functions for `count` sequences under a response_format; None without constraint. Errors: BadField."""
         if wanted is None or wanted.get("type") == "text":
             return [None] * count
         grammar = await self.off_loop(self.grammars.compile, wanted)
         return [grammar.start(ends) for _ in range(count)]
 
     async def calling(self, wanted: str, ends: frozenset[int], count: int) -> list[Allowed | None]:
-        """The mask function of each of `count` sequences under a grammar of tools.py. Errors: BadField."""
+        """Mask functions for `count` sequences under a grammar of tools.py. Errors: BadField."""
         grammar = await self.off_loop(self.grammars.lark, wanted)
         return [grammar.start(ends) for _ in range(count)]

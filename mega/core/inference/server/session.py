@@ -1,6 +1,6 @@
 """The text of one sequence: pieces of text and tokens, up to a stop string; cancellation when the client disconnects.
 
-It knows neither routes nor formats of answers.
+This module depends on neither routes nor answer formats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ClientGone(Exception):
 class AnswerFailed(Exception):
     """One sequence failed. The message may be shown to clients.
 
-    by_request: the request's own constraints are the cause, not the model's numbers.
+    by_request: whether the request's own constraints are the cause, rather than logits that are not finite.
     """
 
     def __init__(self, reason: str, *, by_request: bool) -> None:
@@ -41,7 +41,7 @@ class TooLong(Exception):
 
 @dataclass(frozen=True)
 class Scored:
-    """A token, its log-probability, the most likely alternatives if requested, and the offset of its text."""
+    """A token, its log-probability, the most likely alternatives if requested, and the offset of the token's text."""
 
     id: int
     logprob: float | None
@@ -51,7 +51,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text, the tokens that begin in it, and the reason why the sequence ended, if it did."""
+    """New text, the tokens that begin in this text, and, if the sequence has ended, the reason."""
 
     text: str
     tokens: tuple[Scored, ...] = ()
@@ -61,8 +61,8 @@ class Delta:
 class Continuation:
     """The text of one sequence that the engine continues.
 
-    stops: strings that end it; the text stops before them. end_ids: tokens that end it and add no text. pair: a token
-    that ends it when it occurs twice in a row.
+    stops: strings that end the sequence; the text ends before such a string. end_ids: tokens that end the sequence and
+    add no text. pair: a token that ends the sequence if it occurs twice in a row.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Continuation:
         self._stream = TextStream(tokenizer, prompt)
         self._metrics, self._since, self._last = metrics, time.monotonic(), 0.0
         self._stops, self._end_ids, self._pair = tuple(stops), end_ids, pair
-        self._held, self._given = "", 0  # text that may begin a stop string; characters already released
+        self._held, self._given = "", 0  # text that may begin a stop string; number of characters already released
         self._waiting: list[Scored] = []
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -106,7 +106,7 @@ class Continuation:
             self.ticket.cancel()
 
     async def whole(self) -> Continuation:
-        """Wait until the sequence has ended, and return it. Errors: as of `deltas`."""
+        """Wait until the sequence has ended, and return it. Errors: those of `deltas`."""
         async for _ in self.deltas():
             pass
         return self
@@ -125,7 +125,7 @@ class Continuation:
         return self._cut(new + self._stream.finish(), "length" if event.finish == "length" and not twice else "stop")
 
     def _push(self, event: Event) -> str:
-        """Add a token, and return the text that is now certain."""
+        """Add a token, and return the text that further tokens cannot change."""
         assert event.token is not None
         self._count()
         self.ids.append(event.token)
@@ -143,7 +143,7 @@ class Continuation:
         self._last = current_time
 
     def _cut(self, new: str, finish: Literal["stop", "length", ""]) -> Delta | None:
-        """Release text up to a stop string, except an end that may be the beginning of one."""
+        """Release text up to a stop string, and hold back an end that may be the beginning of a stop string."""
         text = self._held + new
         stop_offsets = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if stop_offsets:
@@ -161,7 +161,7 @@ class Continuation:
 
 
 async def all_whole(running: Sequence[Continuation]) -> None:
-    """Wait until all sequences have ended; if one fails, all are cancelled. Errors: as of `deltas`."""
+    """Wait until all sequences have ended; if one fails, cancel all. Errors: those of `deltas`."""
     try:
         async with asyncio.TaskGroup() as group:
             for each in running:

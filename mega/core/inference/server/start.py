@@ -1,6 +1,6 @@
 """Start a server on every rank from a directory of weights: rank 0 listens, the other ranks follow its engine.
 
-It knows neither flags nor routes.
+This module depends on neither flags nor routes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from mega.core.text.chat.format import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 
 _RENDER_SECONDS = 1
-"""Processor time to render one conversation."""
+"""Maximum processor time in seconds to render one conversation."""
 _SWITCH_SECONDS = 0.001
-"""Python's thread switch interval: how long the engine's thread may delay the event loop."""
+"""Python's thread switch interval in seconds, which limits how long the engine's thread delays the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,12 @@ class ServePlan:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """Name of an adapter -> its directory."""
     retriever: OpenRetriever | None = None
-    """Opens the search in the database `retro`."""
+    """Opens the retriever of neighbours in the database `retro`."""
     retro: str | None = None
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Errors: ValueError if other machines could reach the server and it has no token."""
+    """Check the address. Errors: ValueError if other machines could reach the server, but it has no token."""
     if token is not None or host == "localhost":
         return
     try:
@@ -87,7 +87,7 @@ def serve_rank(plan: ServePlan) -> int:
     """Run this rank until the server stops, and return exit code 0. Errors: those of loading and of the engine."""
     began = time.monotonic()
     leads = world_from_env().rank == 0
-    # A port that is in use is reported before the model is loaded.
+    # Bind now, so that a port in use is reported before the model is loaded.
     listening = bind(plan.listen.host, plan.listen.port) if leads else None
     if not leads:
         for number in STOPPING:  # rank 0 ends the other ranks after it has drained
@@ -153,7 +153,7 @@ def _engine(
 
 
 def _check_model(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> None:
-    """Errors: ValueError naming a flag that does not fit the model."""
+    """Check flags. Errors: ValueError naming a flag that does not fit the model."""
     layout = plan.layout
     if gives_embeddings(opened.model):
         check_embedding(opened, tokenizer, layout, plan.model, plan.engine, plan.options, plan.retro)
@@ -165,8 +165,8 @@ def _check_model(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> 
 
 
 def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[ChatFormat | None, str | None]:
-    """The chat format of --chat-template or of the model's template, or None and the reason. An invalid template of the
-    model is reported on stderr; chat requests get the reason."""
+    """The chat format of --chat-template, else of the model's template, else None; and the reason if the model's
+    template is invalid. The reason is printed to stderr and sent to clients that request a chat."""
     if plan.model.chat_template is not None:
         for line in chosen_template("serve", opened, opened.path, plan.model.chat_template).notes:
             print(f"mega: {line}", file=sys.stderr)
@@ -182,8 +182,8 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[C
 
 
 def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: int) -> Manner:
-    """The chat template and end tokens of an adapter; those of the model, `whole`, if its files have none. An invalid
-    template is reported on stderr. Errors: CheckpointError."""
+    """The chat template and end tokens of an adapter. The model's, `whole`, are used where the adapter's files have
+    none. An invalid template is reported on stderr. Errors: CheckpointError."""
     ends = declared_ends(adapter.source.attachments, vocab)
     manner = whole if ends is None else replace(whole, stop_ids=ends)
     try:
@@ -201,7 +201,7 @@ def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: 
 
 
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
-    """Lines about the model and how many requests fit, with the figures of `mega memory-estimate --serve`."""
+    """Lines that describe the model and how many requests fit, with the figures of `mega memory-estimate --serve`."""
     model, service, limits = opened.architecture, server.service, server.engine.limits
     loaded = f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}"
     waiting = f"{server.options.limits.max_waiting} more may wait"

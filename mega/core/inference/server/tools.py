@@ -1,11 +1,11 @@
-"""Function calling and reasoning: tools of a request in the prompt, calls and reasoning parsed from the answer. The
-model's chat template determines the format of calls.
+"""Function calling and reasoning: insert the tools of a request into the prompt, and parse calls and reasoning from the
+answer. The model's chat template determines the format of calls.
 
     tags       <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them       Qwen, Hermes
     list       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}     Mistral
     object     {"name": ..., "parameters": {...}} as the complete answer, several separated by ;  Llama 3
 
-It knows no engine and no route. Source: OpenAI's API reference; the templates of these models.
+This module depends on neither the engine nor the routes. Source: OpenAI's API reference; these models' templates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mega.core.text.chat.messages import Message
 from mega.core.untrusted import Json, parse_json
 
 MOST_TOOLS = 128
-"""Maximum tools of a request, OpenAI's limit."""
+"""Maximum number of tools in a request; this is OpenAI's limit."""
 
 Form = Literal["tags", "list", "object"]
 
@@ -43,8 +43,8 @@ class Call(NamedTuple):
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Json]:
-        """index: the number of the call within a streamed answer. The id has 9 characters, which Mistral's template
-        requires."""
+        """The call in OpenAI's format. index: position of the call within a streamed answer. The id has 9 characters,
+        because Mistral's template requires this length."""
         position: dict[str, Json] = {} if index is None else {"index": index}
         function: dict[str, Json] = {"name": self.name, "arguments": self.arguments}
         return {**position, "id": uuid.uuid4().hex[:9], "type": "function", "function": function}
@@ -63,14 +63,14 @@ class Tools:
 
     @property
     def forced(self) -> tuple[dict[str, object], ...]:
-        """The functions of which one must be called; empty if the model may answer with text."""
+        """Functions, one of which must be called; empty if the model may answer with text."""
         if self.choice in ("none", "auto"):
             return ()
         return tuple(each for each in self.described if self.choice in ("required", _function(each)["name"]))
 
     @property
     def offered(self) -> list[dict[str, object]] | None:
-        """The functions that the template gets; None if there are none."""
+        """The functions to pass to the template; None if no function may be called."""
         return None if self.choice == "none" or not self.described else [dict(each) for each in self.described]
 
 
@@ -81,7 +81,7 @@ def _function(tool: Mapping[str, object]) -> dict[str, str]:
 
 
 def read_tools(tools: Sequence[object] | None, choice: object) -> Tools:
-    """Errors: BadField naming `tools` or `tool_choice`."""
+    """Check the fields `tools` and `tool_choice` of a request. Errors: BadField naming the field."""
     tool_list = list(tools or ())
     if len(tool_list) > MOST_TOOLS:
         raise BadField("tools", f"tools: {len(tool_list)} functions, at most {MOST_TOOLS}")
@@ -121,7 +121,7 @@ def _choice(given: object, names: Sequence[str]) -> str:
 
 
 def form_of(template: str) -> Form | None:
-    """The format of calls that a chat template shows; None if it shows none.
+    """The format of calls in a chat template; None if the template has no calls.
 
     >>> form_of("{{ '<tool_call>' }}"), form_of("[TOOL_CALLS]"), form_of("{{ message.content }}")
     ('tags', 'list', None)
@@ -136,12 +136,12 @@ def form_of(template: str) -> Form | None:
 
 
 def thinks(template: str) -> bool:
-    """Whether a chat template has a place for reasoning."""
+    """Whether a chat template contains the tag for reasoning."""
     return _THOUGHT in template
 
 
 def grammar(form: Form, tools: Sequence[Mapping[str, object]]) -> str:
-    """A grammar of llguidance for one call of one of these functions."""
+    """A grammar for llguidance that accepts one call of any of these functions."""
     key = "parameters" if form == "object" else "arguments"
     kinds = [
         {
@@ -165,11 +165,11 @@ class CallRules:
     """Format of calls; None: no function may be called."""
     tools: Tools = field(default_factory=Tools)
     markers: Mapping[int, str] = field(default_factory=dict)
-    """Id -> text of the control tokens in calls, which decoding leaves out."""
+    """The control tokens in calls, which decoding leaves out: id -> text."""
     reasons: bool = False
-    """The answer may begin with reasoning."""
+    """Whether the answer may begin with reasoning."""
     thinking: bool = False
-    """The prompt ends within the reasoning."""
+    """Whether the prompt ends within reasoning, which the answer then continues."""
 
     def reader(self) -> AnswerReader:
         return AnswerReader(self.form, self.tools.names, self.thinking, self.reasons)
@@ -184,7 +184,7 @@ class CallRules:
 
 
 def parsed_messages(given: Sequence[Message]) -> list[Message]:
-    """Messages with the arguments of calls parsed to objects, as templates expect them. Errors: BadField."""
+    """Parse the arguments of calls in messages to objects, as templates expect. Errors: BadField."""
     parsed: list[Message] = []
     for message in given:
         calls = message.get("tool_calls")
@@ -237,19 +237,19 @@ class AnswerReader:
     names: tuple[str, ...] = ()
     """Functions that may be called."""
     thinking: bool = False
-    """The text so far ends within the reasoning."""
+    """Whether the text so far ends within the reasoning."""
     reasons: bool = False
-    """The answer may begin with reasoning."""
+    """Whether the answer may begin with reasoning."""
     called: int = 0
-    """Calls so far."""
+    """Number of calls so far."""
     read: int = 0
-    """Characters so far, counted by the caller."""
+    """Number of characters so far, counted by the caller."""
     _held: str = field(default="", init=False)
     _begun: bool = field(default=False, init=False)
     _after: bool = field(default=False, init=False)
 
     def push(self, text: str, *, end: bool = False) -> AnswerPiece:
-        """Add text and return what is certain. end: the answer is complete."""
+        """Add text, and return the pieces that further text cannot change. end: whether the answer is complete."""
         self._held += text
         content, reasoning, calls = "", "", list[Call]()
         if self.reasons and not self._begun and not self.thinking:
@@ -296,7 +296,7 @@ class AnswerReader:
                 self._held = before[len(content_before) :] + open_tag + rest
                 break
             tag_calls = _calls(inner, self.names)
-            if not tag_calls:  # not a call: content
+            if not tag_calls:  # this is content, not a call
                 content += before + open_tag + inner + close_tag
             else:
                 content += before.rstrip()
@@ -307,7 +307,7 @@ class AnswerReader:
         return content
 
     def _whole(self, calls: list[Call], end: bool) -> str:
-        """Content before a call in the formats list and object, whose calls extend to the end of the answer."""
+        """The content before a call in the formats list and object, in which calls extend to the end of the answer."""
         before, marked, rest = self._held.partition(_LIST if self.form == "list" else _PYTHON)
         bare = not marked and before.lstrip()[:1] in ("[", "{")
         if not end and (marked or bare or not before.strip()):
@@ -381,5 +381,5 @@ def _overlap(text: str, tag: str) -> int:
 
 
 def _blank(text: str) -> int:
-    """Number of white-space characters at the end, which are dropped before a call."""
+    """Number of white-space characters at the end of `text`; they are dropped before a call."""
     return len(text) - len(text.rstrip())
