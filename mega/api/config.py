@@ -1,4 +1,4 @@
-"""The options of a run, from a preset, a TOML file and keywords. No torch."""
+"""The options of a run, from a preset, a TOML file and keywords. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mega.core.hub.folders import with_folders
 
 
 def config(preset: str | None = None, *, file: str | Path | None = None, **options: object) -> Options:
-    """The options of a run: a preset of `mega presets`, a TOML file, and keywords; each overrides the one before.
+    """The options of a run: a preset of `mega presets`, a TOML file, and keywords; later ones override earlier ones.
 
     A keyword is a flag of `mega pretrain` with underscores: `--lr-warmup-steps 200` is `lr_warmup_steps=200`.
     docs/configuration.md lists all options. An option with the value None is left out.

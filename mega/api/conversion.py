@@ -24,13 +24,13 @@ def convert(
     outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
     **layout: int,
 ) -> ConversionReport:
-    """Convert weights to a checkpoint, or a checkpoint to the format of another program, in a new directory that is
-    complete or absent. The report counts tensors, elements and bytes, and lists what is lost.
+    """Convert weights to a checkpoint, or a checkpoint to the format of another program, in a new directory, which is
+    written completely or not at all. The report counts tensors, elements and bytes, and lists what is lost.
 
     source: a run, one of its steps, or weights in the format of Hugging Face, Meta, llama2.c or fairseq, recognised by
     their files. to: format to write, "mega", "hf", "meta", "peft" or "gguf" ["hf" if a mega checkpoint is read, else
     "mega"]. base: base weights of a peft adapter. parts: number of files of a Meta folder. outtype: dtype of matrices
-    in a GGUF file. layout: tp, pp and chunks for which the files of a checkpoint are cut.
+    in a GGUF file. layout: tp, pp and chunks for which the files of a checkpoint are split.
 
     Errors: ValueError naming the option, file or tensor; `target` is then unchanged.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """Memory of a run on each rank and, for a device, its speed."""
+    """Memory of a run on each rank and, if a device is given, the speed of the run."""
 
     run: RunConfig
     """The resolved run; after a search, with the best layout."""
@@ -28,7 +28,7 @@ class RunEstimate:
     memory: Memory
     """Memory of every pipeline stage, in bytes."""
     device: Hardware | None
-    """The device that was planned for; None without `gpu`."""
+    """The device that was planned for; None if `gpu` is not given."""
     found: SearchResult | None = None
     """After a search: the best layouts."""
     start: tuple[str, ...] = ()
@@ -48,32 +48,32 @@ class RunEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has enough memory, including the allocator's slack and the communicators; None without a
-        device."""
+        """Whether the device has enough memory, including the allocator's slack and the communicators; None if no
+        device is given."""
         device = self.device
         return None if device is None else self.memory.needed(device.communicator) <= device.memory
 
     @cached_property
     def step(self) -> StepTime | None:
-        """Time of a step: seconds, MFU, bubble and other parts; None without a device."""
+        """Time of a step: seconds, MFU, bubble and other parts; None if no device is given."""
         from mega.core.estimate.steptime import step_time
 
         return None if self.device is None else step_time(self.run, self.world, self.device)
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step; None without a device."""
+        """Seconds of a step; None if no device is given."""
         return None if self.step is None else self.step.seconds
 
 
 def estimate(
     run: Options, *, gpu: str | None = None, gpus: int | None = None, fit: str | None = None, **options: object
 ) -> RunEstimate:
-    """Estimate the memory of a run on `world` ranks, as the trainer allocates it, and with `gpu` the time of a step.
+    """Estimate the memory that the trainer allocates on `world` ranks and, if `gpu` is given, the time of a step.
 
     run: options from `mega.config`; keywords such as `world=64` override them. gpu: a device such as "h100", or a file
-    written by `mega bench --calibrate`. gpus: search for the fastest layout on this many devices. fit: the same with
-    number and device in one, as in "8xh100".
+    written by `mega bench --calibrate`. gpus: search for the fastest layout on this many devices. fit: the same, with
+    number and device in one text such as "8xh100".
 
     Errors: ValueError naming the option, its value and the rule.
 
@@ -99,8 +99,8 @@ def estimated(run: RunConfig, world: int, device: Hardware | None) -> RunEstimat
 
 
 def in_bf16(answer: RunEstimate) -> RunEstimate | None:
-    """The estimate of the same run and layout in bf16; None unless it is in fp32, the default, which is seldom intended
-    on a GPU."""
+    """The estimate of the same run and layout in bf16; None unless the run is in fp32, the default, which is seldom
+    intended on a GPU."""
     if answer.run.precision.dtype != "fp32":
         return None
     from mega.core.config.resolve import variant
@@ -109,7 +109,7 @@ def in_bf16(answer: RunEstimate) -> RunEstimate | None:
 
 
 def planned(options: Options) -> tuple[RunConfig, int]:
-    """The run as its ranks would resolve it, and the number of ranks. Errors: ValueError as of a dry run."""
+    """The run as its ranks would resolve it, and the number of ranks. Errors: ValueError as in a dry run."""
     # The interval of saves is part of the estimate, so it is allowed without --save.
     save = options.checkpoint.save
     nowhere = save is None and options.checkpoint.save_interval is not None
@@ -122,7 +122,7 @@ def planned(options: Options) -> tuple[RunConfig, int]:
 
 
 def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | None) -> RunEstimate:
-    """Search for the layout with the fastest predicted step among those that fit. Errors: ValueError naming the
+    """Search for the layout with the fastest predicted step among the layouts that fit. Errors: ValueError naming the
     flag."""
     from mega.core.estimate.search import any_layout, cluster, command, search, without_layout
     from mega.core.estimate.show import launch_lines
@@ -133,8 +133,8 @@ def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | Non
         if (typed := value_of(options, name)) not in (None, count):
             raise ValueError(f"{flag_of(name)} {typed}: excludes {flag}, which plans {count} ranks; leave it out")
     options = without_layout(options)
-    # Report mistakes that all layouts share by checking one rank. It has no tensor axis to overlap, and its fp8 GEMMs
-    # have other sizes than those of most layouts, so these two options are off.
+    # Report mistakes that all layouts share by checking one rank. One rank has no tensor axis to overlap, and its fp8
+    # GEMMs have other sizes than those of most layouts, so these two options are off.
     smallest, _ = planned(updated(any_layout(options, 1), {"tp_overlap": False, "fp8": False}))
     sized = updated(options, {"vocab": smallest.model.vocab})
     result = search(sized, count, device)

@@ -57,10 +57,10 @@ def evaluate(
 ) -> EvaluationResult:
     """Score the model at `path`, in any format that `mega.load` opens, on a benchmark at any layout.
 
-    It runs in this process, on `nproc` local ranks, or as one rank of a launcher. task: lambada, ppl, wikitext103,
-    mnli, qqp or race. data: the benchmark's file; labelled tasks take several. out: JSON file for the result, which
-    `mega report` reads. options: those of `mega eval`, such as `tp=2`, `nproc=2`, `limit=100` and the benchmark's own;
-    for a model with a retriever `retro` and `embedder`. verbose: print what `mega eval` prints.
+    The evaluation runs in this process, on `nproc` local ranks, or as one rank of a launcher. task: lambada, ppl,
+    wikitext103, mnli, qqp or race. data: the benchmark's file; labelled tasks take several. out: JSON file for the
+    result, which `mega report` reads. options: those of `mega eval`, such as `tp=2`, `nproc=2`, `limit=100` and the
+    benchmark's own; a model with a retriever also takes `retro` and `embedder`. verbose: print what `mega eval` prints.
 
     Errors: ValueError naming the option or file, its value and the rule, before any rank starts.
     """

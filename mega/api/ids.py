@@ -1,4 +1,4 @@
-"""Check token ids from the caller, for the whole interface."""
+"""Check token ids from the caller, for all functions of the interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def checked_ids(name: str, given: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], vocab: int) -> torch.Tensor:
-    """Convert token ids to int64, on the device where they are. name: the argument, for errors. vocab: vocabulary size
+    """Convert token ids to int64, on their current device. name: the argument, for errors. vocab: vocabulary size
     without padding.
 
     Errors: ValueError naming the argument, the rule and the first id that breaks it.

@@ -36,8 +36,8 @@ from mega.core.text.chat.messages import Message
 from mega.core.text.tokenizer import Tokenizer
 
 AT_ONCE = 16
-"""Maximum number of texts that are continued together; others wait. The cache has room for this many of full length, if
-the memory suffices."""
+"""Maximum number of texts that are continued together; other texts wait. The cache has room for this many texts of full
+length, if the memory suffices."""
 
 
 def load(
@@ -66,9 +66,9 @@ class Model:
 
     def __init__(self, opened: OpenedModel, device: Device, dtype: torch.dtype):
         self.path: Path = opened.path
-        """Path of its weights."""
+        """Path of the weights."""
         self.dtype: str = next(name for name, each in DTYPES.items() if each == dtype)
-        """Dtype of its computation."""
+        """Dtype of the computation."""
         self._opened, self._device = opened, device
         self._mesh = Mesh(0)
         (self._stage,) = load_stages(opened, self._mesh, device, dtype=dtype)
@@ -77,7 +77,8 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the weights. Errors: ValueError if they have none, or it does not belong to the model."""
+        """The tokenizer of the weights. Errors: ValueError if the weights have no tokenizer, or one that does not
+        belong to the model."""
         tokenizer = self._opened.tokenizer()
         check_tokenizer(self._opened, tokenizer)
         return tokenizer
@@ -104,7 +105,7 @@ class Model:
         return texts[0] if isinstance(prompt, str) else texts
 
     def chat(self, messages: str | Sequence[Message], tokens: int = 512, **sampling: float | None) -> str:
-        """Answer in a conversation, by the model's chat template. messages: a text of the user, or turns such as
+        """Answer in a conversation, with the model's chat template. messages: a text of the user, or turns such as
         `{"role": "user", "content": "Hello"}`. sampling: as in `generate`.
 
         Errors: ValueError if the model has no chat template, or the messages are invalid.
@@ -131,9 +132,9 @@ class Model:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Logits [b, s, vocab] of token ids int64 [b, s], on the model's device; those at position i are for the token
-        at i + 1. Ids of one sequence [s] give [s, vocab]. Errors: ValueError for ids outside the vocabulary, or too
-        many of them.
+        """Logits [b, s, vocab] of token ids int64 [b, s], on the model's device; the logits at position i predict the
+        token at i + 1. Ids of one sequence [s] give [s, vocab]. Errors: ValueError for ids outside the vocabulary, or
+        for more ids than the model has positions.
         """
         model = self._opened.architecture
         ids = checked_ids("tokens", tokens, model.input.vocab).to(self._device.torch)
@@ -149,7 +150,7 @@ class Model:
         """The log-probability, in nats, of every token of a text except the first, given the tokens before it. A text
         with more tokens than the model has positions is cut into windows, which are scored independently.
 
-        Errors: ValueError for less than two tokens, or for ids outside the vocabulary.
+        Errors: ValueError for fewer than two tokens, or for ids outside the vocabulary.
         """
         sequence = self.tokenizer.encode(text) if isinstance(text, str) else text
         ids = checked_ids("text", sequence, self._opened.architecture.input.vocab)

@@ -1,4 +1,5 @@
-"""Run a function on several local ranks; return its results, or raise the error of a rank. No torch.
+"""Run a function on several local ranks; return its results, or raise the error of a rank. This module does not import
+torch.
 
 1 pickle the function by its name, or by its code if it is from a notebook, which other processes cannot import
 2 start the ranks and watch them (processes/launch.py)
@@ -72,7 +73,7 @@ def launch(function: Callable[[*Args], Result], *args: *Args, ranks: int = 2) ->
 
 
 class RankFailure(NamedTuple):
-    """The error that ended a rank. consequence: whether the end of another rank caused it."""
+    """The error that ended a rank. consequence: whether the end of another rank caused this error."""
 
     error: Exception
     trace: str
@@ -103,14 +104,14 @@ def _failure(error: Exception) -> RankFailure:
     consequence = report_of(error).kind == "consequence"
     trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - written in the line itself
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - pickled on this line
         return RankFailure(error, trace, consequence)
     return RankFailure(RuntimeError(f"{type(error).__name__}: {error}"), trace, consequence)
 
 
 class _Inbox:
-    """Receives the answers of ranks on a thread, because a rank waits until its answer is read. readers: one for each
-    rank."""
+    """Receives the answers of ranks on a thread, because a rank waits until its answer is read. readers: one connection
+    per rank."""
 
     def __init__(self, readers: Sequence[Connection[bytes, bytes]]):
         self._ranks = {reader: rank for rank, reader in enumerate(readers)}
@@ -119,7 +120,7 @@ class _Inbox:
         self._thread.start()
 
     def close(self) -> dict[int, object]:
-        """The answer of each rank that sent one. Call it when no process can send any more."""
+        """The answer of each rank that sent one. Call this method only when no process can send any more."""
         self._thread.join()
         return {rank: pickle.loads(answer) for rank, answer in self._answers.items()}  # noqa: S301 - of our own ranks
 

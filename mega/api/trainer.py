@@ -64,8 +64,9 @@ class StepResult:
 class Trainer:
     """One rank of a run. run: options from `mega.config`; keywords override them.
 
-    With `resume="auto"` it resumes from the newest checkpoint in `save`, if there is one; with `load` it starts from
-    those weights, as `mega pretrain` does. Without data in the options, the caller makes the batches (`batch`).
+    With `resume="auto"` the trainer resumes from the newest checkpoint in `save`, if there is one; with `load` it
+    starts from the weights there, as `mega pretrain` does. If the options name no data, the caller makes the batches
+    (`batch`).
 
     Errors: ValueError naming the option or file, its value and the rule.
     """
@@ -114,8 +115,8 @@ class Trainer:
 
     def close(self) -> None:
         """Wait for a save in the background, mark whether the saved checkpoints are good, unlock the directory of
-        `save`, and restore the settings of threads and deterministic algorithms. It does not save; call `save` first.
-        Errors: as of `save`."""
+        `save`, and restore the settings of threads and deterministic algorithms. `close` does not save; call `save`
+        first. Errors: as in `save`."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
@@ -146,8 +147,8 @@ class Trainer:
     # -- batches
 
     def batches(self) -> Iterator[list[Batch]]:
-        """Yield this rank's microbatches of each remaining step, from the run's data. Call `step` before the next ones
-        are taken.
+        """Yield this rank's microbatches of each remaining step, from the run's data. Call `step` before taking the
+        microbatches of the next step.
 
         Errors: ValueError if the options name no data.
         """
@@ -167,7 +168,7 @@ class Trainer:
         tokens: int64 [b, s + 1], ids of the vocabulary. weights: [b, s], weight of each predicted token in the loss
         [1]; 0 ignores the label. Tensor, context and pipeline ranks of one data-parallel replica must give the same
         rows; replicas give different rows, but the same number. Dropout depends on the step and on the number of rows
-        that were made before in that step.
+        that were made earlier in that step.
 
         Errors: ValueError naming what does not fit.
         """
@@ -208,11 +209,11 @@ class Trainer:
     ) -> float:
         """Compute the gradients of all microbatches of a step, and return the mean loss over all ranks.
 
-        batches: this rank's microbatches, the same number on every rank. loss: replaces the model's loss by a function
-        `loss(predictions, batch)` of one microbatch, called on the ranks of the last pipeline stage;
+        batches: this rank's microbatches, the same number on every rank. loss: a function that replaces the model's
+        loss, `loss(predictions, batch)` of one microbatch, called on the ranks of the last pipeline stage;
         `predictions.logits` is [b, s, vocab], and `predictions.logprobs` [b, s] holds the log-probabilities of the
-        labels. At level "token" it returns [b, s], which is averaged with the weights of the batch. At level "sequence"
-        it returns [b], one value for each sequence, or for each group of adjacent sequences.
+        labels. At level "token" the function returns [b, s], which is averaged with the weights of the batch. At level
+        "sequence" the function returns [b], one value for each sequence, or for each group of adjacent sequences.
 
         Errors: ValueError if the loss has another shape, or the model cannot have a custom loss.
         """
@@ -243,7 +244,7 @@ class Trainer:
         """Update the weights with the gradients of `forward_backward`. lr: replaces the learning rate of the schedule,
         which counts each step as one global batch of the run.
 
-        Errors: ValueError without gradients; those of `save`, for a save in the background.
+        Errors: ValueError if there are no gradients; as in `save`, for a save in the background.
         """
         self._check_open()
         if lr is not None and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
@@ -303,8 +304,8 @@ class Trainer:
         top_k: int = 50,
         seed: int = 0,
     ) -> str | list[int]:
-        """Continue `prompt` with the current weights, up to the end of a document. A text returns a text, ids return
-        ids, without the prompt. Each token takes a forward pass over the whole text. top_k: 0 is off.
+        """Continue `prompt` with the current weights, up to the end of a document. The result is a text for a text and
+        ids for ids, without the prompt. Each token takes a forward pass over the whole text. top_k: 0 disables it.
 
         Errors: ValueError naming a sampling option, or if the model does not continue text, ids are outside the
         vocabulary, or the prompt leaves no room for `tokens`.

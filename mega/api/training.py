@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
 Note = Callable[[str], None]
-"""A function that takes a line for the user."""
+"""A function that receives a message for the user."""
 
 
 def pretrain(run: Options, *, verbose: bool = False, **options: object) -> TrainingResult:
     """Train from scratch, or resume, to the last step, with checkpoints and metrics, as `mega pretrain` does.
 
-    It runs in this process, on `nproc` local ranks, or as one rank of torchrun, mpirun, srun or `mega.launch`; every
-    rank returns the same result. run: options from `mega.config`; keywords override them. verbose: print what `mega
-    pretrain` prints.
+    The run takes place in this process, on `nproc` local ranks, or as one rank of torchrun, mpirun, srun or
+    `mega.launch`; every rank returns the same result. run: options from `mega.config`; keywords override them. verbose:
+    print what `mega pretrain` prints.
 
     Errors: ValueError naming the option or file, its value and the rule, before any rank starts; FloatingPointError if
     the loss is NaN or infinite; RuntimeError and OSError for failures during training.
@@ -57,7 +57,7 @@ def pretrain(run: Options, *, verbose: bool = False, **options: object) -> Train
 def finetune(run: Options, *, verbose: bool = False, **options: object) -> TrainingResult:
     """Train from the weights at `load`, as `mega finetune` does, with a new step counter and optimizer state.
 
-    As `pretrain`, but the weights determine the model and the tokenizer. Errors: as of `pretrain`.
+    As `pretrain`, but the weights determine the model and the tokenizer. Errors: as in `pretrain`.
     """
     run_options = pretrained(with_options(run, options))
     check_begin(run_options, note if verbose else discard)
@@ -85,7 +85,7 @@ def _train(started: ResolvedRun, verbose: bool) -> TrainingResult:
 
 
 def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
-    """The checked run of `size` ranks. note: takes lines for the user about the weights or files.
+    """The checked run of `size` ranks. note: receives messages for the user about the weights or files.
 
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
@@ -96,7 +96,7 @@ def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
 
 def with_stored_options(options: Options, note: Note = discard) -> Options:
     """Add the tokenizer and, for conversations, the chat template of the initial weights. Errors: ValueError if flags
-    name another tokenizer than that of the weights, or a template that the weights do not have."""
+    name a tokenizer other than that of the weights, or a template that the weights do not have."""
     from mega.core.training.start.inputs import weights_of
 
     weights = next(weights_of(options), None)
@@ -145,9 +145,9 @@ def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
 
 
 def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dict[str, object], list[str]]:
-    """Options of the tokenizer, by name, and lines for the user: the tokenizer that flags name, else that of the
+    """Options of the tokenizer, by name, and messages for the user: the tokenizer that flags name, else that of the
     weights at `place`. Flags without a kind, such as --vocab-extra-ids, modify the tokenizer of the weights. Errors:
-    ValueError if flags name another tokenizer than that of the weights."""
+    ValueError if flags name a tokenizer other than that of the weights."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.config.resolve import implied_tokenizer
     from mega.core.inference.loading.identity import check_tokenizer_flags
@@ -165,7 +165,7 @@ def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dic
         tokenizer = build(**tokenizer_options)
     except ValueError as error:
         if typed_options:
-            return {}, []  # reported where the run is checked
+            return {}, []  # the mistake is reported when the run is checked
         if not _reads_tokens(options):
             raise
         return {}, [f"{place}: its tokenizer cannot be opened, so token files are not compared with it: {error}"]
@@ -202,8 +202,8 @@ def check_begin(options: Options, note: Note) -> None:
 
 
 def pretrained(options: Options) -> Options:
-    """Replace --pretrained-checkpoint by --load, and a --load of the run's own steps, which Megatron-LM tries first, by
-    --resume auto.
+    """Replace --pretrained-checkpoint with --load, and a --load of the run's own steps, which Megatron-LM tries first,
+    with --resume auto.
 
     Errors: ValueError if --load differs from --save.
     """

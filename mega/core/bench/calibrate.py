@@ -7,7 +7,8 @@
     transfers       from one rank to the next, by size             -> peer
 
 The file is read by `mega memory-estimate --gpu FILE.toml`. Values that need several hosts (links between hosts) or a
-model (host time for launching a block) are those of `base` in estimate/hardware.toml. It knows no model.
+model (host time for launching a block) are copied from `base` in estimate/hardware.toml. This module does not depend on
+a model.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Extent:
     attention: tuple[int, int, int, int]
     """(rows, length, heads, width of a head)."""
     sizes: tuple[int, ...]
-    """Bytes of collectives."""
+    """Sizes of collectives, in bytes."""
     elements: tuple[int, int]
     """(tokens, width) of the tensors of copies and elementwise passes."""
 
@@ -86,7 +87,7 @@ def calibrate(out: str, kind: str, backend: str, timeout_minutes: float, repeats
 
 
 class Machine:
-    """The device of one rank, and its axis of all ranks."""
+    """The device of one rank, and the axis of all ranks."""
 
     def __init__(self, world: World, device: Device, groups: Groups, repeats: int):
         self.world, self.device, self.repeats = world, device, repeats
@@ -96,7 +97,7 @@ class Machine:
         self.axis: Axis = Mesh(world.rank, dp=world.size, groups=groups).everyone
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The values of the file, and peaks in TFLOP/s by dtype."""
+        """The values for the hardware file, and the peak TFLOP/s per dtype."""
         element = self.filled(1)
         launch = self.seconds(lambda: element.add_(0))
         bandwidth = self._bandwidth()
@@ -122,17 +123,17 @@ class Machine:
         if self.world.size > 1:
             delay, each = self._gathering()
             values |= {"inside": 1 / each / 1e9, "latency": max(delay * 1e6, 1e-3), "peer": self._handing() / 1e9}
-        # On CUDA, fp32 and fp64 are not measured and keep the peaks of the base.
+        # On CUDA, fp32 and fp64 are not measured; their peaks are those of the base.
         names = ("bf16", "fp16") if self.device.is_cuda else ("bf16", "fp16", "fp32", "fp64")
         peaks = {name: peak / 1e12 / (2 if name == "fp64" else 1) for name in names}
-        # Devices with fp8 products have twice the 16-bit peak for them.
+        # The fp8 peak of devices with fp8 products is twice their 16-bit peak.
         return values, peaks | ({"fp8": 2 * peak / 1e12} if fp8_matmuls(self.device.torch) else {})
 
     def filled(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device.torch, dtype=self.dtype)
 
     def seconds(self, run: Callable[[], object], times: int = 3) -> float:
-        """Seconds of one `run` on the slowest rank: the minimum of several trials, since other work can only add
+        """Seconds of one `run` on the slowest rank: the minimum of several trials, because other work can only add
         time."""
         run()
         trials = []
@@ -165,7 +166,7 @@ class Machine:
         return Product(m, k, n, x.element_size(), self.seconds(lambda: torch.nn.functional.linear(x, weight)))
 
     def _attention(self) -> tuple[float, float]:
-        """Operations per second, forward and backward, counting only the causal half."""
+        """Operations per second of attention, forward and backward, counting only the causal half."""
         rows, length, heads, width = self.extent.attention
         q, k, v = (self.filled(rows, length, heads, width).requires_grad_() for _ in range(3))
         half = 2.0 * rows * length * length * heads * width
@@ -185,6 +186,6 @@ class Machine:
         return line(sizes, seconds)
 
     def _handing(self) -> float:
-        """Bytes per second from each rank to the next, on all ranks at once."""
+        """Bytes per second from each rank to the next, while all ranks send at once."""
         x = torch.zeros(self.extent.sizes[-1], dtype=torch.uint8, device=self.device.torch)
         return x.nbytes / self.seconds(lambda: RingShift(x, self.axis).wait())

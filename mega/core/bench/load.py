@@ -5,7 +5,7 @@
     throughput              new tokens of all requests, from the first arrival to the last token
 
 Arrivals are a Poisson process with a fixed seed; with rate 0 all requests arrive at once. Prompts are random tokens, so
-no prefix is shared; answers always have all their tokens. It knows no weights and no flags.
+no prefix is shared; answers always have all their tokens. This module does not depend on weights or flags.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Load:
     """One load: requests at one rate."""
 
     rate: float
-    """Requests per second; 0: all at once."""
+    """Requests per second; 0 means all at once."""
     requests: int
     prompt: int
-    """Tokens of each prompt."""
+    """Number of tokens in each prompt."""
     new: int
-    """Tokens of each answer."""
+    """Number of tokens in each answer."""
 
     def arrivals(self) -> list[float]:
         """Arrival times of the requests, in seconds.
@@ -51,8 +51,8 @@ class Load:
         return list(accumulate(gaps))
 
     def prompts(self, vocab: int) -> list[tuple[int, ...]]:
-        """Random ids below `vocab`. Every load has other prompts, because an engine may have those of an earlier load
-        in its cache."""
+        """Random ids below `vocab`. Prompts differ between loads, because an engine may have cached those of an earlier
+        load."""
         draw = random.Random(f"{SEED} {self}")
         return [tuple(draw.randrange(vocab) for _ in range(self.prompt)) for _ in range(self.requests)]
 
@@ -67,7 +67,7 @@ class Timing:
     error: str = ""
     """Reason why the answer is incomplete."""
     count: int | None = None
-    """Number of tokens; None: one for each time in `tokens`."""
+    """Number of tokens; None means one for each time in `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ServingRow:
     prompt: int
     new: int
     seconds: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     tokens_per_second: float
     requests_per_second: float
     first: tuple[float, float]
@@ -150,7 +150,7 @@ def run_on_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.
             except RequestError as error:
                 raise ValueError(f"--prompt-tokens {load.prompt}, --new-tokens {load.new}: {error}") from None
             next_prompt += 1
-        # An idle engine has no step to run until the next arrival; sleep briefly instead of polling.
+        # An idle engine has no step to run until the next request arrives; sleep briefly instead of polling.
         if engine.idle:
             time.sleep(min(max(arrivals[next_prompt] - seconds, 0.0), 0.001))
             continue
@@ -174,7 +174,7 @@ def run_on_server(url: str, load: Load, vocab: int) -> list[Timing]:
 
 
 def vocabulary(url: str) -> int:
-    """Vocabulary size of a server, from /tokenizer_info. Errors: as of `run_on_server`."""
+    """Vocabulary size of a server, from /tokenizer_info. Errors: as in `run_on_server`."""
     status, lines = asyncio.run(_whole(*_address(url), "/tokenizer_info"))
     try:
         return int(json.loads(lines)["vocab_size"])
@@ -257,8 +257,8 @@ async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list
 
 
 def table(rows: Sequence[ServingRow]) -> str:
-    """One line for each rate; times in milliseconds, median and 99th percentile. median s: seconds of a whole
-    request."""
+    """One line for each rate. Times are in milliseconds, median and 99th percentile; the column `median s` has the
+    seconds of a whole request."""
     head = f"{'rate':>8} {'requests':>8} {'failed':>6} {'tokens/s':>9} {'req/s':>7} {'first ms':>17} {'between ms':>17}"
     lines = [
         f"{head} {'median s':>8}",
@@ -275,7 +275,7 @@ def table(rows: Sequence[ServingRow]) -> str:
 
 
 def plot(rows: Sequence[ServingRow], title: str) -> str:
-    """The rows as an SVG over the rate: median and 99th percentile of both times, and throughput."""
+    """Plot the rows over the rate as an SVG: median and 99th percentile of both times, and throughput."""
     rows = sorted(rows, key=lambda row: row.rate or float("inf"))
 
     def times(pairs: Sequence[tuple[float, float]]) -> dict[str, Series]:

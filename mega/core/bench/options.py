@@ -1,4 +1,4 @@
-"""Option sections of `mega bench` and `mega preflight`. No torch."""
+"""Option sections of `mega bench` and `mega preflight`. This module does not import torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -31,7 +31,7 @@ class BenchOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingLoadOptions(VerbSection):
-    """Requests of the row serve."""
+    """The requests that the row serve sends."""
 
     title: ClassVar[str] = "Row serve"
 

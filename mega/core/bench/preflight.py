@@ -1,13 +1,13 @@
 """Check that the hosts of a fleet are alike and fast before a run is started: compare each rank with the median.
 
-    1 figures of a rank       matrix products, copies on the device and to it, writing and reading in --save
+    1 figures of a rank       matrix products, copies on and to the device, writing and reading in --save
     2 links                   each rank to the next of its host, all at once; every pair of hosts, in rounds of disjoint
                               pairs (a round-robin tournament)
     3 facts                   device, driver, versions, clock
     4 report                  figures below --least of the fleet's median, facts that differ from those of most ranks,
                               clocks that are off by more than CLOCK seconds
 
-It knows no model, and changes nothing: the file written in --save is removed.
+This module does not depend on a model, and leaves no changes: the file written in --save is removed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ host."""
 
 
 def preflight(options: PreflightOptions) -> int:
-    """Measure as one rank of the world that the environment describes; rank 0 prints. 1 if something is off."""
+    """Measure as one rank of the world that the environment describes; rank 0 prints. Returns 1 if something is off."""
     world, device, groups = connect(options.device, options.backend, options.timeout_minutes)
     axis = Mesh(world.rank, dp=world.size, groups=groups).everyone
     measured = {"rank": world.rank, "host": socket.gethostname(), "facts": _machine(device)}
@@ -58,7 +58,7 @@ def preflight(options: PreflightOptions) -> int:
     if world.rank == 0:
         _show(rows, pairs, faults, as_json=options.json)
         sys.stdout.flush()
-    gather_json(None, axis, device.torch)  # a rank that fails ends the others, so all wait until rank 0 has printed
+    gather_json(None, axis, device.torch)  # a failing rank ends the other ranks, so all wait until rank 0 has printed
     disconnect()
     return int(bool(faults))
 
@@ -91,7 +91,7 @@ def _figures(device: Device, world: World, options: PreflightOptions) -> Iterato
 
 
 def _seconds(device: Device, act: Callable[[], object]) -> float:
-    """Median seconds of REPEATS calls, after one that is not timed."""
+    """Median seconds of REPEATS calls, after one call that is not timed."""
     act()
     seconds = []
     for _ in range(REPEATS):
@@ -160,7 +160,7 @@ def _pairs(first: Mapping[str, int], axis: Axis, device: Device) -> dict[str, fl
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device.torch) for _ in range(2))
     rates: dict[str, float] = {}
     for pairs in rounds(len(names)):
-        gather_json(None, axis, device.torch)  # a barrier: the round before has ended on all ranks
+        gather_json(None, axis, device.torch)  # a barrier: the previous round has ended on all ranks
         for first_host, second_host in ((names[a], names[b]) for a, b in pairs):
             if axis.index in (first[first_host], first[second_host]):
                 peer = first[second_host] if axis.index == first[first_host] else first[first_host]

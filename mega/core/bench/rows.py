@@ -1,4 +1,5 @@
-"""The named rows of `mega bench`, and the files that it writes. No torch, so an invalid row is refused at once."""
+"""The named rows of `mega bench`, and the files that it writes. This module does not import torch, so an invalid row is
+refused at once."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def _w2_fp8(world: int) -> Mapping[str, object]:
 
 
 def _w3(world: int) -> Mapping[str, object]:
-    """18 bytes per parameter over 8 ranks are 50 GB per rank, over 4 they are 99 GB. The blocks of a rank run faster
-    than its host can launch their kernels, hence the CUDA graph."""
+    """18 bytes per parameter are 50 GB per rank on 8 ranks, and 99 GB on 4. The blocks of a rank run faster than its
+    host can launch their kernels, so the row uses a CUDA graph."""
     tensor = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True, "cuda_graph": True}
     return {"micro_batch": 4, "global_batch": 4, **tensor}
 
@@ -42,12 +43,12 @@ _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def _bert(world: int) -> Mapping[str, object]:
-    """With the dropout of its training."""
+    """With the dropout that BERT is trained with."""
     return {"micro_batch": max(1, min(64, 256 // world)), "global_batch": 256, **_DROPOUT}
 
 
 def _t5(world: int) -> Mapping[str, object]:
-    """512 tokens read and 128 written, with dropout."""
+    """512 tokens in the encoder and 128 in the decoder, with dropout."""
     return {"micro_batch": max(1, min(64, 512 // world)), "global_batch": 512, **_DROPOUT}
 
 
@@ -63,7 +64,7 @@ ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, object]]]] = {
 """Row -> its preset, and a function from the number of ranks to the options that it adds."""
 
 LR = 1e-4
-"""Learning rate of a row, and of a run without one."""
+"""Learning rate of a row, and of a run without a learning rate."""
 
 _EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
 
@@ -83,7 +84,7 @@ def row(name: str, flags: Mapping[str, object], world: int) -> Options:
 
 
 def read_rows(flag: str, path: str) -> list[Mapping[str, Json]]:
-    """The rows of a file written by --json. Errors: ValueError with the flag if it holds anything else."""
+    """The rows of a file written by --json. Errors: ValueError naming the flag if the file holds anything else."""
     try:
         with open(path, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]

@@ -38,7 +38,7 @@ from mega.core.parallel.weight import initialise
 from mega.core.processes.connect import connect
 
 _WARM = 4
-"""Requests of the warm-up."""
+"""Number of requests in the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class ServingBench:
     tp: int = 1
     pp: int = 1
     dtype: str | None = None
-    """The value of --dtype, such as "fp32"; None: as `mega serve` chooses it."""
+    """The value of --dtype, such as "fp32"; None means the dtype that `mega serve` chooses."""
     device: str = "auto"
     backend: str = "auto"
     out: str | None = None
@@ -81,7 +81,7 @@ def bench_url(plan: ServingBench) -> int:
 
 
 def bench_engine(plan: ServingBench) -> int:
-    """Measure an engine, as one rank of it. Errors: as of `start_engine`; ValueError if a load does not fit."""
+    """Measure an engine, as one rank of it. Errors: as in `start_engine`; ValueError if a load does not fit."""
     world, device, groups = connect(plan.device, plan.backend)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     engine, title = engine_of_plan(plan, mesh, device)
@@ -97,7 +97,7 @@ def bench_engine(plan: ServingBench) -> int:
 
 
 def engine_of_plan(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[BatchingEngine | None, str]:
-    """The engine to measure, or None as of `start_engine`, and its description."""
+    """The engine to measure, or None as in `start_engine`, and a description of the engine."""
     dtype_of_plan = DTYPES[plan.dtype] if plan.dtype is not None else None if device.is_cuda else DTYPES["fp32"]
     if plan.load is not None:
         checkpoint = open_model(plan.load)

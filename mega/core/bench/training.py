@@ -3,9 +3,9 @@
     measure    median seconds of a step after warm-up, and the figures derived from it
     profile    one more step under the profiler: device time by kind of work
 
-Steps follow each other as in training: the host launches a step while the one before runs, and a step lasts from the
-end of that one to its own end. Gathers of weights overlap the end of a step; the next step waits for them. Rows are
-measured one after another in one process group. It reads no token files and no checkpoints.
+Steps follow each other as in training: the host launches a step while the previous step runs, and a step lasts from the
+end of the previous step to its own end. Gathers of weights overlap the end of a step; the next step waits for them.
+Rows are measured one after another in one process group. This module does not read token files or checkpoints.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ class Speed:
     micro_batch: int
     global_batch: int
     seconds: float
-    """Median time of a step."""
+    """Median time of a step, in seconds."""
     spread: float
     """(slowest - fastest) / median step."""
     tokens_per_second: float
-    """Over all ranks."""
+    """Tokens per second over all ranks."""
     tflops: float
-    """Per rank, by 6 N + 12 L h s."""
+    """TFLOP/s per rank, by the formula 6 N + 12 L h s."""
     mfu: float | None
     """`tflops` / peak; None if the peak of the device is unknown."""
     peak_gib: float
-    """Peak memory of this rank."""
+    """Peak memory of this rank, in GiB."""
     loss: float
     largest_share: float | None = None
     """Largest share of an expert in a mixture's choices, in the last step."""
@@ -107,7 +107,8 @@ def bench(
 ) -> int:
     """Measure `runs` as one rank of the world that the environment describes. Returns the exit code.
 
-    out: file to which one line of JSON is appended after each row. against: such a file from an earlier time.
+    out: file to which one line of JSON is appended after each row. against: such a file, written earlier, to compare
+    with.
     """
     before = read_rows("--against", against) if against is not None else []
     runtime = runs[0][1].runtime
@@ -130,7 +131,7 @@ def bench(
         if against is not None:
             print(f"  {compared(speed, before, against)}", flush=True)
         if out is not None:
-            # Appended after each row, so that a later failure loses none.
+            # Each row is appended as soon as it is measured, so that a later failure loses no row.
             with open(out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(speed.fields()) + "\n")
     disconnect()
@@ -138,7 +139,7 @@ def bench(
 
 
 def compared(speed: Speed, before: Sequence[Mapping[str, Json]], path: str) -> str:
-    """Compare `speed` with the last row of `before` that has its name, if both are the same work.
+    """Compare `speed` with the last row of `before` that has its name, if both measured the same work.
 
     >>> now = Speed("w1", 1, "CPU", "torch", "bf16", {"layers": 24}, 1, 1, 1.0, 0.0, 110.0, 1.0, None, 1.0, 1.0)
     >>> compared(now, [{"name": "w1", "tokens_per_second": 100, "work": {"layers": 24}}], "old")
@@ -202,10 +203,10 @@ def measure(
     profiled: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Speed:
-    """Measure a resolved run. Every rank takes part and gets the row; rank 0 writes `trace`, a Chrome trace.
+    """Measure a resolved run. Every rank takes part and returns the row; rank 0 writes `trace`, a Chrome trace.
 
-    warmup: steps before the timed ones; at least two if the second one records a graph. profiled: whether to profile
-    one more step, which takes some seconds. progress: called with the number of finished steps and their total.
+    warmup: number of steps before the timed ones; at least two if the second step records a graph. profiled: whether to
+    profile one more step, which takes some seconds. progress: called with the number of finished steps and their total.
     """
     batch = run.batch
     mesh = build_mesh(run, rank, world, groups)
@@ -257,8 +258,8 @@ def _timed(
     repeats: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Seconds of each of `repeats` steps on its slowest rank, and the metrics of all steps, including the `warmup`
-    ones."""
+    """Seconds of each of `repeats` steps on the slowest rank of the step, and the metrics of all steps, including the
+    `warmup` ones."""
     start, readings = Timestamp(state.device.torch), list[Reading]()
     for _ in range(warmup + repeats):
         readings.append(_step(state, batches).start_reading())
@@ -304,7 +305,7 @@ def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = Non
     """Milliseconds of one more step by kind of work; on a CPU the whole step counts as rest.
 
     The device is profiled over two steps, and the second one counts, because it begins with the gathers that the first
-    one leaves in flight.
+    step leaves in flight.
     """
     activities, begin = [torch.profiler.ProfilerActivity.CPU], time.perf_counter()
     if not state.device.is_cuda and trace is None:
@@ -351,7 +352,7 @@ def phases_of(spans: Sequence[Span]) -> dict[str, float]:
     """
     milliseconds: dict[str, float] = {}
     covered_until = min((begin for begin, _, _ in spans), default=0.0)
-    # Communication comes last among spans that begin together, so that overlapping work covers it.
+    # Communication comes last among spans that begin together, so that overlapping work covers the communication.
     work = sorted((span for span in spans if kind_of(span[2]) != COMMUNICATION), key=lambda span: span[0])
     exposed = _uncovered([span for span in spans if kind_of(span[2]) == COMMUNICATION], work)
     for begin, end, name in sorted([*work, *exposed], key=lambda span: span[0]):

@@ -1,9 +1,9 @@
 """Every rule of a run, checked at once and before any process starts.
 
 `check` raises one ValueError with a line for each problem: the flag as a user types it, its value, the rule, and the
-valid values. Ranges and most dependencies are properties of the option (config/option.py); every other rule
-is here once, in a small generator of such lines. Derived values come from config/resolve.py, files are checked in
-config/check_files.py. No torch: rules that depend on the device are checked by the ranks.
+valid values. Ranges and most dependencies are properties of the option (config/option.py); every other rule is written
+once in this module, in a small generator of such lines. Derived values come from config/resolve.py, files are checked
+in config/check_files.py. This module does not import torch; the ranks check the rules that depend on the device.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from mega.core.plan.layers import split_layers
 Problems = Iterator[str]
 
 MOST_TOKENS = 2**26
-"""Maximum number of tokens in a microbatch: their ids take half a gigabyte, which is allocated even in a dry run."""
+"""Maximum number of tokens in a microbatch. Their ids take half a gigabyte, which is allocated even in a dry run."""
 MOST_ACTS = 2**21
-"""Maximum number of forward passes in a step's plan, over all stages and chunks: every rank makes, proves and stores
+"""Maximum number of forward passes in a step's plan, over all stages and chunks. Every rank makes, checks and stores
 the plan."""
 
 ANY_VOCABULARY = 1
@@ -85,8 +85,7 @@ def check(options: Options, world: int) -> None:
 
 
 def check_ranges(options: Options) -> None:
-    """Check only the ranges of numbers, for a verb that reads a model and trains nothing. Errors: ValueError as of
-    `check`."""
+    """Check only the ranges of numbers, for a verb that reads a model and trains nothing. Errors: as in `check`."""
     if problems := list(_ranges(options)):
         raise ValueError("\n".join(problems))
 
@@ -123,7 +122,7 @@ def _divisors(number: int) -> str:
 
 
 def _names(options: Options) -> Problems:
-    """Names that are not UTF-8: Python decodes their bytes to surrogates, which cannot be written to a text file."""
+    """Names that are not UTF-8. Python decodes their bytes to surrogates, which cannot be written to a text file."""
     for name in entries():
         value = value_of(options, name)
         words = [word for word in (value if isinstance(value, tuple) else (value,)) if isinstance(word, str)]
@@ -144,8 +143,8 @@ def _ranges(options: Options) -> Problems:
 
 
 def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Problems:
-    """Yield a line for each option with a number outside its range. values: by field name. schema: the options of a
-    verb; None: those of a run."""
+    """Yield a line for each option with a number outside its range. values: option values by field name. schema: the
+    options of a verb; None means those of a run."""
     for name, value in values.items():
         entry = (schema or run_schema()).entries[name]
         within = entry.option.within
@@ -171,7 +170,7 @@ def _typed_number(number: float) -> str:
 
 
 def _needs(options: Options) -> Problems:
-    """Dependencies between options: what an option requires when it is not at its default."""
+    """Dependencies between options: what an option requires if its value differs from the default."""
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
@@ -184,7 +183,7 @@ def _needs(options: Options) -> Problems:
 
 
 def _families(options: Options) -> Problems:
-    """Options that belong to other model families, and samples that the run's family does not read."""
+    """Options that belong to other model families, and a kind of samples that the run's family does not read."""
     for name, value, rule in foreign_values(options):
         yield _format(name, value, rule)
     if not (options.model.tied or FAMILY_DEFAULTS[options.model.family].unties):
@@ -342,7 +341,7 @@ def _run_and_checkpoint(options: Options) -> Problems:
 
 def _heads(run: RunConfig) -> Problems:
     model = run.model
-    # Where head_dim was derived by rounding down, the heads do not fill the hidden width.
+    # If head_dim was derived by rounding down, the heads do not fill the hidden width.
     if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:
         yield _line(
             run, "hidden", f"must be divisible by --heads {model.heads}; valid --heads: {_divisors(model.hidden)}"
@@ -369,7 +368,7 @@ def _heads(run: RunConfig) -> Problems:
 
 
 def _long_factors(run: RunConfig) -> Problems:
-    """LongRoPE has a factor for each frequency."""
+    """LongRoPE needs one factor per frequency."""
     count = int(run.model.head_dim * run.model.rope_fraction) // 2
     for name in ("rope_short_factors", "rope_long_factors"):
         if len(value_of(run, name)) != count:
@@ -390,14 +389,14 @@ def _positions(run: RunConfig) -> Problems:
 
 
 def _texts(run: RunConfig) -> tuple[str, ...]:
-    """Names of the options that hold the lengths of a resolved run's texts."""
+    """Names of the options that set the text lengths of a resolved run."""
     return ("seq_length", "decoder_seq_length")[: len(run.model.stacks)]
 
 
 def _stages(run: RunConfig) -> Problems:
     parallel, layers = run.parallel, run.model.blocks
     if parallel.zero >= 2 and parallel.pp > 1:
-        # Every stage would reduce with every microbatch; Megatron-LM and DeepSpeed refuse the same.
+        # Every stage would reduce its gradients after every microbatch; Megatron-LM and DeepSpeed refuse this too.
         yield _line(run, "zero", f"needs --pp 1, not {parallel.pp}; valid with pipelines: 0, 1")
     if parallel.split_rank is not None:
         yield from _split(run)
@@ -424,12 +423,12 @@ def _stages(run: RunConfig) -> Problems:
 
 
 def _blocks(run: RunConfig) -> str:
-    """The options that set the number of a model's blocks, as a message names them."""
+    """The options that set the number of blocks in a model, as text for a message."""
     return " + ".join(f"--{name} {count}" for name, count in zip(("layers", "decoder-layers"), run.model.stacks))
 
 
 def _split(run: RunConfig) -> Problems:
-    """Stages that hold blocks of the encoder or of the decoder."""
+    """Rules of --split-rank, which divides the stages between encoder and decoder."""
     parallel, model = run.parallel, run.model
     if len(model.stacks) == 1 or parallel.split_rank is None:
         return
@@ -446,20 +445,20 @@ def _split(run: RunConfig) -> Problems:
 
 
 def _tensor(run: RunConfig) -> Problems:
-    """Sizes that are split over tensor ranks must be divisible by their number."""
+    """Sizes that are split over tensor ranks must be divisible by the number of these ranks."""
     tp = run.parallel.tp
     if run.model.ffn == 0:
         yield _line(run, "hidden", "is too narrow for a gated layer of 8/3 hidden in steps of 64; give --ffn")
     sizes = {name: value_of(run, name) for name in ("heads", "kv_heads", "ffn")}
     valid = _divisors(math.gcd(*sizes.values()))
     for name, size in sizes.items():
-        # Where --kv-heads is simply --heads, one line is enough.
+        # If --kv-heads equals --heads, one line is enough.
         if size % tp and not (name == "kv_heads" and size == run.model.heads):
             yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {valid}")
 
 
 def _fp8(run: RunConfig) -> Problems:
-    """An fp8 GEMM takes dimensions in multiples of 16 bytes."""
+    """The dimensions of an fp8 GEMM must be multiples of 16 bytes."""
     if not run.precision.fp8:
         return
     model, tp, batch = run.model, run.parallel.tp, run.batch
@@ -504,7 +503,7 @@ def _ahead(run: RunConfig) -> Problems:
 
 
 def graph(run: RunConfig) -> Problems:
-    """Rules of --cuda-graph: a graph has memory for one microbatch in flight, and its gradient buckets must not
+    """Rules of --cuda-graph. A graph has memory for one microbatch in flight, and the gradient buckets must not
     move."""
     if not run.runtime.cuda_graph:
         return
@@ -518,7 +517,8 @@ def graph(run: RunConfig) -> Problems:
 
 
 def _columns(run: RunConfig) -> Problems:
-    """Ranks that split the columns of a row must hold equal numbers: whole context chunks, whole sequence shards."""
+    """Ranks that split the columns of a row must hold equal numbers of columns: whole context chunks and whole sequence
+    shards."""
     cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
     kv_heads, unit = run.model.kv_heads, column_unit(run.parallel)
     if cp > 1 and len(run.model.stacks) > 1:
@@ -539,7 +539,7 @@ def _columns(run: RunConfig) -> Problems:
 
 
 def _cells(run: RunConfig) -> int:
-    """Ranks of one model replica."""
+    """Number of ranks in one model replica."""
     return run.parallel.tp * run.parallel.pp * run.parallel.cp
 
 
@@ -594,7 +594,7 @@ def _rampup(run: RunConfig) -> str | None:
 
 
 def _guards(options: Options, world: int) -> Problems:
-    """Rules of rollbacks, injected faults and the profile; their texts are parsed before any rank starts."""
+    """Rules of rollbacks, --inject and --profile. The values of the last two are parsed before any rank starts."""
     for name in ("on_nan", "on_spike"):
         if value_of(options, name) != "rollback":
             continue
@@ -614,7 +614,7 @@ def _guards(options: Options, world: int) -> Problems:
 
 
 def _without_effect(options: Options, asked: Fault, world: int) -> Problems:
-    """Reasons why a fault would change nothing in this run."""
+    """Reasons why a fault would have no effect in this run."""
     steps, optimizer, task = options.batch.steps, options.optimizer, options.finetuning.task
     if asked.rank >= world:
         yield f"there are ranks 0 to {world - 1}"

@@ -1,6 +1,7 @@
-"""The rules about a run's files: data, tokenizer, directories. It checks whether they exist and does not open them.
+"""The rules about a run's files: data, tokenizer, directories. This module checks whether files exist and does
+not open data files.
 
-The rooms that read a `.bin`, an `.idx` or a tokenizer check its content.
+The packages that read a `.bin`, an `.idx` or a tokenizer file check its content.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Problems = Iterator[str]
 
 
 def files(options: Options) -> Problems:
-    """One line for each file or directory that is missing or in the way."""
+    """Yield a line for each file or directory that is missing or in the way."""
     yield from _data(options)
     yield from _split(options)
     yield from _tokenizer(options)
@@ -82,7 +83,7 @@ def _data(options: Options) -> Problems:
 
 
 def _labelled(options: Options, given: list[str]) -> Problems:
-    """Files or folders of --train-data and --valid-data, and no other data."""
+    """Check that the files or folders of --train-data and --valid-data exist, and that no other data is given."""
     for name in given:
         if name not in ("train_data", "valid_data"):
             yield f"{flag_of(name)}: --task {options.finetuning.task} reads --train-data and --valid-data only"
@@ -213,8 +214,8 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
 
 
 def _trackers(options: Options) -> Problems:
-    """Packages that an option requires and that are not installed. A dry run needs none: it may take place on another
-    machine."""
+    """Packages that an option requires and that are not installed. A dry run does not need them, because it may take
+    place on another machine."""
     wandb = next((name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(options, name)), "wandb_id")
     requirements = {
         wandb: ("wandb",) * 2,
@@ -239,8 +240,8 @@ def _output_folders(options: Options) -> Problems:
 
 
 def _rows(path: str) -> bool:
-    """Whether a file is empty or begins with a row of metrics. A single row may be incomplete, because a kill can cut
-    it."""
+    """Whether a file is empty or begins with a row of metrics. If the file has only one row, the row may be incomplete,
+    because the run may have been killed while it wrote the row."""
     with open(path, "rb") as file:
         first, rest = file.readline(1 << 20), file.read(1)
     try:
@@ -255,8 +256,9 @@ def _is_open(path: str) -> bool:
 
 
 def _blocks(path: str) -> bool:
-    """Whether `path` is a pipe, whose writer waits for a reader, or another object that takes no rows. A stream of this
-    process, such as /dev/stdout, has no name in the file system; /dev/null and a terminal take rows at once."""
+    """Whether `path` is a pipe, whose writer waits for a reader, or another object that does not accept rows. A stream
+    of this process, such as /dev/stdout, has no name in the file system; /dev/null and a terminal accept rows at
+    once."""
     target = os.path.realpath(path)
     if not os.path.exists(target) or os.path.isdir(target):
         return False

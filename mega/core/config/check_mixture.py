@@ -136,8 +136,8 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
 
 
 def inference_ranks(run: RunConfig) -> Iterator[str]:
-    """Rules of a verb that trains nothing. Its data ranks have different rows and answers, so only tensor ranks, which
-    have the same tokens, can share experts."""
+    """Rules of experts in a verb that trains nothing. Data ranks of such a verb have different rows and answers, so
+    only tensor ranks, which have the same tokens, can share experts."""
     parallel = run.parallel
     within = parallel.ep * parallel.etp == parallel.tp and not parallel.sequence_parallel
     if run.model.experts and not within and (parallel.ep > 1 or parallel.etp != parallel.tp):

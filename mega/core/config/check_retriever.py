@@ -26,7 +26,7 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("retro_layers", "names a layer twice")
     if run.batch.seq_length % length:
         yield line("retro_chunk_length", f"must divide --seq-length {run.batch.seq_length}")
-    # The tokens of the encoder of neighbours are split over the tensor ranks too.
+    # The tokens of the neighbours' encoder are split over the tensor ranks too.
     elif parallel.sequence_parallel:
         each = model.retro_neighbours * model.retro_retrieved_chunks * length
         tokens = run.batch.micro_batch * (run.batch.seq_length // length) * each

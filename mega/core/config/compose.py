@@ -10,11 +10,12 @@ from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Options, updated
 
 LONGEST_WORD = 100
-"""Maximum length, in characters, of a word whose nearest valid word is searched: the search takes quadratic time."""
+"""Maximum length, in characters, of a word whose nearest valid word is searched for, because the search takes quadratic
+time."""
 
 
 class GivenOptions(NamedTuple):
-    """Values that the user gave: a preset, and the options that a TOML file or flags set, even to their defaults."""
+    """Values that the user gave: a preset, and the options that a TOML file or flags set, even if to their defaults."""
 
     preset: str | None
     values: Mapping[str, object]

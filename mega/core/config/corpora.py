@@ -13,7 +13,7 @@ from mega.core.config.toml import loads, read_text
 
 
 def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
-    """Replace each name in `words` that the file's table defines by the value of that name.
+    """Replace each name in `words` that the file's table defines with the value of that name.
 
     Errors: ValueError if the file has no such table.
     """

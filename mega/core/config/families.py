@@ -1,9 +1,9 @@
-"""Which flags belong to some model families only, and the lines that refuse them in a run of another family.
+"""Which flags belong to some model families only, and the messages that refuse them in a run of another family.
 
 Megatron-LM has a script for each family, and no flag that names the family. Here a flag of BERT or T5 in a run of
 another family is an error; otherwise such a command line would train a GPT. The families of a flag are properties of
-its option (`families`, `usual_in` and `spelling_families` in config/option.py) and include families that are not built.
-This file names no flag.
+its option (`families`, `usual_in` and `spelling_families` in config/option.py) and include families that are not
+implemented. This file names no flag.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.config.run import Options, entries, value_of
 from mega.core.config.schema import Entry
 
 TITLES = {"bert": "BERT", "t5": "T5"}
-"""Family of a flag, built or not -> the name of the model."""
+"""Family of a flag, implemented or not -> the name of the model."""
 
 
 class Typed(NamedTuple):
@@ -25,10 +25,10 @@ class Typed(NamedTuple):
 
     spelling: str
     flag: str
-    """The canonical flag, or "" if the spelling has no meaning any more."""
+    """The canonical flag, or "" if the spelling no longer has a meaning."""
     values: tuple[str, ...]
     families: tuple[str, ...] = ()
-    """The only families whose scripts have this spelling; () is all families."""
+    """The only families whose scripts have this spelling; () means all families."""
 
     def __str__(self) -> str:
         return " ".join((self.spelling, *self.values))
@@ -48,7 +48,8 @@ def belongs(families: Sequence[str]) -> str:
 
 
 def foreign_values(options: Options) -> Iterator[tuple[str, object, str]]:
-    """Yield name, value and rule of each option that is not at its default and that the run's family does not read."""
+    """Yield name, value and rule of each option whose value differs from its default and that the run's family does not
+    read."""
     for name, entry in entries().items():
         value = value_of(options, name)
         families = _families_at(entry.option.families, value)
@@ -57,8 +58,8 @@ def foreign_values(options: Options) -> Iterator[tuple[str, object, str]]:
 
 
 def check_typed(options: Options, given: Mapping[str, object], typed: Sequence[Typed]) -> None:
-    """Check that every flag that the user typed belongs to the run's family, even one at its default. given: options
-    that a file or flags set, by name.
+    """Check that every flag that the user typed belongs to the run's family, even a flag that is set to its default.
+    given: options that a file or flags set, by name.
 
     Errors: ValueError with a line for each flag of another family.
     """
@@ -91,12 +92,12 @@ def _unusual(family: str, given: Mapping[str, object], spelled: Mapping[str, str
 
 
 def _families_at(families: Families, value: object) -> tuple[str, ...]:
-    """The families to which an option belongs at `value`; () is all families."""
+    """The families to which an option belongs if it has `value`; () means all families."""
     return families.get(value, ()) if isinstance(families, Mapping) else families
 
 
 def _reads(family: str, entry: Entry, families: Sequence[str]) -> bool:
-    """Whether runs of `family` read an option whose value belongs to `families`, or for which the family sets a
-    default."""
+    """Whether runs of `family` read an option: its value belongs to the family (families: those to which the value
+    belongs), or the family sets a default for the option."""
     by_value = isinstance(entry.option.families, Mapping)
     return family in families or (not by_value and entry.name in FAMILY_DEFAULTS[family].values)

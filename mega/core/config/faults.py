@@ -1,6 +1,6 @@
 """Faults injected into a run, for tests and drills: `--inject nan:gradient@step=12,rank=3`.
 
-A fault is written KIND[:TARGET]@step=N, with further keys after a comma. This file parses faults;
+A fault is written KIND[:TARGET]@step=N, with further keys separated by commas. This file parses faults;
 training/guards/inject.py injects them.
 """
 
@@ -47,11 +47,11 @@ class Fault:
     steps: int = 1
     """Number of consecutive steps with the fault."""
     x: float = 4000.0
-    """Factor of the gradient, for `spike`."""
+    """Factor by which `spike` multiplies the gradient."""
     seconds: float = 0.1
-    """Delay of each step, for `sleep`."""
+    """Delay that `sleep` adds to each step."""
     seed: int = 0
-    """Selects the tensor and its element."""
+    """Selects the tensor and the element that the fault changes."""
 
     def due(self, step: int, rank: int) -> bool:
         """Whether the fault occurs in this step on this rank."""

@@ -1,7 +1,8 @@
-"""Options of a mixture of experts: how many there are, how a router chooses among them, and how their load is balanced.
+"""Options of a mixture of experts: how many experts there are, how a router chooses among them, and how their load is
+balanced.
 
-A part of the model's section (sections.py). Without --experts every layer's feed-forward network is dense and no other
-option of a mixture may be given. check_mixture.py holds the rules. No torch.
+These options are part of the model section (sections.py). Without --experts every layer's feed-forward network is dense
+and no other option of a mixture may be given. check_mixture.py holds the rules. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ BALANCES = ("sequence", "microbatch", "global")
 _SILENT: dict[str, str | None] = dict.fromkeys(
     ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 )
-"""Values of --moe-router-load-balancing-type. Each sets --router-choice or --balance and leaves the other unset."""
+"""Values of --moe-router-load-balancing-type. Each value sets --router-choice or --balance and leaves the other option
+unset."""
 
 
 def _mixed(default: Any, help: str, **properties: Any) -> Any:
@@ -39,7 +41,7 @@ def _mixed(default: Any, help: str, **properties: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOptions(Section):
-    """Mixture of experts: how many, how they are chosen and balanced."""
+    """Mixture of experts: the number of experts, and how they are chosen and balanced."""
 
     experts: int = option(
         0,

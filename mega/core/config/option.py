@@ -2,8 +2,8 @@
 
 A section is a frozen, keyword-only dataclass whose fields are made by `option`. The field *is* the command-line flag,
 the TOML key, the line of help and the Megatron-LM spelling, and records whether it may change on resume, belongs to a
-layout, and is read by `mega bench`: nothing about an option is written twice. This file knows neither Typer nor TOML,
-whose code reads `Option`, and names no option.
+layout, and is read by `mega bench`. No fact about an option is written twice. This module does not depend on Typer or
+TOML, and names no option; command_line/options.py and toml.py read `Option`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal
 OnResume = Literal["must match", "schedule", "noted", "free"]
 """What happens if a run resumes with a value that differs from the checkpoint's:
 
-    must match   it is refused
-    schedule     it is refused, unless --override-schedule or --use-checkpoint-schedule chooses which one counts
-    noted        it is accepted, and reported with both values: the run computes something else from then on
-    free         it is accepted
+    must match   the new value is refused
+    schedule     the new value is refused, unless --override-schedule or --use-checkpoint-schedule chooses one of both
+    noted        the new value is accepted, and both are reported, because later steps depend on the new value
+    free         the new value is accepted
 """
 
 Bench = Literal["read", "unused", "host"]
@@ -29,7 +29,7 @@ selects the hardware that is measured, and --calibrate takes only these options.
 
 
 Families = tuple[str, ...] | Mapping[object, tuple[str, ...]]
-"""Names of model families, built or not; or a mapping from values of the option to such names."""
+"""Names of model families, implemented or not; or a mapping from values of the option to such names."""
 
 
 class Section:
@@ -119,40 +119,44 @@ class Option:
     short: str | None = None
     """A one-letter flag such as "-o"."""
     metavar: str | None = None
-    """Placeholder of the value in help; None is its type."""
+    """Placeholder of the value in help; None means the type of the value."""
     common: bool | None = None
-    """Whether the short `--help` shows the option; the others appear under `--help-all`. None takes the section's."""
+    """Whether the short `--help` shows the option; the others appear under `--help-all`. None means the section's
+    default."""
     unit: str | None = None
     """Unit of a number, for help and messages ("samples", "minutes")."""
     within: Range | None = None
-    """Range of a number, or of each number of a tuple."""
+    """Valid range of a number, or of each number in a tuple."""
     most: int = 2**63 - 1
-    """Largest whole number: the bound of a tensor's dimension, or of what can be planned within seconds."""
+    """Largest valid whole number: the bound of a tensor's dimension, or of what can be planned within seconds."""
     choices: Collection[str] | None = None
     """Valid values that are registered while the program runs; fixed ones are a `Literal` type."""
     needs: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
-    """Option -> its values, or their range, with which this option may differ from its default; () is any value except
-    None and off."""
+    """Other option -> its values, or their range, that are required if this option differs from its default; () means
+    any value except None and off."""
     read_with: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
-    """Option -> its values, as in `needs`. If none of them holds, this option has no effect, and a line says so."""
+    """Other option -> its values, as in `needs`. If no entry holds, this option has no effect, and a message says
+    so."""
     families: Families = ()
-    """Model families whose runs read the option, or a mapping from its values to families; () is all. A family that
-    sets a default for the option reads it too."""
+    """Model families whose runs read the option, or a mapping from its values to families; () means all families. A
+    family that sets a default for the option reads it too."""
     usual_in: Families = ()
-    """Families whose scripts set the option, or a mapping from its values; other families require --family."""
+    """Families whose scripts set the option, or a mapping from its values to such families; runs of other families must
+    give --family."""
     spelling_families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Megatron-LM spelling -> the only families whose scripts have it."""
     formerly: str | None = None
     """The option's table in TOML files of an earlier version."""
     on_resume: OnResume | None = None
-    """See `OnResume`; None takes the section's."""
+    """See `OnResume`; None means the section's default."""
     bench: Bench | None = None
-    """See `Bench`; None takes the section's."""
+    """See `Bench`; None means the section's default."""
     evaluated: bool | None = None
-    """Whether `mega eval` reads the option; it only compares the shape of the model. None takes the section's."""
+    """Whether `mega eval` reads the option. (Options of the model's shape are only compared with the model.) None means
+    the section's default."""
     layout: bool = False
-    """Whether the option sets how ranks share the work and in what order. It changes results by rounding only, so
-    `memory-estimate --fit` chooses it."""
+    """Whether the option sets how ranks share the work and in what order. Such an option changes results only by
+    rounding, so `memory-estimate --fit` chooses it."""
     hub: Literal["model", "tokenizer", "dataset"] | None = None
     """Kind of repository that a name of the Hugging Face Hub, given instead of a path, refers to."""
 
@@ -193,7 +197,7 @@ def describe(field: dataclasses.Field[object], section: type[Section]) -> Option
 
 
 def changed(section: Section) -> list[str]:
-    """Names of the options of a section that are not at their defaults."""
+    """Names of a section's options whose values differ from the defaults."""
     return [
         field.name
         for field in dataclasses.fields(section)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
     python -m mega.core.config.page > docs/configuration.md
 
-A test compares the page. This module names no option.
+A test checks that the page is up to date. This module names no option.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _default(value: object) -> str:
 
 
 def _meaning(stands_for: object) -> str:
-    """What follows a Megatron-LM spelling.
+    """The text that follows a Megatron-LM spelling.
 
     >>> _meaning(VALUE), _meaning("swiglu"), _meaning(False), _meaning(weak("full")), _meaning({"p2p": "ring"})
     (' VALUE', ' = swiglu', ' = off', ' = full', ' p2p = ring')

@@ -1,6 +1,6 @@
-"""Families and presets: rows of values, nothing else.
+"""Families and presets: tables of option values, and nothing else.
 
-A family stands for what the name of a training script says in Megatron-LM; a preset is a published model. Both are
+A family corresponds to the name of a training script in Megatron-LM; a preset is a published model. Both are
 plain mappings of option names to values and override Megatron-LM's defaults; the TOML file overrides them.
 """
 
@@ -17,15 +17,15 @@ class FamilyDefaults(NamedTuple):
 
     values: Values
     sentencepiece: str = "GPTSentencePieceTokenizer"
-    """Kind of tokenizer of a SentencePiece model."""
+    """Kind of tokenizer for a SentencePiece model."""
     vocabulary: str = "GPT2BPETokenizer"
-    """Kind of tokenizer of a --vocab-file without --merge-file."""
+    """Kind of tokenizer for a --vocab-file without --merge-file."""
     stacks: int = 1
-    """Stacks of layers, each of which reads a text: 2 with --decoder-layers."""
+    """Number of stacks of layers, each of which reads a text; 2 if the family has --decoder-layers."""
     unties: bool = True
     """Whether the output layer may have its own matrix (--no-tied)."""
     classifies: bool = False
-    """Whether it can be built with a head that classifies rows or chooses one of them (--head)."""
+    """Whether its models may have a head that classifies rows or chooses one of several rows (--head)."""
     writes_ends: bool = True
     """Whether its samples hold the tokens for the beginning and end of a text."""
 
@@ -85,7 +85,7 @@ def _llama(
 def _qwen25(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool, seq_length: int
 ) -> dict[str, object]:
-    """Biases of query, key and value only; the larger models' table of tokens has 128 rows more."""
+    """Biases of query, key and value only; the token table of the larger models has 128 more rows."""
     values = {"qkv_bias": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
     return {**_llama(layers, hidden, heads, kv_heads, ffn, seq_length, 151936 if hidden < 3072 else 152064), **values}
 
@@ -103,12 +103,12 @@ def _mixture(experts: int, chosen: int, width: int, normalize: bool = True) -> d
 
 
 def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30524) -> dict[str, object]:
-    """The vocabulary is that of BERT's file of 30,522 pieces with [BOS] and [EOS], as Megatron-LM has it."""
+    """The vocabulary is that of BERT's file of 30,522 pieces with [BOS] and [EOS], as in Megatron-LM."""
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "bert", "sample_kind": "bert"}
 
 
 def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int, vocab: int | None = 30624) -> dict[str, object]:
-    """Encoder and decoder alike. The vocabulary is BERT's with [BOS], [EOS] and 100 sentinels."""
+    """Encoder and decoder have the same shape. The vocabulary is BERT's with [BOS], [EOS] and 100 sentinels."""
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "t5", "head_dim": head_dim, "ffn": ffn}
 
 
@@ -116,7 +116,7 @@ NO_DROPOUT: Values = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, object]:
-    """GPT-NeoX: parallel branches with a norm each, a quarter of each head rotates."""
+    """GPT-NeoX: parallel branches, each with its own norm, and rotary positions on a quarter of each head."""
     return {
         **_gpt(layers, hidden, heads, 2048, vocab),
         "position": "rope",
@@ -173,7 +173,7 @@ def _gemma(
 def _gemma2(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: int
 ) -> dict[str, object]:
-    """scalar: attention scores are divided by its square root."""
+    """scalar: attention scores are divided by the square root of this number."""
     scale = {} if scalar == head_dim else {"attention_scale": scalar**-0.5}
     return {
         **_gemma(layers, hidden, heads, kv_heads, ffn, head_dim, 8192, 256000),
@@ -227,7 +227,8 @@ def _granite(
 
 
 def _roberta(layers: int, hidden: int, heads: int) -> dict[str, object]:
-    """BERT without pairs. The row of the first position follows that of the padding; samples are Megatron-LM's."""
+    """BERT without pairs. The embedding row of the first position follows the row of the padding; samples are those of
+    Megatron-LM."""
     return {
         **_bert(layers, hidden, heads, 50265),
         "norm_placement": "post",
@@ -239,7 +240,7 @@ def _roberta(layers: int, hidden: int, heads: int) -> dict[str, object]:
 
 
 LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
-"""Llama 3.1: the other numbers of its rope scaling are the options' defaults."""
+"""Llama 3.1. The other values of its rope scaling are the options' defaults."""
 
 LLAMA32: Values = {"rope_scaling_factor": 32.0, "tied": True}
 """Values of Llama 3.2's text models that differ from 3.1."""
@@ -288,7 +289,7 @@ PRESETS: Mapping[str, Values] = {
     # Meta 2024, the model cards of Llama 3.2
     "llama3.2-1b": {**_llama(16, 2048, 32, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
     "llama3.2-3b": {**_llama(28, 3072, 24, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
-    # Jiang et al. 2023, arXiv 2310.06825: each token sees 4,096 in a layer
+    # Jiang et al. 2023, arXiv 2310.06825: each token sees 4,096 tokens in a layer
     "mistral-7b": {**_llama(32, 4096, 32, 8, 14336, 32768, 32000), "window": 4096},
     # Qwen Team 2024, arXiv 2412.15115, and the models' config.json
     "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 4864, True, 32768),
@@ -305,7 +306,7 @@ PRESETS: Mapping[str, Values] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288, False),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408, False),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, False),
-    # The same report: of 128 experts in each layer a token passes 8
+    # The same report: a token uses 8 of the 128 experts in each layer
     "qwen3-30b-a3b": {**_qwen3(48, 2048, 32, 6144, False), "kv_heads": 4, **_mixture(128, 8, 768)},
     "qwen3-235b-a22b": {**_qwen3(94, 4096, 64, 12288, False), "kv_heads": 4, **_mixture(128, 8, 1536)},
     # Jiang et al. 2024, arXiv 2401.04088, and the models' config.json
@@ -357,7 +358,7 @@ PRESETS: Mapping[str, Values] = {
     "gemma2-2b": _gemma2(26, 2304, 8, 4, 9216, 256, 256),
     "gemma2-9b": _gemma2(42, 3584, 16, 8, 14336, 256, 256),
     "gemma2-27b": _gemma2(46, 4608, 32, 16, 36864, 128, 144),
-    # Gemma Team 2025, arXiv 2503.19786, and the models' config.json: the models of text alone
+    # Gemma Team 2025, arXiv 2503.19786, and the models' config.json: the text-only models
     "gemma3-270m": _gemma3(18, 640, 4, 1, 2048, 512),
     "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912, 512),
     # Abdin et al. 2024, arXiv 2404.14219 and 2412.08905

@@ -1,7 +1,7 @@
 """Derive the values that options leave out. All other code reads plain numbers and derives none of them again.
 
-`resolve` makes a run from options, a world size and a vocabulary. It checks only that sizes are given; config/check.py
-holds all other rules.
+`resolve` makes a run from options, a world size and a vocabulary. `resolve` checks only that sizes are given;
+config/check.py holds all other rules.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
         optimizer=options.optimizer,
         schedule=_schedule(options),
         memory=options.memory,
-        # api/training.py replaces auto by the template of the weights; without weights it is plain.
+        # api/training.py replaces auto with the template of the weights; without weights it is plain.
         data=replace(options.data, chat_template="plain") if options.data.chat_template == "auto" else options.data,
         masking=options.masking,
         finetuning=options.finetuning,
@@ -92,11 +92,11 @@ def variant(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """
     return resolve(
         updated(Options(**vars(run)), values), world=1
-    )  # the world size affects only the batch, which is resolved
+    )  # the world size affects only the batch, which is already resolved
 
 
 def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
-    """The model of a run, without its training. vocab: the vocabulary size, for options without one.
+    """Resolve only the model section of a run. vocab: the vocabulary size, for options without one.
 
     Errors: ValueError naming a size that is not given.
 
@@ -128,7 +128,7 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
 
 
 def microbatch_rows(run: RunConfig) -> int:
-    """Rows of tokens in one microbatch: two for a pair of answers, one for each answer of a choice."""
+    """Number of rows of tokens in one microbatch: two per pair of answers, one per answer to choose from."""
     head, choices = LABELLED.get(run.finetuning.task, ("classification", 1))
     return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else choices if head == "choice" else 1)
 
@@ -143,7 +143,7 @@ def with_head(model: ModelConfig, task: str) -> ModelConfig:
 
 
 def epoch_steps(run: RunConfig) -> int | None:
-    """Steps of one epoch, of a run whose length is given in epochs and whose steps are resolved; else None."""
+    """Number of steps in one epoch; None unless the length is given in epochs and the number of steps is resolved."""
     steps, epochs = run.batch.steps, run.finetuning.epochs
     return None if steps is None or epochs is None else steps // epochs
 
@@ -159,14 +159,14 @@ def data_parallel(run: AnyRun, world: int) -> int:
 
 def gathers_experts(run: RunConfig) -> bool:
     """Whether all tokens are gathered on the ranks that share experts. Otherwise rows are exchanged, which moves less
-    data if there are more such ranks than experts that a token uses."""
+    data if the number of such ranks is larger than the number of experts that a token uses."""
     dispatch = run.parallel.expert_dispatch
     return run.parallel.ep <= run.model.experts_chosen if dispatch == "auto" else dispatch == "all-gather"
 
 
 def column_unit(parallel: ParallelOptions) -> int:
-    """The number of columns of a row must be a multiple of this, so that the ranks that split a row hold equal numbers:
-    whole context chunks, whole sequence shards.
+    """The number of columns of a row must be a multiple of this, so that the ranks that split a row hold equal numbers
+    of columns: whole context chunks and whole sequence shards.
 
     >>> column_unit(ParallelOptions(tp=2, cp=3, sequence_parallel=True))
     6
@@ -176,15 +176,15 @@ def column_unit(parallel: ParallelOptions) -> int:
 
 
 def text_lengths(run: RunConfig) -> tuple[int, ...]:
-    """Tokens of a sample of a resolved run: of its only text, or of the encoder's and the decoder's text."""
+    """Number of tokens in each text of a sample: the only text, or the encoder's and the decoder's text."""
     if len(run.model.stacks) == 1:
         return (run.batch.seq_length,)
     return run.batch.seq_length, run.masking.decoder_seq_length
 
 
 def predicted_tokens(run: RunConfig) -> int:
-    """Tokens of a sample for which the head computes logits: all tokens of the text, or of the decoder's text; in a
-    masked sample the largest number that may be masked.
+    """Number of tokens per sample for which the head computes logits: all tokens of the text or of the decoder's text;
+    for masked samples, the maximum number of masked tokens.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (resolve(compose(preset, flags={"micro_batch": 1}), 1, 9) for preset in ("gpt2-345m", "bert-345m"))
@@ -197,7 +197,7 @@ def predicted_tokens(run: RunConfig) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of `number` in ascending order: the numbers of ranks or stages that can share it evenly.
+    """Divisors of `number` in ascending order: the numbers of ranks or stages that can share `number` evenly.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -207,7 +207,7 @@ def divisors(number: int) -> list[int]:
 
 
 def microbatches(run: RunConfig, world: int, global_batch: int | None = None) -> int:
-    """Microbatches of one step on each rank, of a resolved run; `global_batch` replaces the run's own."""
+    """Number of microbatches per step on each rank of a resolved run; `global_batch` replaces the run's own."""
     batch = global_batch if global_batch is not None else run.batch.global_batch
     return batch // (run.batch.micro_batch * data_parallel(run, world))
 
@@ -215,7 +215,7 @@ def microbatches(run: RunConfig, world: int, global_batch: int | None = None) ->
 def eager_microbatches(shares: int, count: int) -> int:
     """How many of `count` microbatches run without a graph under --cuda-graph, with data shared over `shares` ranks.
 
-    The last one of several does, because its backward pass overlaps with the reduction of gradients.
+    The last of several microbatches does, because its backward pass overlaps with the reduction of gradients.
 
     >>> eager_microbatches(1, 4), eager_microbatches(2, 4), eager_microbatches(2, 1)
     (0, 1, 0)
@@ -228,16 +228,16 @@ SMALL_BLOCK = 1.5e12
 block's forward and backward pass (docs/performance.md)."""
 
 SMALL_EXCHANGING_BLOCK = 3.5e12
-"""The same for a block with exchanges between tensor ranks, whose launches take more than twice as long."""
+"""The same threshold for a block with exchanges between tensor ranks, whose launches take more than twice as long."""
 
 
 def records_graph(run: RunConfig, world: int) -> bool:
     """Whether a resolved run records its microbatches as CUDA graphs.
 
-    Without --cuda-graph and --no-cuda-graph, it does if graphs are known to work and a block is so small that the
-    device would wait for the host. A mixture of experts is not recorded, because the host counts the rows of experts
-    and the means over microbatches, which a graph does not replay. A graph cannot damage the output of a layer for
-    --inject either.
+    Without --cuda-graph and --no-cuda-graph, the run records graphs if they are known to work and a block is so small
+    that the device would wait for the host. A mixture of experts is not recorded, because the host counts the rows of
+    experts and the means over microbatches, which a graph does not replay. A run whose --inject damages the output of a
+    layer is not recorded either, because a graph cannot damage the output.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt2-345m", flags={"micro_batch": each, "vocab": 50304}) for each in (1, 64))
@@ -254,7 +254,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
     if model.experts or model.retriever or model.mtp_layers:
         return False
     shares = data_parallel(run, world) * parallel.cp
-    if shares > 1 and microbatches(run, world) == 1:  # its reduction would wait for the whole backward pass
+    if shares > 1 and microbatches(run, world) == 1:  # gradients would be reduced after the whole backward pass
         return False
     linears = 2 * (model.heads + model.kv_heads) * model.head_dim
     linears += (3 if model.activation in GATED else 2) * model.ffn
@@ -265,7 +265,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
 
 
 def gated_ffn(hidden: int) -> int:
-    """Megatron's feed-forward width of a gated MLP: 2/3 of 4 hidden, down to a multiple of 64.
+    """Megatron's feed-forward width of a gated MLP: 2/3 of 4 hidden, rounded down to a multiple of 64.
 
     >>> gated_ffn(4096)
     10880
@@ -274,7 +274,7 @@ def gated_ffn(hidden: int) -> int:
 
 
 def global_batch_at(batch: BatchConfig, consumed: int) -> int:
-    """Samples of the step that starts after `consumed` samples, with the batch ramp-up if there is one.
+    """Number of samples in the step that starts after `consumed` samples, with the batch ramp-up if there is one.
 
     >>> gpt3 = BatchConfig(seq_length=1, micro_batch=1, global_batch=1536, rampup=(16, 16, 5859375))
     >>> [global_batch_at(gpt3, consumed) for consumed in (0, 61664, 61680, 123376, 5859376)]
@@ -298,7 +298,7 @@ def batch_sizes(batch: BatchConfig) -> Iterator[int]:
 
 
 def rising_steps(batch: BatchConfig) -> Iterator[int]:
-    """Samples of each step until the ramp-up's samples are consumed; empty without a ramp-up.
+    """Yield the number of samples in each step of the ramp-up; empty if there is no ramp-up.
 
     >>> list(rising_steps(BatchConfig(seq_length=1, micro_batch=1, global_batch=6, rampup=(2, 2, 8), samples=100)))
     [2, 2, 4, 6]
@@ -317,20 +317,20 @@ class Lengths:
     """Lengths of a run and its schedule."""
 
     steps: int
-    """Optimizer steps of the run; all other lengths are in samples."""
+    """Number of optimizer steps of the run; all other lengths are in samples."""
     samples: int
     decay_samples: int
-    """The learning rate reaches its minimum after these."""
+    """Number of samples after which the learning rate reaches its minimum."""
     warmup_samples: int
     anneal_samples: int = 0
-    """The last part of `decay_samples`, in which wsd falls."""
+    """The last part of `decay_samples`, in which the learning rate of wsd falls."""
 
 
 def lengths(run: RunConfig) -> Lengths:
-    """Lengths of a run, whether it was given in steps or in samples.
+    """Lengths of a run, whether its length was given in steps or in samples.
 
-    Iterations count as `global_batch` samples each. With a ramp-up, steps are counted one by one until the
-    ramp's samples are consumed.
+    Each step counts as `global_batch` samples. With a ramp-up, steps are counted one by one until the
+    samples of the ramp-up are consumed.
 
     >>> from mega.core.config.compose import compose
     >>> gpt3 = {"micro_batch": 1, "global_batch": 1536, "rampup": (16, 16, 5859375), "samples": 146484375}
@@ -356,10 +356,10 @@ def lengths(run: RunConfig) -> Lengths:
 
 
 def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
-    """The last step of a resolved run that has done `step` steps and consumed `consumed` samples.
+    """Number of the last step of a resolved run that has done `step` steps and consumed `consumed` samples.
 
     A run measured in samples ends with its last whole batch, so earlier batch sizes count. --exit-tokens may end it
-    sooner, with the step that reaches these tokens.
+    sooner, with the step that reaches this number of tokens.
 
     >>> from mega.core.config.compose import compose
     >>> lengths_of = ({"samples": 100}, {"steps": 100, "seq_length": 10, "exit_tokens": 250})
@@ -406,12 +406,12 @@ def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
     if options.layers_per_chunk:
         chunks = max(1, model.blocks // options.pp // options.layers_per_chunk)
     if options.split_rank and not stage_layers and len(model.stacks) > 1:
-        with suppress(ValueError):  # config/check.py reports it
+        with suppress(ValueError):  # config/check.py reports the mistake
             stage_layers = split_layers(model.stacks[0], model.stacks[1], options.pp, options.split_rank)
     schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
     etp = options.tp if options.etp is None else options.etp
     resolved = ParallelConfig(**_unchanged_fields(options, ParallelConfig), schedule=schedule, etp=etp)
-    # One tensor rank has nothing to split. Megatron-LM also switches this off, without a message.
+    # A single tensor rank has nothing to split. Megatron-LM also switches sequence parallelism off, without a message.
     split = options.sequence_parallel and options.tp > 1
     return replace(resolved, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)
 
@@ -442,8 +442,8 @@ def _schedule(options: Options) -> ScheduleConfig:
 
 
 def implied_tokenizer(options: TokenizerConfig, family: str) -> TokenizerConfig:
-    """`options` with the kind of tokenizer that the given files imply; without a kind if only the vocabulary size is
-    given."""
+    """`options` with the kind of tokenizer that the given files imply. The kind remains unset if only the vocabulary
+    size is given."""
     model = options.tokenizer_model
     if options.tokenizer is not None:
         return options

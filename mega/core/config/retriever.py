@@ -1,7 +1,7 @@
 """Options of a retriever (Retro; Borgeaud et al. 2022): which layers read neighbours, and the encoder of neighbours.
 
-A part of the model's section (sections.py). Without --retriever no layer reads neighbours, and no other option of a
-retriever may be given. check_retriever.py holds the rules. No torch.
+These options are part of the model section (sections.py). Without --retriever no layer reads neighbours, and no other
+option of a retriever may be given. check_retriever.py holds the rules. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RetrieverOptions(Section):
 
 
 def retriever_words(model: RetrieverOptions) -> str:
-    """One line for the user on how a model reads neighbours.
+    """A message for the user that describes how a model reads neighbours.
 
     >>> retriever_words(RetrieverOptions())
     '2 of each chunk of 64 tokens, of 2 chunks each; what follows one is of its document'
@@ -118,7 +118,7 @@ def retriever_words(model: RetrieverOptions) -> str:
 
 
 def reading_layers(options: RetrieverOptions, layers: int) -> tuple[int, ...]:
-    """Numbers of the layers that read neighbours, ascending.
+    """Indices of the layers that read neighbours, in ascending order.
 
     >>> reading_layers(RetrieverOptions(retriever=True), 12), reading_layers(RetrieverOptions(retriever=True), 24)
     ((5, 8, 11), (8, 11, 14, 17, 20, 23))

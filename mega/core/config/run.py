@@ -102,7 +102,7 @@ class RunConfig:
 
 
 AnyRun = Options | RunConfig
-"""Functions that read an option by its name take either."""
+"""Functions that read an option by its name accept either class."""
 
 
 @functools.cache
@@ -163,7 +163,8 @@ def flag_of(name: str) -> str:
 
 
 def is_set_to(run: AnyRun, name: str, valid: tuple[str, ...] | Range) -> bool:
-    """Whether an option holds one of the `valid` values. As in `Option.needs`, () is any value except None and off."""
+    """Whether an option holds one of the `valid` values. As in `Option.needs`, () means any value except None and
+    off."""
     value = value_of(run, name)
     if isinstance(valid, Range):
         return value is not None and valid.holds(value)

@@ -1,6 +1,6 @@
 """Sections as one table of options: the properties of their fields, read from each field's type and its `option`.
 
-A verb's options are frozen sections: those of a run (config/run.py), or those of the room that the verb calls, whose
+A verb's options are frozen sections: those of a run (config/run.py), or those of the package that the verb calls, whose
 functions take the section itself. A field without `option` is not a flag; code sets it. This file names no option.
 """
 
@@ -74,7 +74,7 @@ class Schema(NamedTuple):
     entries: Mapping[str, Entry]
 
     def value(self, table: str, values: Mapping[str, object]) -> object:
-        """Build the section `table` from `values`, option name -> value; all other options are at their defaults."""
+        """Build the section `table` from `values`, option name -> value; all other options have their defaults."""
         section_values = {name: value for name, value in values.items() if self.entries[name].section == table}
         return self.tables[table](**section_values)
 

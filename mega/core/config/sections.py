@@ -2,8 +2,8 @@
 
 Defaults are Megatron-LM's (2023) unless a preset or a family sets others. Where `None` means "derived", from other
 fields, the tokenizer or the world size, the section is two classes: `...Options` as typed, and its subclass `...Config`
-as `resolve` (config/resolve.py) makes it, whose derived fields are never None. The other sections are one class. No
-torch here, and no checks: config/check.py holds the rules, so that each rule is written once.
+as `resolve` (config/resolve.py) makes it, whose derived fields are never None. The other sections are one class. This
+module does not import torch and checks nothing; config/check.py holds the rules, so that each rule is written once.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -45,16 +45,16 @@ from mega.core.plan.kinds import SCHEDULES
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
 MASKED = ("bert", "t5")
-"""Families whose samples have words masked or taken out."""
+"""Families whose samples have masked or removed words."""
 
 MOST_LAYERS = 10_000
-"""Upper bound of --layers, ten times the depth of the deepest published model: layers are built one by one, even in a
+"""Upper bound of --layers, ten times the depth of the deepest published model. Layers are built one by one, even in a
 dry run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptions(Section):
-    """The mathematics and the shape of one model, except for its mixture of experts and its retriever."""
+    """The computation and the shape of one model, except for its mixture of experts and its retriever."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"
@@ -414,7 +414,7 @@ class DenseOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(RetrieverOptions, MixtureOptions, DenseOptions):
-    """The model: its shape and its mathematics. Options of parts that few models have come last."""
+    """The shape and the computation of the model. Options for parts that few models have come last."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"
@@ -694,7 +694,7 @@ class ParallelConfig(ParallelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(Section):
-    """Samples of a step, their length, and the length of the run."""
+    """The number of samples in a step, their length, and the length of the run."""
 
     title: ClassVar[str] = "Batch"
 
@@ -1335,7 +1335,7 @@ LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {
     "qqp": ("classification", 2),
     "race": ("choice", 4),
 }
-"""Kind of task whose samples have labels -> the head of its model, and its classes or choices."""
+"""Kind of task whose samples have labels -> the head of its model, and the number of classes or choices."""
 
 TASKS: dict[str, tuple[str, ...]] = {"lm": (), "dpo": ("dpo_data",), **dict.fromkeys(LABELLED, ("train_data",))}
 """Kind of task -> the options that it requires; training/kinds implements it."""
@@ -1797,7 +1797,7 @@ class RuntimeConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionConfig(Section):
-    """Restart of the ranks that --nproc started after a failure, on one or several hosts."""
+    """Restart, after a failure, of the ranks that --nproc started on one or several hosts."""
 
     title: ClassVar[str] = "Supervision"
     bench: ClassVar[Bench] = "unused"

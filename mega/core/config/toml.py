@@ -1,7 +1,7 @@
 """A run as a TOML file: one table for each section, one key for each option; `None` is written by leaving the key out.
 
-Reading refuses unknown tables and keys; the message names the file, the table, the key and the nearest valid one. It
-returns only the values of the file; config/compose.py combines them with presets, defaults and flags.
+Reading refuses unknown tables and keys; the message names the file, the table, the key and the nearest valid one.
+Reading returns only the values of the file; config/compose.py combines them with presets, defaults and flags.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mega.core.untrusted import read_limited
 LIMIT = 1 << 20
 """Maximum size, in bytes, of a file that a person writes: options, corpora, a device, a chat template."""
 MOST_DOTS = 100
-"""Maximum number of dots in a key: the parser's time is quadratic in them."""
+"""Maximum number of dots in a key: the parser's time is quadratic in their number."""
 LARGEST = 10**100
-"""Whole numbers of at least this size are refused: arithmetic with them would overflow."""
+"""Whole numbers of at least this size are refused, because arithmetic with them would overflow."""
 MOST_PROBLEMS = 20
-"""Maximum number of mistakes that are reported at once: in a file of another kind every line is one."""
+"""Maximum number of mistakes that are reported at once, because in a file of another kind every line is a mistake."""
 
 
 def write(run: AnyRun) -> str:
-    """The whole run as TOML; for options, `parse` of this text is equal to them.
+    """The whole run as TOML. For `Options`, `parse` of this text returns equal options.
 
     >>> print(write(Options())[:22])
     [model]
@@ -53,7 +53,7 @@ def write_values(schema: Schema, values: Mapping[str, object]) -> str:
 
 
 def parse(text: str, source: str = "TOML") -> Options:
-    """The run that `text` describes; other options are at their defaults. Errors: ValueError as of `values`."""
+    """The run that `text` describes; other options have their defaults. Errors: as in `values`."""
     return compose(file=values(text, source))
 
 
@@ -131,7 +131,7 @@ def loads(text: str, what: str) -> dict[str, Any]:
         return tomllib.loads(text.replace("\r\n", "\n"))
     except RecursionError:
         raise ValueError(f"{what}: is not TOML that can be read: nested too deeply") from None
-    except ValueError as error:  # also of a number with thousands of digits
+    except ValueError as error:  # also raised for a number with thousands of digits
         raise ValueError(f"{what}: is not TOML: {error}") from None
 
 
@@ -144,8 +144,8 @@ def _unknown_table(table: str, schemas: Sequence[Schema]) -> str:
 
 
 def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> str | None:
-    """The reason why a TOML or JSON `value` is not valid for `key` of `table`, or None if it is. schema: None means
-    that of a run."""
+    """The reason why a TOML or JSON `value` is not valid for `key` of `table`, or None if it is. schema: None means the
+    schema of a run."""
     entries = (schema or run_schema()).entries
     entry = entries.get(key)
     if entry is None:
@@ -165,7 +165,7 @@ def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> 
 
 
 def quoted(value: object) -> str:
-    """A value as a message shows it, cut where it is long.
+    """The text of a value in a message, cut if it is long.
 
     >>> quoted("a" * 200)[-10:], quoted(10**5000)
     ('aaaaaaa...', 'a number with thousands of digits')

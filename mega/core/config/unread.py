@@ -1,7 +1,8 @@
-"""Options without effect in a run, because the feature that reads them is off: a line for each, and no error.
+"""Options without effect in a run, because the feature that reads them is off. Each gets a message, not an error.
 
 Megatron-LM's scripts set many of them, such as `--sequence-parallel` on one tensor rank. The property `read_with` of an
-option (config/option.py) names its readers; TOKENIZERS names the files that a kind of tokenizer reads.
+option (config/option.py) names the options that make it effective; TOKENIZERS names the files that a kind of tokenizer
+reads.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
 
 def unread(options: Options, bench: str | None = None) -> Iterator[str]:
-    """Yield a line for each option of a typed run that is not at its default and has no effect. bench: report only
-    options with this value of `Option.bench`.
+    """Yield a line for each option of a typed run whose value differs from its default and has no effect. bench: report
+    only options with this value of `Option.bench`.
 
     >>> from mega.core.config.run import updated
     >>> print(*unread(updated(Options(), {"sequence_parallel": True, "hysteresis": 4, "tp": 1})), sep="\\n")

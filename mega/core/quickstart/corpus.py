@@ -1,7 +1,7 @@
-"""A corpus that every machine has: the documentation and source of the Python that runs this.
+"""A corpus that every machine has: the documentation and source code of the running Python.
 
 Each topic of Python's help and each module of its standard library is a document. Documents are held out by a hash of
-their names, so the same Python always gives the same files. It knows no tokenizer.
+their names, so the same version of Python always gives the same files. This module does not depend on a tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mega.core.files import whole_file
 
 LARGEST = 120_000
-"""Maximum length of a module, in characters; most longer modules are tables."""
+"""Maximum length of a module, in characters. Most of the longer modules are tables."""
 
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings", "site-packages", "dist-packages"}
 """Folders of the library that are left out: tests, an editor, tables, and installed packages."""

@@ -55,13 +55,13 @@ TOUR = (
         "quickstart --only verdict --out {out}",
     ),
 )
-"""Title and command line of each step. The sizes are chosen for three minutes on two cores."""
+"""Title and command line of each step. The sizes are chosen so that the tour takes three minutes on two cores."""
 
 MORE = "generate --load {out}/one-rank --prompt 'import ' --temperature 0.8 --top-k 50"
 
 
 def tour(out: Path | None, steps: int) -> int:
-    """Run every step in `out` (None: a new directory below runs/), training for `steps`. Returns the exit code.
+    """Run every step in `out` (None: a new directory below runs/), training for `steps` steps. Returns the exit code.
 
     A failing step ends the tour after printing its error. Errors: ValueError if `out` is not empty.
     """
@@ -84,8 +84,8 @@ def tour(out: Path | None, steps: int) -> int:
 
 
 def closing(out: Path) -> str:
-    """A command line with which the user can continue, ready to be pasted. It has absolute paths if the shell does not
-    find this `mega`, as after `./run quickstart`, which also runs in another directory than the shell."""
+    """A command line with which the user can continue, ready to be pasted. The command has absolute paths if the shell
+    does not find this `mega`, as after `./run quickstart`, whose directory may also differ from that of the shell."""
     command_path = shutil.which("mega")
     if command_path is not None and os.path.samefile(os.path.dirname(command_path), os.path.dirname(sys.executable)):
         return format_command(["mega", *arguments(MORE, out, 0)])
@@ -119,7 +119,7 @@ def format_command(words: Sequence[str], columns: int | None = None) -> str:
 
 
 def arguments(line: str, out: Path, steps: int) -> list[str]:
-    """A line of TOUR as arguments; a directory with blanks remains one argument.
+    """The arguments of a line of TOUR; a directory with blanks remains one argument.
 
     >>> arguments("pretrain --save {out}/a --steps {steps}", Path("my run"), 9)
     ['pretrain', '--save', 'my run/a', '--steps', '9']

@@ -1,4 +1,4 @@
-"""The baseline of a model: the frequencies of single tokens. Reads token files."""
+"""The baseline for a model: the frequencies of single tokens in token files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Evaluate a trained model: its loss and the unigram loss of a held-out document, and a generated text.
 
-It reads a checkpoint of any layout, and the token files of the run.
+This module reads a checkpoint of any layout, and the token files of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mega.core.quickstart.corpus import Document
 from mega.core.quickstart.unigram import unigram
 
 PROMPT = 24
-"""Tokens of the document that are the prompt."""
+"""Number of tokens of the document that form the prompt."""
 
 SAMPLED = 220
 """Maximum number of generated tokens."""

@@ -1,4 +1,5 @@
-"""Reports from the files of a run or an evaluation: pages, curves, and where the time went. Without torch.
+"""Reports from the files of a run or an evaluation: pages, curves, and where the time went. This package does not
+import torch.
 
 read      reads the files of a run; corpus: shows the steps of a corpus
 page      one self-contained page of HTML

@@ -18,20 +18,20 @@ Charts = Mapping[str, Mapping[str, Series]]
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 26, 14, 30
 MOST_POINTS = 1200
-"""Maximum number of points of a drawn curve; a longer curve is drawn by the extremes of its parts."""
+"""Maximum number of points of a drawn curve; of a longer curve, only the extremes of its parts are drawn."""
 COLOURS = 6
 """Number of colours: classes c0 to c5 in the style of the page."""
 PALETTE = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
-"""The colours of these classes in a separate SVG file."""
+"""The colours of the classes c0 to c5 in a separate SVG file."""
 
 
 class Scale(NamedTuple):
     """The axes of a chart."""
 
     log: bool = False
-    """A logarithmic axis of values, if all are greater than 0."""
+    """Whether the axis of values is logarithmic, if all values are greater than 0."""
     log_x: bool = False
-    """A logarithmic axis of x."""
+    """Whether the axis of x is logarithmic."""
     over: str = "step"
     """Name of x in the text under the pointer."""
     names: Sequence[str] = ()
@@ -112,7 +112,7 @@ def _curve(name: str, curve: Series, axes: tuple[_Axis, _Axis], colour: int, wor
 
 
 def thinned(curve: Series, most: int = MOST_POINTS) -> Series:
-    """At most about `most` points, which include the extremes of every part, so spikes stay visible."""
+    """Reduce a curve to about `most` points. The extremes of every part are kept, so spikes stay visible."""
     if len(curve) <= most:
         return list(curve)
     size, points = -(-len(curve) // (most // 2)), []

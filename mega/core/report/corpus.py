@@ -50,7 +50,7 @@ def _steps(record: CorpusRecord) -> str:
 
 
 def _bars(values: Mapping[str, int], whole: int, *, by_name: bool = False) -> str:
-    """A table of shares, the largest first."""
+    """A table of shares, with the largest share first."""
     ranked = sorted(values.items(), key=lambda item: (int(item[0]) if by_name else -item[1], item[0]))
     rows = []
     for name, count in ranked[:MOST_ROWS]:

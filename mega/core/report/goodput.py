@@ -1,9 +1,9 @@
 """Account for a run's time over all of its starts: steps that count, repeated steps, saves, evaluations, starts, the
-time between the end of a process and the begin of the next, and idle time.
+time between the end of a process and the start of the next one, and idle time.
 
-It reads the rows of steps and the events next to them (training/metrics/meters.py): "begin" (a process starts), "end",
-"started" (seconds until the first step), "save" and "evaluation" (their seconds), and events of guards, whose `to` is
-the step that a rollback returned to.
+The input is the rows of steps and the events next to them (training/metrics/meters.py): "begin" (a process starts),
+"end", "started" (seconds until the first step), "save" and "evaluation" (their seconds), and events of guards, whose
+`to` is the step that a rollback returned to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypedDict
 
 
 class StepRow(TypedDict, total=False):
-    """The fields that are read of a row of metrics."""
+    """The fields of a row of metrics that are read here."""
 
     step: int
     skipped: int
@@ -44,9 +44,9 @@ class Goodput:
 
     total: float
     productive: float
-    """Steps that were applied and are part of the run."""
+    """Time of steps that were applied and are part of the run."""
     lost: float
-    """Steps that were repeated after a resume, and steps that were left out."""
+    """Time of steps that were repeated after a resume, and of steps that were left out."""
     starts: float
     saves: float
     evaluations: float
@@ -79,8 +79,8 @@ class Goodput:
 
 
 def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float = 0.0) -> Goodput | None:
-    """The goodput of a run from its rows of steps and its events, in the order in which they were written; None without
-    events. written: time of the newest row, which counts if the run has not ended.
+    """The goodput of a run from its rows of steps and its events, in the order in which they were written; None if
+    there are no events. written: time of the newest row, at which the account ends if the run has not ended.
 
     >>> begin: EventRow = {"event": "begin", "step": 0, "at": 100.0}
     >>> again: EventRow = {"event": "begin", "step": 1, "at": 120.0, "lost_seconds": 4.0, "last_at": 112.0}
@@ -101,7 +101,7 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float
     down, last = 0.0, begins[0]["at"]
     for event in events:
         if event["event"] == "begin":
-            # A killed process writes no end; the next begin holds the time of its last row.
+            # A killed process writes no "end"; the next "begin" holds the time of the last row of that process.
             last = max(last, event.get("last_at", 0.0))
             down += max(0.0, event["at"] - last)
         last = max(last, event["at"])
@@ -132,7 +132,7 @@ def _undone(events: Sequence[EventRow]) -> set[int]:
     """
     undone: set[int] = set()
     for event in events:
-        if event["event"] == "begin":  # later steps are done again
+        if event["event"] == "begin":  # later steps are repeated
             undone = {step for step in undone if step <= event["step"]}
         elif "to" in event:
             undone |= set(range(event["to"] + 1, event["step"] + 1))

@@ -1,8 +1,8 @@
 """Find the highest usable learning rate by one sweep over rates (Smith 2017, section 3.3), and plot the sweep.
 
-The sweep is an ordinary run whose rate grows by a constant factor each step. The rate at which the loss falls fastest
-per factor is suggested; the rate at which it begins to rise is the limit. It knows no torch and reads the run's
-metrics.
+The sweep is an ordinary run whose rate grows by a constant factor each step. The suggested rate is the one at which the
+loss falls fastest per factor; the rate at which the loss begins to rise is the limit. This module does not import
+torch; it reads the run's metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mega.core.files import whole_file
 from mega.core.report.chart import Scale, svg
 
 FIRST, LAST, STEPS = 1e-7, 1.0, 100
-"""Defaults of a sweep: its first and last rate, and its steps."""
+"""Defaults of a sweep: its first and last rate, and its number of steps."""
 SMOOTHING = 0.9
 """Weight of the previous value in the smoothed loss."""
 RISEN = 4.0
@@ -88,7 +88,7 @@ def smoothed(losses: Sequence[tuple[float, float]]) -> list[Point]:
 
 
 def has_risen(points: Sequence[Point]) -> bool:
-    """Whether a sweep went beyond its lowest loss, which means that the rate ended it."""
+    """Whether a sweep went beyond its lowest loss, which means that the high rate ended the sweep."""
     return len(points) >= LEAST_POINTS and points[-1].smoothed > min(point.smoothed for point in points)
 
 

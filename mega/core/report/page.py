@@ -133,7 +133,7 @@ def _charts(run: RunRecord) -> Iterable[str]:
 
 
 def _spread(curves: Sequence[Series]) -> dict[str, Series]:
-    """Largest, mean and least value of each step, over the curves of all experts."""
+    """Largest, mean and smallest value of each step, over the curves of all experts."""
     steps = [(points[0][0], [y for _, y in points]) for points in zip(*curves, strict=False)]
     folds: dict[str, Callable[[list[float]], float]] = {"most": max, "mean": mean, "least": min}
     return {name: [(step, fold(values)) for step, values in steps] for name, fold in folds.items()}

@@ -1,6 +1,6 @@
 """Plot metrics of several runs in Braille dots on a terminal, or as a PNG with matplotlib; chart.py draws SVG.
 
-It knows curves only by their names.
+This module does not depend on what the curves measure.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from mega.core.report.chart import PALETTE, Charts, short
 from mega.core.report.read import RunRecord, Series, read
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of the dots of a Braille letter: rows from top to bottom, each left and right."""
+"""Bits of the dots of a Braille letter: rows from top to bottom, each with its left and right dot."""
 
 ANSI = (34, 33, 32, 31, 35, 36)
 """Colours of a terminal, in the order of `PALETTE`."""
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""The letter of each curve, in place of its dots, without colours."""
+"""Letters that mark the curves, instead of dots, if colours are off."""
 
 
 def charts_of(runs: Sequence[Path], metrics: Sequence[str]) -> Charts:
-    """The curves of `metrics` for `runs`; without `metrics`, those of the training and validation loss. Errors:
+    """The curves of `metrics` for `runs`; if `metrics` is empty, those of the training and validation loss. Errors:
     ValueError naming the run, or a metric that no run has.
     """
     records: dict[str, RunRecord] = {}
@@ -74,7 +74,7 @@ def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: i
             for x, y in curve
             if math.isfinite(y)
         ]
-        # A letter holds 2 x 4 dots. Where curves overlap, the last one owns the whole letter.
+        # A letter holds 2 x 4 dots. Where curves overlap, the whole letter belongs to the last curve.
         for column, row in _joined(dots):
             position = row // 4, column // 2
             owner, bits = cells.get(position, (number, 0))
@@ -107,7 +107,7 @@ def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:
-    """The letter of one cell. cell: number of the curve, and bits of its dots; None is a blank."""
+    """The letter of one cell. cell: index of the curve, and bits of its dots; None means a blank."""
     if cell is None:
         return " "
     number, bits = cell

@@ -1,6 +1,7 @@
 """Read the data of a report: a run's metrics and the status of its checkpoints, or the JSON of an evaluation.
 
-Rows that were cut by a kill are counted, not shown. It knows the names of metrics and no HTML.
+Rows that are incomplete because the run was killed are counted, not shown. This module uses the names of metrics, but
+no HTML.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
     record = RunRecord(directory.resolve().name or str(directory))
     rows = list(_rows(metrics, record))
     if not rows:
-        if record.broken > 1:  # one broken line may be a first row that is being written
+        if record.broken > 1:  # a single broken line may be a first row that is still being written
             raise ValueError(f"{metrics}: is neither a run's metrics nor an evaluation's JSON")
         raise ValueError(f"{metrics}: holds no row of metrics; the run has not come to its first step")
     for row in rows:
@@ -199,8 +200,8 @@ def _guard_events(happened: list[EventRow]) -> Iterable[RunEvent]:
 
 
 def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
-    """Yield the validation set of each row of validation. Such a row begins with the loss of its set; other losses of
-    it may also end in `_loss`."""
+    """Yield the validation set of each row of validation. Such a row begins with the loss of its set; the names of
+    other losses in the row may also end in `_loss`."""
     for row in rows:
         first = next((name for name in row if name != "step"), "")
         if "loss" not in row and first.endswith("_loss"):
