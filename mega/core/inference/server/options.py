@@ -87,10 +87,10 @@ class ServerOptions(VerbSection):
     max_tokens_to_oom: int = option(
         12000, "maximum number of tokens of one PUT /api, with padding", megatron="--max-tokens-to-oom", within=COUNT
     )
-    temperature: float = option(1.0, "default of requests")
-    top_k: int = option(0, "default of requests; 0 is off")
-    top_p: float = option(1.0, "default of requests; 1 is off")
-    seed: int | None = option(None, "default of requests [a new seed each time]")
+    temperature: float = option(1.0, "default temperature for requests")
+    top_k: int = option(0, "default top-k for requests; 0 is off")
+    top_p: float = option(1.0, "default top-p for requests; 1 is off")
+    seed: int | None = option(None, "default seed for requests [a new seed each time]")
     parse_special_tokens: bool = option(
         False, "turn special tokens that the prompt of a completion spells out into tokens, not text"
     )
