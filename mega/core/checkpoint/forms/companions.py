@@ -1,4 +1,5 @@
-"""Small files that are stored with weights in every folder: tokenizers, configurations. Knows no tensors."""
+"""Small files that are stored with weights in every folder: tokenizers, configurations. This module does not depend on
+tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from mega.core.files import whole_file
 
 
 def companions_of(form: Form, folder: Path) -> dict[str, Path]:
-    """The files that a form stores with the weights in `folder`, by name. Errors: CheckpointError for irregular
-    files."""
+    """The files that a form stores with the weights in `folder`, by name. Errors: CheckpointError naming a path that is
+    not a regular file."""
     if (generated := form.attached(folder)) is not None:
         return generated
     if folder.is_file():
@@ -41,5 +42,6 @@ def unread_tokenizer(files: Attachments) -> str | None:
 
 
 def tokenizer_kind(files: Attachments) -> str | None:
-    """The kind of tokenizer, as --tokenizer names it, of the files stored with weights; None without a tokenizer."""
+    """The kind of tokenizer, as --tokenizer names it, in the files stored with weights; None if there is no
+    tokenizer."""
     return next((kind for form in FORMS if (kind := form.tokenizer(files)) is not None), None)

@@ -60,7 +60,7 @@ def convert(
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens,
     progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
-    """Convert the checkpoint at `load` to the form `to` at `save`; default: hf for a mega checkpoint, else mega.
+    """Convert the checkpoint at `load` to the form `to` (default: hf for a mega checkpoint, else mega) at `save`.
 
     The arguments from `layout` to `tokens` are those of `FormOptions`; optimizer state in an unknown form is an error.
     progress: called during a conversion from mega to mega.

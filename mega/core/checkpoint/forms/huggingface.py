@@ -234,7 +234,7 @@ def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTok
             return SpecialTokens(ids), ()
         note = f"config.json names no token that ends a text, so transformers' generate does not stop: {error}"
         return SpecialTokens(ids if config_path is not None else dict.fromkeys(TOKEN_IDS)), (note,)
-    if complete and tokens.template is None:  # its files are those stored with the weights
+    if complete and tokens.template is None:  # the tokenizer's files are those stored with the weights
         return replace(tokens, ids={**tokens.ids, **ids}, files={}, left_out=(), loss=None), ()
     return replace(tokens, ids={**tokens.ids, **ids}), () if tokens.loss is None else (tokens.loss,)
 

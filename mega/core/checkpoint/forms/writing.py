@@ -30,11 +30,12 @@ def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], extra_files:
 
 
 def write_torch(path: Path, content: object) -> int:
-    """Write a torch file and sync it to disk; return its bytes. Errors: OSError, for example of a full disk."""
+    """Write a torch file and sync it to disk; return the file's number of bytes. Errors: OSError, for example if the
+    disk is full."""
     try:
         with whole_file(path) as file:
             torch.save(content, file)
-    except RuntimeError as error:  # raised when torch closes its archive, and hides the error that stopped the write
+    except RuntimeError as error:  # raised when torch closes its archive; hides the error that stopped the write
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

@@ -1,12 +1,13 @@
-"""Checkpoints that hold adapters only, and the base checkpoint that the adapters were trained on.
+"""Checkpoints that hold only adapters, and the base checkpoint on which the adapters were trained.
 
 Such a checkpoint names its base in its plain state:
 
     "base": {"path": the step's directory, "digest": sha256 of its manifest}
 
 If the base is foreign weights, the record has their path and the `weights_digest` (forms/direct.py) of their values.
-The digest identifies the base after it was moved; forms/open.py looks for it. `Joined` presents adapters and base as
-one checkpoint of a whole model. `MergedSource` is that model without adapters: their products are added to its weights.
+The digest identifies the base even if it was moved; forms/open.py finds the base. `Joined` presents adapters and base
+as one checkpoint of a whole model. `MergedSource` presents that model without adapters, with their products added to
+its weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mega.core.files import url_of
 
 
 def describe(base: StoredWeights, digest: str | None = None) -> dict[str, str]:
-    """The record of a base in a checkpoint of adapters. digest: identifies the base [the base's own digest]."""
+    """The record of a base in a checkpoint of adapters. digest: identifies the base; default: the base's own digest."""
     path = str(base.path)
     return {"path": path if url_of(path) else os.path.abspath(path), "digest": digest or base.digest}
 
@@ -61,7 +62,8 @@ def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], wh
 
 
 class Joined:
-    """A checkpoint of adapters and its base, read as one: the weights of both, everything else from the adapters."""
+    """A checkpoint of adapters and its base, read as one checkpoint: it has the weights of both and everything else
+    from the adapters."""
 
     foreign = False
 
@@ -77,7 +79,7 @@ class Joined:
         return self.adapters.attachments
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Read as `Checkpoint.read` does."""
+        """Read in the same way as `Checkpoint.read`."""
         requested = list(pieces)
         for source, from_adapters in ((self.adapters, True), (self.base, False)):
             source.read(
@@ -88,7 +90,7 @@ class Joined:
 class MergedSource:
     """The weights of a base with its adapters added: W + scale B A, computed in fp32 or wider and rounded once.
 
-    source: of a `Joined`. model: its configuration, adapters included.
+    source: the tensors of a `Joined`. model: the configuration of its model, adapters included.
     """
 
     def __init__(self, source: OwnSource, model: ModelConfig) -> None:

@@ -1,9 +1,9 @@
-"""One rank's file: a safetensors container that this module writes itself, so that bytes are hashed before they are
-written.
+"""One rank's file: a safetensors container. This module writes containers itself, so that bytes are hashed before they
+are written.
 
 The format is that of safetensors: 8 bytes of header length (little endian), a JSON header, raw row-major bytes without
-gaps. Any safetensors reader opens it. Its `__metadata__` records which rectangle of which logical tensor every entry
-is, so a file can be understood without its manifest. Memory: one block a thread.
+gaps. Any safetensors reader can open such a file. The header's `__metadata__` records which rectangle of which logical
+tensor each entry holds, so a file can be understood without its manifest. Each thread uses memory for one block.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mega.core.checkpoint.own.disk import BLOCK, new_file, open_file, read_into,
 from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, NAMES, Box, CheckpointError, Piece
 
 SMALL_ROW = 16 << 10
-"""Rows of fewer stored bytes are read whole and cut in memory: one read call per row would cost more."""
+"""Rows with fewer stored bytes are read whole and cut in memory, because one read call per row would take longer."""
 
 Fetch = Callable[[Piece, Box], torch.Tensor]
 """Returns one block of a piece whose tensor has no memory (a meta tensor), just before that block is written. The box
-counts from the logical tensor's origin. Blocks of one piece are requested in order and from one thread, blocks of
-several pieces concurrently."""
+is relative to the logical tensor's origin. Blocks of one piece are requested in order by one thread; blocks of
+different pieces are requested concurrently."""
 
 
 def has_memory(piece: Piece, box: Box) -> torch.Tensor:
-    """The `Fetch` of pieces whose tensors have memory."""
+    """The `Fetch` for pieces whose tensors have memory."""
     return piece.tensor[box.inside(piece.box)]
 
 
@@ -50,9 +50,9 @@ class Entry:
     box: Box
     """The stored rectangle."""
     offset: int
-    """Where its bytes begin in the file."""
+    """The position of the rectangle's first byte in the file."""
     digest: str
-    """The sha256 of its bytes."""
+    """The sha256 of the rectangle's bytes."""
 
     @property
     def bytes(self) -> int:
@@ -64,9 +64,9 @@ class Container:
     """A written file."""
 
     size: int
-    """Bytes of the whole file."""
+    """Number of bytes of the whole file."""
     header: int
-    """Bytes of the length and the JSON header."""
+    """Number of bytes of the length field and the JSON header."""
     digest: str
     """The sha256 of those header bytes."""
     entries: tuple[Entry, ...]
@@ -76,10 +76,10 @@ class Container:
 def write_container(
     path: Path, pieces: Sequence[Piece], description: dict[str, object] | None, fetch: Fetch = has_memory
 ) -> Container:
-    """Write `pieces` (each has elements) as one safetensors file, synced to disk before this returns.
+    """Write `pieces`, each of which has elements, as one safetensors file, synced to disk before this function returns.
 
-    description: plain values stored with the description of the rectangles in `__metadata__`. None stores no
-        description, only `"format": "pt"`, which other tools expect.
+    description: plain values stored with the description of the rectangles in `__metadata__`. If None, no description
+    is stored, only `"format": "pt"`, which other tools expect.
     """
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every entry is aligned
     names = _entry_names(ordered)
@@ -111,7 +111,8 @@ def _write_entry(descriptor: int, piece: Piece, offset: int, fetch: Fetch) -> st
 
 
 def _entry_names(pieces: Sequence[Piece]) -> list[str]:
-    """Name the entries: a key with one rectangle keeps its name, several become `key@0`, `key@1`, ..."""
+    """Name the entries: a key with one rectangle is the entry's name; the rectangles of a key with several are named
+    `key@0`, `key@1`, ..."""
     total, used = Counter(piece.key for piece in pieces), Counter[str]()
     names = []
     for piece in pieces:
@@ -145,7 +146,8 @@ def _header(names: Sequence[str], pieces: Sequence[Piece], description: dict[str
 
 
 def blocks(box: Box, item: int) -> Iterator[Box]:
-    """Cut a rectangle into parts of at most about `BLOCK` bytes, in row-major order. item: bytes of an element.
+    """Cut a rectangle into parts of at most about `BLOCK` bytes, in row-major order. item: number of bytes of an
+    element.
 
     A single row longer than a block is cut further, so that no copy is larger than a block.
     """
@@ -162,12 +164,14 @@ def blocks(box: Box, item: int) -> Iterator[Box]:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU. torch counts one element as contiguous, even with odd strides."""
+    """The bytes of a contiguous tensor on the CPU. torch treats a tensor of one element as contiguous, even with
+    unusual strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
-    """Fill `target` (shape of `box`) with the rectangle `box` of the stored `entry`, which contains it.
+    """Fill `target`, which has the shape of `box`, with the rectangle `box` of the stored `entry`. The entry contains
+    the whole box.
 
     Only the needed runs of bytes are read, one block of rows at a time. Values are converted if the target's dtype
     differs.
@@ -184,7 +188,7 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
 
 
 def _read_rows(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
-    """`read_box` for rows that fit into a block: directly into the target, or through a buffer where necessary.
+    """`read_box` for rows that fit into a block: read directly into the target, or through a buffer where necessary.
 
     stored entry [4, 6]      `box`        row shorter than SMALL_ROW: read whole rows, cut in memory
     . . . . . .
@@ -240,7 +244,8 @@ def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box, target: torc
 
 
 def check_bytes(path: Path, descriptor: int, begin: int, length: int, digest: str, what: str) -> None:
-    """Hash a run of a file. Errors: CheckpointError naming the file and `what` is stored in that run."""
+    """Hash a run of a file and compare the hash with `digest`. Errors: CheckpointError naming the file and `what` is
+    stored in that run."""
     actual = hashlib.sha256()
     buffer = bytearray(min(BLOCK, length))
     for offset in range(begin, begin + length, BLOCK):
@@ -252,7 +257,7 @@ def check_bytes(path: Path, descriptor: int, begin: int, length: int, digest: st
 
 
 def file_digest(path: Path) -> tuple[int, str]:
-    """Size and sha256 of a regular file."""
+    """The size and sha256 of a regular file."""
     hasher = hashlib.sha256()
     with open_file(path) as (descriptor, size):
         while block := os.read(descriptor, BLOCK):

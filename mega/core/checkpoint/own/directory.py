@@ -1,4 +1,5 @@
-"""A directory of checkpoints: saved by many ranks at once, published whole or not at all, read in any layout.
+"""A directory of checkpoints, which are saved by many ranks at once, published whole or not at all, and read in any
+layout.
 
     runs/a/latest                       the newest step's directory name
     runs/a/verdicts.json                what later steps showed about each step (verdicts.py)
@@ -10,9 +11,9 @@
         manifest.json.sha256
 
 Saving, on every rank: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes its files and a sidecar, synced;
-(3) rank 0 folds the sidecars into the manifest, renames the directory and moves the pointer. After each phase all ranks
-agree whether it succeeded on all of them, and stop together if it failed on one. The agreement is a callable, because
-this room knows no ranks.
+(3) rank 0 merges the sidecars into the manifest, renames the directory and moves the pointer. After each phase all
+ranks agree whether the phase succeeded on all ranks, and stop together if it failed on any. The agreement is a
+callable, because this package does not depend on how ranks communicate.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ Attachments = Mapping[str, Path | bytes]
 
 
 class SaveError(OSError):
-    """A save that failed, and why. Nothing was published; every earlier checkpoint is intact.
+    """A save failed, for the reason in the message. Nothing was published; every earlier checkpoint is intact.
 
-    elsewhere: another rank failed, and its error has the details.
+    elsewhere: whether another rank failed, whose error has the details.
     """
 
     elsewhere = False
@@ -64,8 +65,8 @@ class SaveError(OSError):
 class SaveReport:
     """The size and duration of one rank's save."""
 
-    bytes: int  # of this rank's containers
-    seconds: float  # until all ranks were done
+    bytes: int  # total size of this rank's containers
+    seconds: float  # time until all ranks were done
 
 
 class CheckpointStore(TrustedSteps):
@@ -87,12 +88,12 @@ class CheckpointStore(TrustedSteps):
         agree: Callable[[bool], bool] = bool,
         attachments: Attachments = MappingProxyType({}),
     ) -> SaveReport:
-        """Publish one checkpoint; all ranks call this together. Over all ranks, pieces tile their tensors.
+        """Publish one checkpoint; all ranks call this method together, and the pieces of all ranks tile their tensors.
 
-        meta, attachments: only those of rank 0 are used. meta is plain JSON; attachments are small files, by plain
+        meta, attachments: only rank 0's values are used. meta is plain JSON; attachments are small files, by plain
             name.
-        agree: receives whether this rank succeeded; returns on all ranks together whether all did.
-        An older checkpoint of the same step is replaced when the new one is complete.
+        agree: receives whether this rank succeeded; returns on all ranks together whether all ranks succeeded.
+        An older checkpoint of the same step is replaced when the new checkpoint is complete.
         Errors: on every rank, SaveError if any rank failed (disk full, no permission, pieces that do not
         tile their tensors), naming the file; earlier checkpoints are not changed.
         """
@@ -139,11 +140,11 @@ class CheckpointStore(TrustedSteps):
     ) -> SaveReport:
         """Save as `save` does, but one process writes the files of all ranks, one after another.
 
-        fetch: returns the elements of one block (they are not kept); blocks of several pieces are requested
-            concurrently. The pieces' own tensors may then be meta tensors, and memory holds a few blocks.
+        fetch: returns the elements of one block, which are not kept; blocks of several pieces are requested
+            concurrently. The pieces' own tensors may then be meta tensors, so that memory holds only a few blocks.
         check: called after the last write; if it raises, nothing is published.
         Refused: replacing a step, writing a step older than the newest (no run would find it), and writing into the
-        directory of another model. Errors: CheckpointError for wrong input, SaveError where the machine fails.
+        directory of another model. Errors: CheckpointError for wrong input, SaveError if the machine fails.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
@@ -180,7 +181,8 @@ class CheckpointStore(TrustedSteps):
             yield
 
     def _same_model(self, meta: Mapping[str, Json]) -> None:
-        """Check that the checkpoints here are of the model that `meta` describes. Errors: CheckpointError."""
+        """Check that the checkpoints in this directory are of the model that `meta` describes. Errors:
+        CheckpointError."""
         newest = self.newest(verify=False)
         if newest is None:
             return
@@ -197,7 +199,8 @@ class CheckpointStore(TrustedSteps):
         return write_rank(working, step, rank, world, pieces, fetch)
 
     def _clear(self) -> None:
-        """Remove everything that is not a checkpoint. The caller must be the only process that saves here."""
+        """Remove everything that is not a checkpoint. The caller must be the only process that saves in this
+        directory."""
         self._recover()
         for path in self.leftovers():
             remove_leftover(path)
@@ -219,7 +222,7 @@ class CheckpointStore(TrustedSteps):
         shutil.rmtree(previous, ignore_errors=True)
 
     def _seal(self, step: int, world: int, working: Path, meta: dict[str, Json], attachments: Attachments) -> None:
-        """Fold the sidecars into the manifest and delete them."""
+        """Merge the sidecars into the manifest and delete the sidecars."""
         records = {name: _attach(working, name, source) for name, source in attachments.items()}
         containers: dict[str, Container] = {}
         for rank in range(world):
@@ -244,12 +247,12 @@ class CheckpointStore(TrustedSteps):
         return f"{message}: {reason} (whole: steps {intact})"
 
     def _where(self, step: int) -> tuple[str, int | None]:
-        """The directory of a save as messages name it, and the free bytes there (None if unknown)."""
+        """The directory of a save, as named in messages, and the number of free bytes there (None if unknown)."""
         return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else None
 
 
 def write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
-    """Write one rank's containers and its sidecar; return the bytes of the containers."""
+    """Write one rank's containers and its sidecar; return the number of bytes of the containers."""
     files: dict[str, list[Piece]] = {rank_file(rank): []}
     for piece in pieces:
         piece.check()

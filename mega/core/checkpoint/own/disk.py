@@ -1,8 +1,8 @@
-"""Durable writes and bounded reads: the only way this room touches files.
+"""Durable writes and bounded reads, through which this package accesses all its files.
 
-A written file is new, has the mode that the umask gives, and is synced before anything refers to it. A read refuses
-links, pipes and devices, and never asks for more bytes than its limit. The tensors of a file are read, hashed and
-written concurrently. This module does not interpret the bytes.
+A written file is new, has the mode that the umask determines, and is synced before anything refers to the file. A read
+refuses links, pipes and devices, and never requests more bytes than its limit. The tensors of a file are read, hashed
+and written concurrently. This module does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.untrusted import Json
 
 BLOCK = 4 << 20
-"""Bytes handled at a time: memory does not grow with the size of tensors, and a block is still in the processor's cache
-when it is hashed and written."""
+"""Number of bytes handled at a time. Memory therefore does not grow with the size of tensors, and a block is still in
+the processor's cache when it is hashed and written."""
 WORKERS = min(8, max(3, (os.cpu_count() or 1) // 4))
-"""Threads that handle tensors concurrently: reads and writes wait for disks, and one core hashes 1 to 2 GB/s. A quarter
-of the cores, because the eight ranks of a node may save at the same time."""
+"""Number of threads that handle tensors concurrently. Several are used because reads and writes wait for disks and one
+core hashes only 1 to 2 GB/s; only a quarter of the cores, because the eight ranks of a node may save at the same
+time."""
 EARLY = 1 << 20
 """Writes of at least this many bytes are flushed to disk immediately."""
 
@@ -34,17 +35,18 @@ Result = TypeVar("Result")
 
 
 def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: int) -> list[Result]:
-    """Call `act` for every job and return the results in the order of the jobs; several threads if `size` exceeds one
-    block.
+    """Call `act` for every job and return the results in the order of the jobs; several threads are used if `size`
+    exceeds one block.
 
-    size: bytes of all jobs. Errors: the first that an `act` raised; jobs that had not begun are skipped.
+    size: number of bytes of all jobs. Errors: the first error that a call of `act` raised; jobs that had not begun are
+    skipped.
     """
     results: dict[int, Result] = {}
     faults: list[BaseException] = []
     numbers = iter(range(len(jobs)))
 
     def work() -> None:
-        for number in numbers:  # shared: each number comes to one thread
+        for number in numbers:  # shared, so that each number is given to one thread
             if faults:
                 return
             try:
@@ -52,7 +54,7 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
             except BaseException as error:
                 faults.append(error)
 
-    # Daemon threads: a process that ends in an error would wait for the threads of an executor.
+    # Daemon threads, because a process that ends in an error would wait for the threads of an executor.
     count = min(WORKERS, len(jobs)) if size > BLOCK else 1
     threads = [threading.Thread(target=work, name="checkpoint-block", daemon=True) for _ in range(count - 1)]
     for thread in threads:
@@ -67,7 +69,7 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A new file's descriptor; on leaving, its bytes are on the disk."""
+    """A new file's descriptor; when the block ends, the file's bytes are on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -78,19 +80,20 @@ def new_file(path: Path) -> Iterator[int]:
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int = 0) -> None:
     """Write all of `data`; a single `os.pwrite` may write less. Large writes are flushed immediately, so that the final
-    sync has little left to do."""
+    sync takes little time."""
     view, end = memoryview(data), offset
     while view.nbytes:
         count = os.pwrite(descriptor, view, end)
         view, end = view[count:], end + count
     if end - offset >= EARLY and hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # DONTNEED starts writing dirty pages, and drops the clean ones from the cache
+        with suppress(OSError):  # DONTNEED starts writing dirty pages and drops clean pages from the cache
             os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[tuple[int, int]]:
-    """A regular file's descriptor and size. Errors: CheckpointError for any other file, and where reading fails."""
+    """A regular file's descriptor and size. Errors: CheckpointError if the file is not a regular file or cannot be
+    read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -121,7 +124,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill `view` from `offset`. Errors: CheckpointError where the file ends early."""
+    """Fill `view` from `offset`. Errors: CheckpointError if the file ends early."""
     filled = 0
     while filled < view.nbytes:
         count = os.preadv(descriptor, [view[filled:]], offset + filled)
@@ -131,7 +134,7 @@ def read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> Non
 
 
 def parse_json(data: bytes, path: Path) -> Json:
-    """JSON from a file, whose name errors carry. Refused: NaN, infinities, duplicate names and excessive nesting.
+    """Parse JSON. path: the file's name in errors. Refused: NaN, infinities, duplicate names and excessive nesting.
 
     Errors: CheckpointError.
     """

@@ -1,11 +1,10 @@
-"""Exported folders, which appear under their name complete or not at all, and the leftovers of writers that were
-killed.
+"""Exported folders, which appear under their final name complete or not at all, and the leftovers of killed writers.
 
 A folder is filled next to its final path, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that the operating system
-releases when its writer ends. So the next writer of the same name, or `mega checkpoint clean NAME`, can distinguish
-abandoned folders from those that are still being filled. The lock is on a file inside the folder, because NFS does not
-share locks of directories between machines. Without that file, or on a file system without locks, nothing is removed.
-This module knows nothing of the contents.
+releases when its writer ends. The next writer of the same name, or `mega checkpoint clean NAME`, can therefore
+distinguish abandoned folders from folders that are still being filled. The lock is on a file inside the folder, because
+NFS does not share locks of directories between machines. Without that file, or on a file system without locks, nothing
+is removed. This module does not depend on the contents of folders.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from pathlib import Path
 from mega.core.files import sync_directory, url_of
 
 LOCK = ".writing"
-"""The file in a folder that its writer has locked; the writer deletes it before it renames the folder."""
+"""The file in a folder that the folder's writer keeps locked; the writer deletes this file before renaming the
+folder."""
 
 
 def check_fresh(save: Path) -> None:
-    """Errors: ValueError where no folder can be filled at `save`."""
+    """Errors: ValueError if no new folder can be written at `save`."""
     if (url := url_of(save)) is not None:
         raise ValueError(f"--save-dir {url}: only mega checkpoints can be written to an object store; give a folder")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
@@ -36,7 +36,7 @@ def check_fresh(save: Path) -> None:
 def filled_folder(save: Path, fill: Callable[[Path], int], size: int) -> int:
     """Fill a folder next to `save`, then rename it to `save`; return what `fill` returns. A failure leaves nothing.
 
-    size: bytes that `fill` will write, for the message about a full disk.
+    size: number of bytes that `fill` will write, for the message about a full disk.
     """
     check_fresh(save)
     save = Path(os.path.realpath(save))  # resolve "." and links: the target is renamed, not the link
@@ -55,7 +55,7 @@ def filled_folder(save: Path, fill: Callable[[Path], int], size: int) -> int:
 
 @contextlib.contextmanager
 def folder_next_to(save: Path) -> Iterator[Path]:
-    """A new folder next to `save`, deleted when the block ends unless it was renamed. Abandoned ones are removed
+    """A new folder next to `save`, deleted when the block ends unless it was renamed. Abandoned folders are removed
     first."""
     save = Path(os.path.realpath(save))
     sweep(save)
@@ -63,7 +63,7 @@ def folder_next_to(save: Path) -> Iterator[Path]:
     try:
         yield working
     finally:
-        os.close(descriptor)  # before deletion: NFS keeps open files, and so their folder
+        os.close(descriptor)  # before deletion, because NFS keeps open files and therefore their folder
         shutil.rmtree(working, ignore_errors=True)
 
 

@@ -1,4 +1,5 @@
-"""Questions about checkpoints: is it complete, what is in it, how do two differ, what can be cleaned up.
+"""Answers questions about checkpoints: whether a checkpoint is complete, what it contains, how two checkpoints differ,
+and what can be removed.
 
 Answers are plain values and lines of text; the commands print them.
 """
@@ -30,7 +31,7 @@ Report = Callable[[str], None]
 def verify(path: Path, report: Report) -> None:
     """Hash every byte of one step, or of all steps of a run.
 
-    Errors: CheckpointError after the last step if any of them is damaged.
+    Errors: CheckpointError, raised after the last step, if any step is damaged.
     """
     if _is_step(path):
         checkpoints = [path]
@@ -51,7 +52,7 @@ def verify(path: Path, report: Report) -> None:
 
 
 def verdict_of(checkpoint: Checkpoint) -> str:
-    """The verdict on a step (verdicts.py): unproven, good, or suspect and why."""
+    """The verdict on a step (verdicts.py): unproven, good, or suspect with the reason."""
     store = checkpoint.store if isinstance(checkpoint, RemoteCheckpoint) else store_at(checkpoint.path.parent)
     verdicts, _ = attempt(store.verdicts)
     verdict = (verdicts or {}).get(checkpoint.step)
@@ -67,15 +68,15 @@ class Kind:
     name: str
     """weights, master, moment1, ..."""
     tensors: int
-    """Their number."""
+    """The number of tensors."""
     elements: int
-    """Elements of all of them."""
+    """The number of elements of all these tensors."""
     dtypes: tuple[str, ...]
     """Their dtypes, sorted."""
 
 
 def kinds(checkpoint: Checkpoint) -> list[Kind]:
-    """The kinds of a checkpoint's tensors: the first part of their keys."""
+    """The kinds of a checkpoint's tensors. A tensor's kind is the first part of its key."""
     grouped: dict[str, list[str]] = {}
     for key in checkpoint.tensors:
         grouped.setdefault(key.partition("/")[0], []).append(key)
@@ -100,7 +101,8 @@ class Difference:
 
 
 def diff(first: Checkpoint, second: Checkpoint, prefix: str = "") -> Iterator[Difference]:
-    """Yield tensors that differ in presence, shape, dtype or any bit, sorted by name. prefix: of the names compared."""
+    """Yield tensors that differ in presence, shape, dtype or any bit, sorted by name. prefix: only tensors whose names
+    have this prefix are compared."""
     for key in sorted(key for key in {*first.tensors, *second.tensors} if key.startswith(prefix)):
         if key not in first.tensors or key not in second.tensors:
             yield Difference(key, f"only in the {'first' if key in first.tensors else 'second'}")
@@ -138,8 +140,8 @@ def clean(
     """Remove the leftovers of killed saves and exports, then the checkpoints, or optimizer states, that exceed the
     limits.
 
-    The leftovers of an export to `path` are next to it; `path` itself need not exist for them.
-    Errors: CheckpointError if there is nothing to clean, or a conversion is writing.
+    The leftovers of an export to `path` are next to `path`, which need not exist itself.
+    Errors: CheckpointError if there is nothing to clean, or if a conversion is writing.
     """
     if url_of(path) is not None:
         raise ValueError(f"{url_of(path)}: nothing is removed from object stores; use their own tools")

@@ -1,6 +1,7 @@
 """The files of a layout's ranks, planned from a model's inventory: which rank writes which rectangles.
 
-This is arithmetic on configurations. The pieces are meta tensors; their elements are supplied during the save.
+The plan is computed from configurations alone. The tensors of the pieces are meta tensors; their elements are supplied
+during the save.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ ONE = Layout()
 
 
 def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[list[Piece]]:
-    """For each of tp x pp ranks (tp fastest), its pieces of `tensors`, every element exactly once.
+    """The pieces of `tensors` for each of tp x pp ranks (tp fastest); every element is in exactly one piece.
 
         tp 2, pp 2      rank 0: tp 0, stage 0    rank 1: tp 1, stage 0    rank 2: tp 0, stage 1    rank 3: tp 1, stage 1
 
     Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as the
-    inventory says, and must hold only the model's tensors; `weights` must hold all of them. Other tensors (rows and
-    columns of factored moments, which every rank has in full) are written by rank 0.
-    Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError if the model does
-    not divide by the layout.
+    inventory specifies, and must hold only the model's tensors; `weights` must hold all of them. Other tensors (rows
+    and columns of factored moments, which every rank has in full) are written by rank 0.
+    Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError if the layout does
+    not divide the model.
     """
     logical = {}
-    for tensor in inventory(model):  # the check also ends the loop early for a hostile config with endless layers
+    for tensor in inventory(model):  # the check also ends the loop early for a malicious config with endless layers
         if f"weights/{tensor.name}" not in tensors:
             if not tensor.trainable:  # a checkpoint of adapters names their base instead
                 continue
@@ -64,5 +65,5 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
 def planned(
     key: str, whole: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
 ) -> Piece:
-    """A piece without memory; `save_all` requests its elements when it writes them."""
+    """A piece without memory, whose elements `save_all` requests when it writes them."""
     return Piece(key, whole, start, torch.empty(size, dtype=dtype, device="meta"))

@@ -1,4 +1,5 @@
-"""Counts what a conversion moves, and checks the counts at the end. Knows tensors by name and size only."""
+"""Counts the elements that a conversion moves, and checks the counts at the end. This module uses only names and sizes
+of tensors."""
 
 from __future__ import annotations
 
@@ -16,22 +17,22 @@ class ConversionReport:
     """The result of a conversion."""
 
     tensors: int
-    """Tensors written."""
+    """Number of tensors written."""
     elements: int
-    """Elements written; each comes from exactly one element of the source."""
+    """Number of elements written, each of which comes from exactly one element of the source."""
     bytes: int
-    """Bytes written."""
+    """Number of bytes written."""
     path: Path
-    """Where they were written."""
+    """The path of the written checkpoint."""
     notes: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Messages for the user."""
     losses: tuple[str, ...] = ()
-    """Lines on settings of the source that the target format cannot express."""
+    """Messages about settings of the source that the target format cannot express."""
 
 
 class Ledger:
     """Counts moved elements. The store checks that target rectangles tile their tensors, and each rectangle is read
-    from the same position of the source; so if the counts agree, every element was read and written once."""
+    from the same position of the source. If the counts agree, every element was therefore read and written once."""
 
     def __init__(self, expected: Mapping[str, int]) -> None:
         self.expected = expected
@@ -40,7 +41,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def moved(self, key: str, elements: int, finite: bool = True) -> None:
-        """Count `elements` of the tensor `key`. finite: whether all of them are."""
+        """Count `elements` of the tensor `key`. finite: whether all these elements are finite."""
         with self._lock:
             self._moved[key] += elements
             if not finite:
@@ -48,7 +49,7 @@ class Ledger:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line for the user if moved tensors hold a NaN or an infinity; those are copied unchanged."""
+        """A message for the user if moved tensors hold a NaN or an infinity; such values are copied unchanged."""
         if not self._not_finite:
             return ()
         first, count = min(self._not_finite), len(self._not_finite) - 1

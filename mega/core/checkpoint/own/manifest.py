@@ -1,8 +1,8 @@
 """The manifest of a published checkpoint: all files' sizes and hashes, all tensors' rectangles, plain state.
 
-JSON, written last and hashed itself (`manifest.json.sha256`, in the format of `sha256sum -c`). The reader trusts
-nothing: it checks each field's type and range, refuses file names that leave the directory, and requires that
-rectangles tile their tensors and their files exactly.
+The manifest is JSON. It is written last, and its own hash is stored in `manifest.json.sha256`, in the format of
+`sha256sum -c`. The reader does not trust the manifest: the reader checks each field's type and range, refuses file
+names that leave the directory, and requires that rectangles tile their tensors and their files exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ WEIGHTS_ONLY = "weights-only"
 """A file that marks a checkpoint whose optimizer state was removed on purpose; a copy of the seal."""
 STATE_FILE = re.compile(r"rank-\d{5}\.state\.safetensors")
 LIMIT = 256 << 20
-"""Most bytes of a manifest or sidecar. A trillion-parameter run on 1024 ranks needs about a tenth."""
+"""Maximum number of bytes of a manifest or sidecar. A trillion-parameter run on 1024 ranks needs about a tenth of this
+limit."""
 
 _ATTACHMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _RANK_FILE = re.compile(r"rank-\d{5}(\.state)?\.safetensors")
@@ -38,7 +39,7 @@ _LARGEST = 1 << 62
 
 @dataclass(frozen=True)
 class Attached:
-    """A small file kept along with the tensors (tokenizer, configuration): its size and sha256."""
+    """The size and sha256 of a small file kept along with the tensors (tokenizer, configuration)."""
 
     size: int
     digest: str
@@ -51,7 +52,7 @@ class Manifest:
     step: int
     """The step that was saved."""
     world: int
-    """Ranks that saved it."""
+    """Number of ranks that saved the step."""
     containers: Mapping[str, Container]
     """Rank file name -> the file's contents."""
     attachments: Mapping[str, Attached]
@@ -59,23 +60,23 @@ class Manifest:
     meta: Mapping[str, Json]
     """The plain state of the run."""
     leaving: frozenset[str] = frozenset()
-    """Files of optimizer state that were, or are being, removed on purpose; verification ignores them."""
+    """Files of optimizer state that were, or are being, removed on purpose; verification ignores these files."""
     digest: str = ""
-    """The sha256 of the manifest file, which covers everything above; empty before it is written."""
+    """The sha256 of the manifest file, which covers everything above; empty before the manifest is written."""
 
     @property
     def names(self) -> set[str]:
-        """Every file that must exist. Files of `leaving` may exist too, and no others."""
+        """The names of all files that must exist. Files of `leaving` may exist too, but no other files."""
         return {MANIFEST, SEAL, *self.containers, *self.attachments, *([WEIGHTS_ONLY] if self.leaving else [])}
 
 
 def rank_file(rank: int) -> str:
-    """The file of a rank's weights, and of its tensors without a kind."""
+    """The name of the file with a rank's weights and its tensors without a kind."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def state_file(rank: int) -> str:
-    """The file of a rank's optimizer state, if it has any."""
+    """The name of the file with a rank's optimizer state, if the rank has any."""
     return f"rank-{rank:05d}.state.safetensors"
 
 
@@ -89,7 +90,7 @@ def is_state(key: str) -> bool:
 
 
 def check_attachment_name(name: str) -> None:
-    """Errors: CheckpointError unless `name` is one plain file name that the format does not itself use."""
+    """Errors: CheckpointError unless `name` is a plain file name that the format does not use for its own files."""
     if not _ATTACHMENT.fullmatch(name) or name.startswith(("rank-", MANIFEST, WEIGHTS_ONLY)):
         raise CheckpointError(
             f"attachment {name!r}: letters, digits, '.', '_' and '-' only, and neither rank-*, {MANIFEST}* "
@@ -118,7 +119,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def mark_weights_only(directory: Path) -> None:
-    """Mark a published checkpoint permanently: its files of optimizer state no longer count."""
+    """Mark a published checkpoint permanently, so that its files of optimizer state no longer count as a part of it."""
     mark = directory.parent / f"{WEIGHTS_ONLY}.tmp"
     mark.unlink(missing_ok=True)
     with new_file(mark) as descriptor:
@@ -128,7 +129,7 @@ def mark_weights_only(directory: Path) -> None:
 
 
 def write_sidecar(path: Path, containers: Mapping[str, Container]) -> None:
-    """Write a rank's contribution to the manifest, which rank 0 folds in."""
+    """Write a rank's contribution to the manifest; rank 0 merges the contributions."""
     with new_file(path) as descriptor:
         write_all(descriptor, _encode({name: container_fields(container) for name, container in containers.items()}))
 
@@ -162,7 +163,7 @@ def read_manifest(directory: Path) -> Manifest:
         record = _record(value, path, name)
         attachments[name] = Attached(_count(record.get("size"), path, name), _digest(record.get("sha256"), path, name))
     world = _count(fields.get("world"), path, "world")
-    least = {rank_file(rank) for rank in range(min(world, len(containers) + 1))}  # a hostile `world` may be huge
+    least = {rank_file(rank) for rank in range(min(world, len(containers) + 1))}  # a malicious `world` may be huge
     most = least | {state_file(rank) for rank in range(len(least))}
     if not least <= containers.keys() <= most:
         raise CheckpointError(f"{path}: holds the files {', '.join(sorted(containers))}, but world is {world}")
@@ -205,7 +206,7 @@ def check_tiling(manifest: Manifest, path: Path) -> None:
 
 
 def container_fields(container: Container) -> dict[str, Json]:
-    """JSON form of a container. Entries are rows, because a large run has hundreds of thousands of them."""
+    """A container as JSON. Entries are rows without keys, because a large run has hundreds of thousands of entries."""
     rows: list[Json] = [
         [entry.key, entry.dtype, entry.whole, entry.box.start, entry.box.size, entry.offset, entry.digest]
         for entry in container.entries

@@ -1,4 +1,5 @@
-"""The model of a checkpoint, read from its plain state and checked option by option. The only reader of that state."""
+"""The model of a checkpoint, read from its plain state and checked option by option. Only this module reads the model
+from that state."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
-    if values.get("qkv_bias") is None:  # resolve as for a model whose options were typed
+    if values.get("qkv_bias") is None:  # resolved as for a model whose options were typed by the user
         values["qkv_bias"] = values.get("bias", entries()["bias"].default)
     model = ModelConfig(**values)
     stacks = FAMILY_DEFAULTS[model.family].stacks
@@ -59,9 +60,9 @@ def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
 
 
 def check_size(model: ModelConfig, tensors: Tensors, where: str) -> None:
-    """Errors: CheckpointError if the files hold far fewer elements than the model has, as a hostile config may claim.
+    """Errors: CheckpointError if the files hold far fewer elements than the model has, as a malicious config may claim.
 
-    Without this check its tensors might not fit into memory.
+    Without this check the model's tensors might not fit into memory.
     """
     elements = sum(prod(shape) for shape, _ in tensors.values())
     if model.layers > len(tensors) or parameters(model) > 4 * elements:

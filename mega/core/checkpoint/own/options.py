@@ -1,4 +1,5 @@
-"""The layout that a checkpoint's files are cut for, as options of the verbs that write checkpoints. No torch."""
+"""The layout of a checkpoint's files, as options of the verbs that write checkpoints. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from mega.core.untrusted import Json
 
 @dataclass(frozen=True)
 class Layout(VerbSection):
-    """The ranks that files are cut for: `tp` tensor ranks of `pp` stages, each stage with `chunks` model chunks."""
+    """The ranks for which tensors are cut into files: `tp` tensor ranks of `pp` stages, each stage with `chunks` model
+    chunks."""
 
     title: ClassVar[str] = "Layout"
 
@@ -34,5 +36,5 @@ class Layout(VerbSection):
 
     @property
     def section(self) -> dict[str, Json]:
-        """This layout as a checkpoint records it in `config.parallel`."""
+        """This layout in the form in which a checkpoint records it in `config.parallel`."""
         return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}

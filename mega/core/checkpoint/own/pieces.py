@@ -1,6 +1,7 @@
-"""Rectangles of logical tensors: what a rank holds, where two of them overlap, whether several tile a tensor.
+"""Rectangles of logical tensors: which rectangles a rank holds, where two rectangles overlap, whether several tile a
+tensor.
 
-Knows shapes and dtypes, but no files and no ranks.
+This module handles shapes and dtypes, and does not depend on files or ranks.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class CheckpointError(ValueError):
     """A checkpoint that cannot be trusted or does not fit; the message names the file or the tensor.
 
-    elsewhere: another rank failed, and its error has the details.
+    elsewhere: whether another rank failed, whose error has the details.
     """
 
     elsewhere = False
 
 
 class UnreadableError(CheckpointError, OSError):
-    """A checkpoint that a disk or a file server cannot read at present: a run that starts again may succeed.
+    """A checkpoint that a disk or a file server cannot read at present, so that a run that is started again may
+    succeed.
 
-    For failures of the machine, not mistakes of the user: an absent file is a `CheckpointError`.
+    This error is for failures of the machine, not for mistakes of the user: an absent file is a `CheckpointError`.
     """
 
     @classmethod
     def of(cls, place: object, error: OSError) -> CheckpointError:
-        """The error of a file, chosen by what the system reports.
+        """The error for a file, chosen by the error that the system reports.
 
         >>> named, passing = FileNotFoundError(2, "No such file or directory"), OSError(116, "Stale file handle")
         >>> UnreadableError.of("a", named), UnreadableError.of("a", passing)
@@ -80,16 +82,17 @@ def naming(where: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rectangle of one logical tensor, and its memory."""
+    """One rectangle of one logical tensor, and the memory that holds the rectangle's elements."""
 
     key: str
     """The tensor's name in the checkpoint ("weights/model.norm.weight", "moment1/...")."""
     whole: tuple[int, ...]
     """Shape of the logical tensor."""
     start: tuple[int, ...]
-    """Where the rectangle begins, one number per dim."""
+    """The position at which the rectangle begins, one number per dim."""
     tensor: torch.Tensor
-    """Its elements, of the rectangle's shape; any strides, CPU or CUDA. A rectangle without elements is ignored."""
+    """The rectangle's elements, in its shape, with any strides, on CPU or CUDA. A rectangle without elements is
+    ignored."""
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -106,7 +109,7 @@ class Piece:
     def check_source(self, path: object, stored: tuple[tuple[int, ...], torch.dtype], cast: bool) -> None:
         """Errors: CheckpointError if `stored`, shape and dtype of the tensor at `path`, differ from this piece's.
 
-        cast: the caller converts another dtype.
+        cast: whether the caller converts dtypes, so that dtypes may differ.
         """
         whole, dtype = stored
         if whole != self.whole:
@@ -126,7 +129,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle: where it starts and how far it extends, one number per dim."""
+    """A rectangle: its start and its size, one number per dim."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -163,15 +166,15 @@ class Box:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """The rectangle that covers a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def tiling_fault(whole: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why `boxes` do not cover a tensor of shape `whole` exactly once; None if they do.
 
-    Elements are counted first. If the count is right, any gap implies an overlap, so only overlaps are searched,
-    among rectangles whose rows intersect.
+    Elements are counted first. If the count is right, any gap implies an overlap, so the function searches only for
+    overlaps, among rectangles whose rows intersect.
 
     >>> tiling_fault((4, 2), [Box((0, 0), (3, 2))])
     'a gap: 6 of 8 elements are there'

@@ -1,6 +1,7 @@
 """The plain state of a run, stored as a manifest's `meta`: every value used in computation has a type and a range.
 
-This module knows the valid names, not how a run uses them; the code that needs a value checks that it is present.
+This module defines the valid names, not how a run uses the values; the code that needs a value checks that it is
+present.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LARGEST = 1 << 62
 
 class _Rule(NamedTuple):
     holds: Callable[[object], bool]  # whether a value is valid
-    words: str  # the rule, to follow "must be"
+    words: str  # the rule in words that follow "must be"
 
 
 def _number(value: object) -> TypeGuard[int | float]:
@@ -63,7 +64,7 @@ def check_plain_state(meta: Mapping[str, Json], where: str) -> None:
 
 
 def _check_config(config: Mapping[str, Json], where: str) -> None:
-    """Check the numeric options. model.py reads the model's, with stricter rules."""
+    """Check the numeric options. model.py reads the model's options, with stricter rules."""
     for section, values in config.items():
         for name, value in _object(values, where, f"config.{section}").items():
             entry = entries().get(name)

@@ -1,7 +1,8 @@
-"""One published checkpoint, read in any layout: only the requested bytes, never a tensor that was not stored.
+"""One published checkpoint, read in any layout. Only the requested bytes are read; requesting a tensor that was not
+stored is an error.
 
-The manifest is checked before it is used. An open checkpoint holds a shared lock on it, so that retention does not
-remove a checkpoint that is being read. Knows no ranks; a layout is a list of pieces.
+The manifest is checked before it is used. An open checkpoint holds a shared lock on the manifest, so that retention
+does not remove a checkpoint that is being read. This module does not depend on ranks; a layout is a list of pieces.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Piece,
 class Checkpoint:
     """One published checkpoint, opened for reading.
 
-    step, world: of the run that saved it. meta: its plain state. tensors: key -> (whole shape, dtype).
-    digest: sha256 of its manifest, which covers all of these and every stored byte.
+    step: the saved step. world: number of ranks that saved it. meta: its plain state. tensors: key -> (whole shape,
+    dtype).
+    digest: sha256 of the manifest, which covers all of the above and every stored byte.
     Errors of the constructor: CheckpointError naming the file at fault.
     """
 
@@ -53,7 +55,7 @@ class Checkpoint:
         self._sound: set[tuple[str, int]] = set()
 
     def _lock(self) -> None:
-        """Take a shared lock for the lifetime of this object, where the file system supports locks."""
+        """Take a shared lock for the lifetime of this object, if the file system supports locks."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             weakref.finalize(self, os.close, descriptor)
@@ -84,10 +86,10 @@ class Checkpoint:
         return sum(container.size for container in self._manifest.containers.values())
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `pieces` in place, from any layout that they were saved in.
+        """Fill the tensors of `pieces` in place, whatever the layout in which they were saved.
 
-        cast: convert where dtypes differ, instead of refusing. verify: first hash every stored rectangle that is
-        touched, once; without it only the needed bytes are read.
+        cast: whether to convert values where dtypes differ, instead of refusing. verify: whether to hash every stored
+        rectangle that overlaps a piece, once, before it is read; otherwise only the needed bytes are read.
         Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
         """
         parts: dict[tuple[str, int], list[tuple[Entry, Box, torch.Tensor]]] = {}
@@ -130,7 +132,7 @@ class Checkpoint:
             self._sound.add((name, entry.offset))
 
     def verify(self) -> None:
-        """Hash every byte again. Errors: CheckpointError naming the first bad file, and the tensor."""
+        """Hash every byte. Errors: CheckpointError naming the first damaged file, and the tensor."""
         present = set(self._present())
         for name in sorted((present - self._manifest.leaving) ^ self._manifest.names):
             fault = "does not belong here" if name in present else "is missing"
@@ -145,7 +147,8 @@ class Checkpoint:
 
     @cached_property
     def attachments(self) -> Mapping[str, Path]:
-        """File name -> path of the small files, hashed first. Errors: CheckpointError naming a damaged one."""
+        """File name -> path of each small file, after its hash is checked. Errors: CheckpointError naming a damaged
+        file."""
         self._check_attachments()
         return {name: self.path / name for name in self._manifest.attachments}
 

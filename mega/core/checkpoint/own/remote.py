@@ -1,9 +1,10 @@
-"""Checkpoints in an object store (S3, or any other that fsspec supports), with the same files and the same manifest.
+"""Checkpoints in an object store (S3, or any other that fsspec supports), with the same files and manifest as on a
+disk.
 
-An object store has no rename. A checkpoint is published when its seal, `manifest.json.sha256`, exists, so the seal is
-written after all files that it covers; the pointer follows. Files are written and read through a local folder of this
-process ($TMPDIR), one rank's files at a time. Containers are downloaded when they are first needed, are hashed as
-usual, and are deleted with the opened checkpoint.
+An object store cannot rename directories. A checkpoint is published when its seal, `manifest.json.sha256`, exists, so
+the seal is written after all files that it covers; the pointer is written last. Files are written and read through a
+local folder of this process (in $TMPDIR), one rank's files at a time. Containers are downloaded when they are first
+needed and hashed as usual; the local copies are deleted with the store's object.
 
 Operations that an object store cannot perform are refused: replacing a checkpoint atomically, and removing old ones
 under a reader's lock.
@@ -30,7 +31,7 @@ from mega.core.untrusted import Json
 
 
 class _Files:
-    """A file system of fsspec. Its errors become one-line OSErrors that name the URL; FileNotFoundError stays
+    """A file system of fsspec. Its errors become one-line OSErrors that name the URL; FileNotFoundError remains
     unchanged."""
 
     def __init__(self, files: Any, url: str) -> None:
@@ -110,7 +111,7 @@ class RemoteSteps(TrustedSteps):
         self._files.pipe_file(f"{self._root}/{name}", data)
 
     def _recover(self) -> None:
-        """Nothing to do: an object store has no moves that could be interrupted."""
+        """Do nothing, because an object store has no moves that could be interrupted."""
 
     def _at(self, step: int, name: str = "") -> str:
         return f"{self._root}/{self.path(step).name}/{name}".rstrip("/")
@@ -136,14 +137,14 @@ class RemoteSteps(TrustedSteps):
         return path
 
     def sizes(self, step: int) -> Mapping[str, int]:
-        """The files of a checkpoint in the object store, and their bytes."""
+        """The files of a checkpoint in the object store -> their number of bytes."""
         self._files.invalidate_cache()
         files = self._files.ls(self._at(step), detail=True)
         return {str(file["name"]).rsplit("/", 1)[-1]: int(file["size"] or 0) for file in files}
 
 
 class RemoteStore(RemoteSteps, CheckpointStore):
-    """The checkpoints under a URL, and how they are saved."""
+    """The checkpoints under a URL, for reading and saving."""
 
     def _prepare(self, working: Path) -> None:
         step = int(working.stem.removeprefix("step-"))
@@ -152,7 +153,7 @@ class RemoteStore(RemoteSteps, CheckpointStore):
         if self._there(step, SEAL):
             raise ValueError(f"{self._at(step)}: is there already, and an object store cannot replace it whole")
         if self._files.exists(self._at(step)):
-            self._files.rm(self._at(step), recursive=True)  # what a killed save left
+            self._files.rm(self._at(step), recursive=True)  # files left by a killed save
         self._files.makedirs(self._at(step), exist_ok=True)
 
     def _unpublish_suspect(self, step: int) -> None:
@@ -194,7 +195,8 @@ class RemoteStore(RemoteSteps, CheckpointStore):
 
 
 class RemoteCheckpoint(Checkpoint):
-    """A checkpoint whose files are downloaded when first needed, and deleted with the store."""
+    """A checkpoint whose files are downloaded when they are first needed; the local copies are deleted with the
+    store."""
 
     def __init__(self, store: RemoteSteps, step: int) -> None:
         self.store, self._number, self._sizes = store, step, store.sizes(step)

@@ -1,7 +1,7 @@
-"""Mega checkpoint -> mega checkpoint, cut for another layout: weights, masters, moments and all other tensors.
+"""Converts a mega checkpoint to a mega checkpoint in another layout: weights, masters, moments and all other tensors.
 
-Any layout can be loaded into any other without this; it is for users who want files that fit their ranks. A few blocks
-are in memory at a time, and a ledger checks that no element was lost or duplicated.
+Any layout can be loaded into any other without this conversion, which is for users who want files that fit their ranks.
+Only a few blocks are in memory at a time, and a ledger checks that no element was lost or duplicated.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.untrusted import Json, below
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the total bytes."""
+"""Called with the number of bytes done and the total number of bytes."""
 
 
 def reshard(
     load_dir: Path, save_dir: Path, layout: Layout, progress: Progress = lambda done, total: None
 ) -> ConversionReport:
-    """Write the checkpoint at `load_dir` (a run's directory: its newest; or a step's) into `save_dir`.
+    """Write the checkpoint at `load_dir` (a step's directory, or a run's directory for its newest step) into
+    `save_dir`.
 
-    Errors: ValueError naming the flag, file or tensor; then `save_dir` has no new checkpoint.
+    Errors: ValueError naming the flag, file or tensor; `save_dir` then has no new checkpoint.
     """
     source = locate(load_dir)
     if source.path.parent.resolve() == save_dir.resolve():

@@ -1,8 +1,9 @@
-"""Which checkpoints of a run are kept, with or without optimizer state. Knows steps and locks, no tensors.
+"""Determines which checkpoints of a run are kept, with or without optimizer state. This module handles steps and locks,
+not tensors.
 
 A checkpoint is unpublished by one rename before its files are deleted, so a kill in between leaves the same kind of
-leftover as a killed save, which the next save or `clean` removes. Before a checkpoint loses its optimizer state it gets
-a mark, so that files being removed are never mistaken for lost files.
+leftover as a killed save, which the next save or `clean` removes. A checkpoint is marked before its optimizer state is
+removed, so that files being removed are never mistaken for lost files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mega.core.files import locked_alone, sync_directory
 
 
 def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """The steps to remove: all but the newest `keep_last` and the multiples of `keep_every`.
+    """The steps to remove: all except the newest `keep_last` steps and the multiples of `keep_every`.
 
     >>> surplus([10, 20, 30, 40, 50], keep_last=2, keep_every=20)
     [10, 30]
@@ -34,7 +35,7 @@ def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> 
 
 
 def to_lighten(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
-    """The steps that lose their optimizer state: all but the newest `keep_optimizer_last`.
+    """The steps whose optimizer state is removed: all except the newest `keep_optimizer_last` steps.
 
     >>> to_lighten([10, 20, 30], 1)
     [10, 20]
@@ -45,10 +46,10 @@ def to_lighten(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Retained:
-    """What retention did."""
+    """The result of retention."""
 
     removed: list[int]  # steps that were removed
-    lightened: list[int]  # steps that lost their optimizer state
+    lightened: list[int]  # steps whose optimizer state was removed
 
 
 def retain(
@@ -61,13 +62,15 @@ def retain(
     damaged: Callable[[int, str], None] | None = None,
     spared: frozenset[int] = frozenset(),
 ) -> Retained:
-    """Remove checkpoints that exceed the limits. One process calls this, after a save.
+    """Remove checkpoints that exceed the limits. Only one process calls this function, after a save.
 
-    The newest good checkpoint is kept whole in addition to what the limits keep, and so are the one with the lowest
-    validation loss and those in `spared`. Only checkpoints that open count towards the limits, so a damaged one never
-    displaces an intact one. A checkpoint that is being read is not changed now.
-    damaged: if given, all checkpoints to be kept are read before any is removed; it is called with each step whose
-    bytes differ from what was saved, and such a step does not count.
+    In addition to the checkpoints that the limits keep, the newest good checkpoint, the checkpoint with the lowest
+    validation loss and the checkpoints in `spared` are kept whole. Only checkpoints that can be opened count towards
+    the limits, so a damaged checkpoint never displaces an intact one. A checkpoint that is currently being read is not
+    changed.
+    damaged: if given, all checkpoints to be kept are read before any is removed. `damaged` is then called for each step
+    whose bytes differ from the saved bytes, with the step and the reason; such a step does not count towards the
+    limits.
     """
     if keep_last is keep_every is keep_optimizer_last is None:
         return Retained([], [])
@@ -86,7 +89,7 @@ def retain(
             sound.add(unread[-1])
         except CheckpointError as error:
             damaged(unread[-1], str(error))
-            whole.remove(unread[-1])  # it counts for no limit, so the choice is made again
+            whole.remove(unread[-1])  # it counts towards no limit, so the steps are chosen again
             doomed, exempt = chosen()
     heavy = [step for step in to_lighten(whole, keep_optimizer_last) if step not in exempt and step not in doomed]
     heavy = [step for step in heavy if _states(store.path(step))]
@@ -134,10 +137,10 @@ def _opens(store: CheckpointStore, step: int) -> bool:
 
 
 def _unless_read(path: Path, act: Callable[[Path], None]) -> bool:
-    """Call `act` for one checkpoint unless a reader has locked it or it is write-protected; return whether it was
-    called.
+    """Call `act` for one checkpoint unless a reader has locked the checkpoint or it is write-protected; return whether
+    `act` was called.
 
-    Without lock support readers have no locks either.
+    If the file system does not support locks, readers have no locks either, and `act` is called.
     """
     try:  # opened for writing, although nothing is written: NFS grants exclusive locks only to such descriptors
         descriptor = os.open(path / MANIFEST, os.O_RDWR | os.O_NOFOLLOW)
@@ -153,7 +156,7 @@ def _unless_read(path: Path, act: Callable[[Path], None]) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Unpublish and delete."""
+    """Unpublish a checkpoint, then delete its files."""
     unpublished = path.with_suffix(".tmp")
     shutil.rmtree(unpublished, ignore_errors=True)
     os.rename(path, unpublished)
@@ -162,7 +165,7 @@ def _remove(path: Path) -> None:
 
 
 def _lighten(path: Path) -> None:
-    """Mark, then delete the files of optimizer state."""
+    """Mark a checkpoint, then delete its files of optimizer state."""
     mark_weights_only(path)
     for file in _states(path):
         file.unlink(missing_ok=True)

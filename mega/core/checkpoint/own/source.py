@@ -27,8 +27,8 @@ class Readable(Protocol):
 class StoredWeights(Readable, Protocol):
     """A mega checkpoint, a checkpoint of adapters with its base, or foreign weights.
 
-    foreign: without optimizer state and progress. meta: the plain state of the run that saved it. attachments: small
-    files stored with it, by name.
+    foreign: whether these are foreign weights, which have no optimizer state and no progress. meta: the plain state of
+    the run that saved the weights. attachments: small files stored with the weights, by name.
     """
 
     @property

@@ -1,10 +1,10 @@
-"""The steps under a directory, each a directory of its own, and the small files next to them.
+"""The steps under a directory, each in its own directory, and the small files next to them.
 
     runs/a/latest                       the newest step's directory name
     runs/a/step-0000010/                one published checkpoint (directory.py)
     runs/a/step-0000010.tmp/            an unfinished save; with .old, a checkpoint that is being replaced
 
-It knows which steps exist, not how they are saved (directory.py), nor which of them a run may trust (trusted.py).
+This module finds the steps that exist. directory.py saves steps; trusted.py determines which steps a run may trust.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mega.core.files import POINTER, SEAL, locked_alone, sync_directory
 STEP = re.compile(r"step-(\d{7,15})")
 NOTHING = "holds no checkpoint (expected: a directory with step-NNNNNNN in it)"
 _NOTE_LIMIT = 16 << 20
-"""Largest size in bytes of a small file next to the steps."""
+"""Maximum size in bytes of a small file next to the steps."""
 _LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
@@ -38,18 +38,19 @@ class StepFolder:
         """The directory as the user named it."""
 
     def path(self, step: int) -> Path:
-        """The path of a published step, whether it exists or not."""
+        """The path of a published step, whether or not the step exists."""
         return self.directory / f"step-{step:07d}"
 
     def steps(self) -> list[int]:
-        """Published steps, oldest first. Published means renamed into place; `newest` also verifies."""
+        """Published steps, oldest first. Published means renamed into place; the bytes are verified only by
+        `newest`."""
         if not self.directory.is_dir():
             return []
         matches = (STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
         return sorted(int(match[1]) for match in matches if match)
 
     def _linked(self) -> list[int]:
-        """Steps that are only links, which are not followed; `find` reports that."""
+        """Steps that are only links, which are not followed; `find` reports such links."""
         entries = os.scandir(self.directory) if self.directory.is_dir() else ()
         matches = (STEP.fullmatch(entry.name) for entry in entries if entry.is_symlink())
         return [int(match[1]) for match in matches if match]
@@ -59,7 +60,7 @@ class StepFolder:
         return {step for step in steps if self.path(step).is_dir()}
 
     def leftovers(self) -> list[Path]:
-        """The leftovers of killed saves and removals; none of them is a checkpoint."""
+        """The leftovers of killed saves and removals. A leftover is not a checkpoint."""
         candidates = [path for end in ("tmp", "old") for path in self.directory.glob(f"*.{end}")]
         return sorted(path for path in candidates if _LEFTOVER.fullmatch(path.name) and not _only_copy(path))
 
@@ -86,7 +87,8 @@ class StepFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory for one process that writes or removes. Without lock support nothing is locked.
+        """Lock the directory for one process that writes or removes. Nothing is locked if the file system does not
+        support locks.
 
         Errors: CheckpointError if another process holds the lock.
         """
@@ -104,7 +106,7 @@ class StepFolder:
         return read_file(path, _NOTE_LIMIT) if os.path.lexists(path) else None
 
     def _set_note(self, name: str, data: bytes) -> None:
-        partial = self.directory / f"{name}.new"  # not .tmp: a save in the background removes those as leftovers
+        partial = self.directory / f"{name}.new"  # not .tmp, because a save in the background removes .tmp files
         partial.unlink(missing_ok=True)
         with new_file(partial) as descriptor:
             write_all(descriptor, data)
@@ -112,7 +114,7 @@ class StepFolder:
         sync_directory(self.directory)
 
     def _pointer(self) -> str | None:
-        """The content of the pointer; None if it does not exist."""
+        """The content of the pointer file; None if the file does not exist."""
         if not os.path.lexists(self.directory / POINTER):
             return None
         try:

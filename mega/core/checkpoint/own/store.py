@@ -44,8 +44,8 @@ def locate(place: Path | str, report: Callable[[str], None] = _warn, exchange: J
     """Open the checkpoint that a user names: a step's directory, a run's directory (its newest step), or a URL of
     either.
 
-    report: called with a line for every newer checkpoint that is skipped because it is damaged or suspect.
-    exchange: for several ranks that call this together; all open the same checkpoint.
+    report: called with a message for every newer checkpoint that is skipped because it is damaged or suspect.
+    exchange: the exchange between ranks that call this function together; all ranks open the same checkpoint.
     Errors: CheckpointError, on all ranks, if no checkpoint is found.
     """
     path = Path(place if url_of(place) else os.path.abspath(place))

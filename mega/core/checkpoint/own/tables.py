@@ -26,7 +26,8 @@ from mega.core.untrusted import Json
 
 @contextlib.contextmanager
 def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, called with the bytes done and the total; does nothing if stderr is not a terminal."""
+    """A progress bar on stderr, called with the number of bytes done and the total; it does nothing if stderr is not a
+    terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -47,8 +48,8 @@ def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], Non
 def show_checkpoint(
     path: Path, tensors: bool, meta: bool, about: Callable[[Checkpoint], dict[str, Json]], *, as_json: bool = False
 ) -> None:
-    """Print the contents of a checkpoint. about: returns lines to print first, from code of higher rooms. If stdout is
-    not a terminal, names are printed in full and lines are not wrapped."""
+    """Print the contents of a checkpoint. about: returns facts to print first; passed in because higher packages
+    compute them. If stdout is not a terminal, names are printed in full and lines are not wrapped."""
     checkpoint = locate(path)
     console = Console()
     if meta:
@@ -100,7 +101,7 @@ def _tensor_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
 
 
 def _place(key: str) -> tuple[bool, list[tuple[int, str]]]:
-    """The sort key of a tensor: weights first, blocks by number."""
+    """The sort key of a tensor: weights first, blocks by index."""
     return not key.startswith("weights/"), [
         (int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")
     ]
@@ -121,7 +122,8 @@ def _print_plainly(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def show_differences(first: Path, second: Path, *, weights: bool = False) -> bool:
-    """Print the tensors that differ and a summary; return whether there was any. weights: compare only weights."""
+    """Print the tensors that differ and a summary; return whether any tensor differs. weights: whether to compare only
+    weights."""
     first_checkpoint, second_checkpoint = locate(first), locate(second)
     differences = list[inspect.Difference]()
     for difference in inspect.diff(first_checkpoint, second_checkpoint, "weights/" if weights else ""):

@@ -1,9 +1,9 @@
 """An action that several ranks perform on the same path, with one outcome for all of them. The exchange between ranks
-is a callable, because this room knows no ranks; a single process is the only rank.
+is a callable, because this package does not depend on how ranks communicate. A single process is the only rank.
 
-Ranks on several hosts may see different files: a mount is stale, a disk fails, or two hosts have different folders
+Ranks on several hosts may see different files if a mount is stale, a disk fails, or two hosts have different folders
 under one path. A failure on one rank therefore raises an error on every rank, with one text that names the ranks and
-reasons; no rank waits for one that has ended.
+reasons, so that no rank waits for a rank that has ended.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ Result = TypeVar("Result")
 
 
 class JsonExchange(Protocol):
-    """Given this rank's plain JSON value, returns every rank's, in the order of ranks, on all of them together."""
+    """Takes this rank's plain JSON value and returns the values of all ranks, in the order of ranks. All ranks call the
+    exchange together."""
 
     def __call__(self, value: Result, /) -> list[Result]: ...
 
 
 class _Fault(TypedDict):
-    """The error of a rank, as it is sent to the others."""
+    """The error of a rank, in the form in which it is sent to the other ranks."""
 
     fault: str  # "" if the rank succeeded
-    foreseen: bool  # a mistake of the user or a failure of the machine
-    passing: bool  # a failure of the machine
+    foreseen: bool  # whether a mistake of the user or a failure of the machine
+    passing: bool  # whether a failure of the machine
 
 
 LIMIT = 2000
-"""Most characters of a fault that is sent to other ranks."""
+"""Maximum number of characters of an error that is sent to other ranks."""
 
 
 def alone(value: Result) -> list[Result]:
@@ -43,9 +44,9 @@ def alone(value: Result) -> list[Result]:
 def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
     """Return the result of `act`, if it succeeded on every rank.
 
-    Errors: CheckpointError on all ranks if it failed on any, naming ranks and reasons; an UnreadableError, which is
-    also an OSError, if the machine caused all faults. An error that neither the user nor the machine caused is raised
-    unchanged on the rank where it occurred. With the exchange `alone`, `act` raises its own errors.
+    Errors: CheckpointError on all ranks if `act` failed on any rank, naming ranks and reasons; an UnreadableError,
+    which is also an OSError, if the machine caused all failures. An error that neither the user nor the machine caused
+    is raised unchanged on the rank where it occurred. With the exchange `alone`, `act` raises its own errors.
     """
     if exchange is alone:
         return act()
@@ -64,7 +65,7 @@ def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
 
 
 def gathered(act: Callable[[], Result], exchange: JsonExchange) -> list[Result]:
-    """The results of `act`, which are plain JSON, on every rank. Errors: as in `together`."""
+    """The results of `act` from all ranks, on every rank. Results are plain JSON. Errors: as for `together`."""
     result = together(act, exchange)
     return exchange(result)
 
@@ -73,12 +74,12 @@ def attempt(act: Callable[[], Result]) -> tuple[Result | None, Exception | None]
     """The result of `act`, or its error."""
     try:
         return act(), None
-    except Exception as error:  # of any class, because the other ranks wait for this one
+    except Exception as error:  # of any class, because the other ranks wait for this rank
         return None, error
 
 
 def reason_of(error: Exception) -> str:
-    """An error in words, with the file that caused it.
+    """An error in words, with the name of the file that caused it.
 
     >>> reason_of(OSError(116, "Stale file handle", "runs/a"))
     'runs/a: Stale file handle'
@@ -93,7 +94,8 @@ def reason_of(error: Exception) -> str:
 
 
 def describe(faults: Sequence[str]) -> str:
-    """The faults of all ranks in one text; "" means no fault. A fault common to all ranks is given once, without ranks.
+    """The errors of all ranks in one text. faults: one text per rank; "" means no error. An error common to all ranks
+    is stated once, without ranks.
 
     >>> describe(["no such file", "no such file"])
     'no such file'
@@ -110,7 +112,7 @@ def describe(faults: Sequence[str]) -> str:
 
 
 def disagreement(identities: Sequence[str]) -> str:
-    """How the objects that ranks opened differ, by their identities; "" if they are the same.
+    """How the identities of the objects opened by the ranks differ; "" if all are equal.
 
     >>> disagreement(["1b", "1b", "7f"])
     'ranks see different ones: 1b on ranks 0, 1; 7f on rank 2'

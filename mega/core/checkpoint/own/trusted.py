@@ -1,7 +1,8 @@
-"""Which step a run may trust: intact and the same on every rank, and not suspect.
+"""Finds the step that a run may trust: a step that is intact, the same on every rank, and not suspect.
 
 A step is published by one rename, so it is intact unless the disk damaged it later. verdicts.py records what later
-steps showed about it. The exchange between ranks is a callable, because this room knows no ranks.
+steps showed about a step. The exchange between ranks is a callable, because this package does not depend on how ranks
+communicate.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mega.core.files import POINTER
 
 
 class _View(TypedDict):
-    """The view of one rank."""
+    """The steps and verdicts that one rank sees."""
 
     steps: list[int]  # published steps
     pointer: bool  # whether the pointer file exists
@@ -37,10 +38,10 @@ class _View(TypedDict):
 
 
 class TrustedSteps(StepFolder):
-    """The steps under a directory. All ranks choose the same one."""
+    """The steps under a directory, from which all ranks choose the same step."""
 
     def newest(self, *, verify: bool = True, report: Callable[[str], None] = lambda line: None) -> int | None:
-        """The step number of the checkpoint that `find` returns for a single rank. Errors: as in `find`."""
+        """The step number of the checkpoint that `find` returns for a single rank. Errors: as for `find`."""
         checkpoint = self.find(verify=verify, report=report)
         return None if checkpoint is None else checkpoint.step
 
@@ -57,12 +58,13 @@ class TrustedSteps(StepFolder):
             2 newest first, every rank opens   its manifest, and all sizes; with `verify` every byte is hashed
             3 ranks compare what they opened   by the manifest's hash, which covers run, plain state and tensors
 
-        A step is skipped if any rank cannot open it or sees another one, and if it is suspect (verdicts.py).
-        report: called with a line for every skipped step, with the ranks and their reasons, and a line if the pointer
-        names another step. Returns None only if nothing was ever published.
-        Errors: CheckpointError, on all ranks, if there are checkpoints or a pointer, but none can be trusted: a run
-        never silently starts again from scratch. The same if a rank cannot list the directory. If a file could not be
-        read at present, the error is an UnreadableError.
+        A step is skipped if any rank cannot open it or sees a different checkpoint, or if the step is suspect
+        (verdicts.py).
+        report: called with a message for every skipped step, with the ranks and their reasons, and with a message if
+        the pointer names another step. Returns None only if nothing was ever published.
+        Errors: CheckpointError, on all ranks, if there are checkpoints or a pointer but no checkpoint can be trusted,
+        so that a run never silently restarts from scratch; also if a rank cannot list the directory. If a file could
+        not be read at present, the error is an UnreadableError.
         """
         # 1
         views = gathered(self._view, exchange)
@@ -102,10 +104,10 @@ class TrustedSteps(StepFolder):
         return {"steps": steps, "pointer": self._pointer() is not None, "suspects": suspects, "fault": unread}
 
     def _look(self, step: int, verify: bool, suspect: Sequence[str] | None) -> tuple[Checkpoint | None, str, bool]:
-        """(the opened step or None, why it is skipped, whether a later attempt may succeed). suspect: the manifest and
-        the reason of a verdict.
+        """(the opened step or None, why it is skipped, whether a later attempt may succeed). suspect: the manifest's
+        hash and the reason, from a verdict that the step is suspect.
 
-        Errors: OSError if an object store cannot be reached, which proves nothing about the step.
+        Errors: OSError if an object store cannot be reached, because this failure proves nothing about the step.
         """
         try:
             checkpoint = self.open(step)
@@ -120,9 +122,10 @@ class TrustedSteps(StepFolder):
     def open_named(
         self, step: int, report: Callable[[str], None] = lambda line: None, exchange: JsonExchange = alone
     ) -> Checkpoint:
-        """Open the step that the user names, the same on all ranks. report: called with a line if it is suspect.
+        """Open the step that the user names, the same on all ranks. report: called with a message if the step is
+        suspect.
 
-        Errors: CheckpointError on all ranks if any of them cannot open it or sees another one.
+        Errors: CheckpointError, on all ranks, if any rank cannot open the step or sees a different checkpoint.
         """
         checkpoint = together(partial(self.open, step), exchange)
         if differ := disagreement(exchange(_identity(checkpoint))):
@@ -133,12 +136,13 @@ class TrustedSteps(StepFolder):
         return checkpoint
 
     def verdicts(self) -> dict[int, StepVerdict]:
-        """The verdicts on all steps. Errors: CheckpointError, OSError if they cannot be read."""
+        """The verdicts on all steps. Errors: CheckpointError or OSError if the verdicts cannot be read."""
         data = self._note(VERDICTS)
         return {} if data is None else decode(data, self.directory / VERDICTS)
 
     def set_verdicts(self, verdicts: Mapping[int, StepVerdict]) -> None:
-        """Replace the verdicts on all steps at once; one process calls this. Errors: OSError, CheckpointError."""
+        """Replace the verdicts on all steps at once; only one process calls this method. Errors: OSError,
+        CheckpointError."""
         self._set_note(VERDICTS, encode(verdicts))
 
 

@@ -1,21 +1,22 @@
 """Verdicts on saved steps, reached after they were saved: whether a run that resumes from a step can be expected to
 train.
 
-A step is published when every byte of it is on the disk and every number is finite. Bad weights show later: a run that
-is about to diverge saves finite weights until the loss is NaN. `verdicts.json`, next to the steps, records for each
-step what the run observed after it:
+A step is published when every byte of it is on the disk and every number is finite. Bad weights are noticed only later,
+because a run that is about to diverge saves finite weights until the loss is NaN. `verdicts.json`, next to the steps,
+records for each step what the run observed after that step:
 
-    unproven    too few steps were taken since; also every step without an entry
-    good        --good-after sound steps were taken since, or the run reached its last step
-    suspect     the run diverged before the step was good; with the reason
+    unproven    too few steps were taken since then; every step without an entry is unproven too
+    good        --good-after sound steps were taken since then, or the run reached its last step
+    suspect     the run diverged before the step was good; the reason is recorded
 
 A sound step is one that was applied with a finite loss below the limit in `training/saves/proving.py`.
 
-A run resumes from the newest intact step that is not suspect. Unproven steps count, so that a killed run loses nothing;
-a step is skipped only for a reason, and that is reported. Retention never removes the newest good step.
+A run resumes from the newest intact step that is not suspect. Unproven steps count, so that a killed run loses nothing.
+A step is skipped only for a reason, which is reported. Retention never removes the newest good step.
 
 An entry holds the hash of the step's manifest, so an entry for a step that was replaced later has no effect. The file
-is next to the steps and not in them, because they are sealed. If it is absent or damaged, every step is unproven.
+is next to the steps and not in them, because steps are sealed. If the file is absent or damaged, every step is
+unproven.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ class StepVerdict:
     """The verdict on one step."""
 
     manifest: str
-    """The hash of the manifest of the step that it was reached on."""
+    """The hash of the manifest that the step had when the verdict was reached."""
     status: Status = "unproven"
     """unproven, good or suspect, as above."""
     sound_steps: int = 0
-    """Sound steps taken since."""
+    """Number of sound steps taken since the step was saved."""
     reason: str = ""
     """Why the step is suspect, in words that follow "step N is passed over: "."""
     valid_loss: float | None = None
-    """The validation loss at that step, if there was a validation; retention keeps the step with the lowest."""
+    """The validation loss at that step, if there was a validation; retention keeps the step with the lowest validation
+    loss."""
 
 
 def encode(verdicts: Mapping[int, StepVerdict]) -> bytes:

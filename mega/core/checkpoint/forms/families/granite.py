@@ -1,4 +1,4 @@
-"""Granite 3: Llama with multipliers of embeddings, scores, branches and logits."""
+"""Granite 3: Llama with multipliers for embeddings, scores, branches and logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class AttentionMultiplier:
-    """The multiplier of scores, 1 by default. If it is the usual scale, `attention_scale` stays None."""
+    """The multiplier of scores, 1 by default. If the multiplier is the usual scale, `attention_scale` remains None."""
 
     names = ()
 

@@ -254,7 +254,7 @@ def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors
         head=head,
         classes=classes,
         binary_head=judges,
-        token_types=None if types == 2 * judges else types,  # None: the default
+        token_types=None if types == 2 * judges else types,  # None means the default
         head_activation="gelu_tanh" if values.get("openai_gelu") else "gelu",
     )
 
