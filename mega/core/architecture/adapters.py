@@ -6,9 +6,9 @@ more tensors:
     NAME.lora_A.weight   [rank, in]    N(0, 1 / 3 in), the variance of peft's initial values
     NAME.lora_B.weight   [out, rank]   zeros, so that training starts from the unchanged model
 
-They are sharded like their linear layer. The matrix that contains the sharded dimension is sharded with it; every
-tensor rank holds the other one whole, and has a partial gradient of it. The adapters of an expert are on the ranks of
-the expert. Families need no code for adapters.
+Adapters are sharded like their linear layer. The matrix that contains the sharded dimension is sharded too; every
+tensor rank holds the other matrix whole, and has a partial gradient of this matrix. The adapters of an expert are on
+the ranks of the expert. Families need no code for adapters.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AdapterSpec:
 
     down: Tensor  # A
     up: Tensor  # B
-    scale: float  # factor of the output
-    dropout: float  # probability for the input
+    scale: float  # factor of the adapter's output
+    dropout: float  # dropout probability for the input
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
@@ -52,7 +52,7 @@ def with_adapters(model: ModelConfig, source: ModelOptions) -> ModelConfig:
 
 
 def adapted(adapters: Adapters | None, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors of a model, with the tensors of each adapter after the linear layer it belongs to.
+    """The tensors of a model, with the tensors of each adapter after the adapter's linear layer.
 
     Errors: ValueError if a target is not a linear layer of the model.
     """
@@ -83,7 +83,7 @@ def adapter_specs(adapters: Adapters | None, tensors: Iterable[Tensor]) -> dict[
 
 
 def linear_names(tensors: Iterable[Tensor]) -> list[str]:
-    """The names of the linear layers in blocks, once each."""
+    """The distinct names of the linear layers in blocks."""
     return list(dict.fromkeys(_linear(tensor) for tensor in tensors if _is_linear(tensor)))
 
 

@@ -6,8 +6,8 @@
     ))
 
 A family creates these values from a model's options; the logical tensors, the modules, the estimate and the converters
-read them. Names are relative to the layer. All values are final: None always means that the layer does not have the
-part. No torch, no ranks, no options.
+read these values. Names are relative to the layer. All values are final: None always means that the layer does not have
+the part. This module does not depend on torch, ranks or options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"]
 
 @dataclass(frozen=True)
 class Norm:
-    """LayerNorm (with a bias) or RMSNorm over the last dim."""
+    """A LayerNorm (with a bias) or an RMSNorm over the last dim."""
 
     name: str
     """The prefix of its tensors' names."""
@@ -40,7 +40,7 @@ class RopeScaling:
     factor: float  # divisor of the lowest frequencies
     low: float  # frequencies with fewer rotations than this over `original` positions are divided
     high: float  # frequencies with more rotations are unchanged
-    original: int  # positions before the scaling
+    original: int  # number of positions before the scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Rope:
 
     base: float
     width: int
-    """Channels of each head that are rotated."""
+    """Number of channels of each head that are rotated."""
     interpolation: float = 1.0
     """Divisor of positions."""
     scaling: RopeScaling | YarnScaling | LongScaling | None = None
@@ -89,15 +89,16 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryLoss:
-    """A loss that a mixer adds to that of the model's head, such as one that balances the load of experts."""
+    """A loss that a mixer adds to the loss of the model's head, such as a loss that balances the load of experts."""
 
     name: str
-    """The name in the log. For mixers with the same name the log has one value, the mean over their layers."""
+    """The name in the log. If several mixers use the same name, the log has one value, the mean over their layers."""
     coefficient: float
     """Factor of each layer's loss."""
     mean_over: Literal["tokens", "sequences", "microbatches"]
-    """The divisor of its total over the global batch: the tokens that the layer reads (with padding), the sequences, or
-    the microbatches of all data ranks. Only the last depends on the micro batch size."""
+    """The divisor of the loss's total over the global batch: the number of tokens that the layer reads (with padding),
+    of sequences, or of microbatches of all data ranks. Only the number of microbatches depends on the micro batch
+    size."""
 
 
 class _Mixer:
@@ -105,7 +106,7 @@ class _Mixer:
 
     @property
     def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
-        """The losses that the mixer's module computes, once in each forward pass."""
+        """The losses that the mixer's module computes, each once per forward pass."""
         return ()
 
 
@@ -116,7 +117,7 @@ class Attention(_Mixer):
     name: str
     """The prefix of its linear layers' names."""
     site: str
-    """The name of its dropout. It is hashed into the masks, so a different name gives different masks."""
+    """The name of its dropout. The name is hashed into the masks, so a different name gives different masks."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -128,30 +129,31 @@ class Attention(_Mixer):
     causal: bool
     """Whether a token attends only to itself and earlier tokens."""
     padding: Literal["masked", "uniform", "zero"]
-    """Padding in an encoder's rows. "masked": it is masked in self-attention and in the memory. The other values are
-    Megatron-LM 23.06 to core 0.5, where padding in the memory is visible; as queries, padding tokens attend uniformly
-    to all columns ("uniform": its softmax in torch) or to none ("zero": its fused softmax)."""
+    """Treatment of padding in an encoder's rows. "masked": padding is masked in self-attention and in the memory. The
+    other values reproduce Megatron-LM 23.06 to core 0.5, where padding in the memory is visible; as queries, padding
+    tokens attend uniformly to all columns ("uniform": Megatron-LM's softmax in torch) or to none ("zero": its fused
+    softmax)."""
     window: int | None
-    """The number of tokens, itself included, that a token attends to in each direction; None: unlimited."""
+    """The number of tokens, itself included, that a token attends to in each direction; None if unlimited."""
     rope: Rope | None
     q_norm: Norm | None
-    """A norm of each head, or of the whole projection if its width is that of all heads together."""
+    """A norm per head, or one norm over the whole projection if the norm is as wide as all heads together."""
     k_norm: Norm | None
     """As `q_norm`."""
     dropout: float
-    """Probability for attention weights."""
+    """Dropout probability for attention weights."""
     score_multiplier: float = 1.0
-    """Factor of scores in addition to 1 / sqrt(head_dim)."""
+    """Factor of the scores, in addition to 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """Scores s become softcap x tanh(s / softcap) before the softmax (Gemma 2)."""
 
     @property
     def width(self) -> int:
-        """Channels of all heads together: the width of the queries and of the output."""
+        """Number of channels of all heads together, which is the width of the queries and of the output."""
         return self.heads * self.head_dim
 
     def most_keys(self, length: int) -> int:
-        """The largest number of `length` keys that any token attends to."""
+        """The maximum number of keys that any token attends to in a row of `length` keys."""
         if self.window is None:
             return length
         return min(length, self.window if self.causal else 2 * self.window - 1)
@@ -165,7 +167,7 @@ class Dense(_Mixer):
     site: str
     """As in `Attention`."""
     width: int
-    """Channels of the hidden layer."""
+    """Number of channels of the hidden layer."""
     activation: Activation
     gated: bool
     bias: bool
@@ -188,20 +190,21 @@ class Router:
     score: Literal["softmax", "sigmoid", "sqrt-softplus"]
     """The function from logits to scores."""
     normalize: bool
-    """Whether the scores of the chosen experts are normalized to sum to 1. If not, softmax is over all experts."""
+    """Whether the scores of the chosen experts are normalized to sum to 1. If not, softmax covers all experts."""
     scale: float
     """Factor of the probabilities."""
     choice: Literal["largest", "sinkhorn", "quantile"]
-    """The rule of choice: "largest" scores, or one that balances the load over a microbatch."""
+    """The rule of choice: "largest" chooses the largest scores; the others balance the load over a microbatch."""
     groups: ExpertGroups | None
     bias: bool
     """Whether the router's linear layer has a bias."""
     balance_rate: float | None
-    """The change per step of the bias that balances the load. Only the choice reads this bias. None: no such bias."""
+    """The change per step of the bias that balances the load. Only the choice reads this bias. None if the router has
+    no such bias."""
     quantile_ema: float
     """For the choice "quantile": the decay of the moving average of the experts' thresholds."""
     dtype: Literal["fp32", "fp64"] | None
-    """The dtype of its linear layer, the probabilities and the weighted sum; None: that of the activations."""
+    """The dtype of its linear layer, the probabilities and the weighted sum; None for the dtype of the activations."""
     jitter: float
     """The router's input is multiplied by random factors in [1 - jitter, 1 + jitter]."""
     losses: tuple[AuxiliaryLoss, ...]
@@ -217,12 +220,12 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCapacity:
-    """The largest number of tokens of a microbatch for each expert."""
+    """The maximum number of tokens of a microbatch for each expert."""
 
     factor: float
     """The limit, as a multiple of the even share."""
     policy: Literal["probs", "position"]
-    """The tokens that are kept: those with the largest probability, or the first ones."""
+    """The tokens that are kept: the tokens with the largest probability, or the first tokens."""
     padded: bool
     """Whether rows are padded so that each expert gets exactly the limit."""
 
@@ -238,14 +241,14 @@ class Experts(_Mixer):
     chosen: int
     """The number of experts for each token."""
     expert: Dense
-    """Each expert; its tensors are named NAME.NUMBER."""
+    """The network of each expert, whose tensors are named NAME.NUMBER."""
     shared: Dense | None
     """An additional network that is applied to every token."""
     shared_gate: bool
-    """Whether its output is multiplied by a gate: the sigmoid of a linear function of its input."""
+    """Whether the shared network's output is multiplied by a gate: the sigmoid of a linear function of the input."""
     router: Router
     capacity: ExpertCapacity | None
-    """None: no token is dropped."""
+    """The limit for each expert; None if no token is dropped."""
 
     @property
     def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
@@ -256,20 +259,20 @@ class Experts(_Mixer):
 class NeighbourAttention(_Mixer):
     """Chunked cross attention (Borgeaud et al. 2022).
 
-    The text is split into chunks, and each chunk has neighbours: retrieved texts. The last token of a chunk, and all
-    but the last token of the next chunk, attend to its neighbours. Tokens before the last token of the first chunk
-    attend to nothing.
+    The text is split into chunks, and each chunk has neighbours, which are retrieved texts. The last token of a chunk,
+    and all but the last token of the next chunk, attend to the chunk's neighbours. Tokens before the last token of the
+    first chunk attend to nothing.
     """
 
     attention: Attention
     chunk: int
-    """Tokens of a chunk."""
+    """Number of tokens in a chunk."""
     neighbours: int
-    """Neighbours of each chunk."""
+    """Number of neighbours of each chunk."""
     width: int
-    """Tokens of a neighbour."""
+    """Number of tokens in a neighbour."""
     encoder: tuple[Layer, ...]
-    """Layers that encode each neighbour first, with attention to its chunk; () if an earlier layer has the encoder."""
+    """Layers that first encode each neighbour, with attention to the chunk; () if an earlier layer has the encoder."""
     prefix: str
     """The prefix of the names of the encoder's tensors."""
 
@@ -297,15 +300,15 @@ class Branch:
 
     mixer: Mixer
     before: Norm | None
-    """A norm of the input."""
+    """The norm of the input."""
     after: Norm | None
-    """A norm of the output."""
+    """The norm of the output."""
     after_of: Literal["sum", "branch"]
     """The tensor that `after` normalizes: the sum of stream and branch, or the branch."""
     onto: Literal["stream", "normed"]
     """The tensor that the branch is added to: the stream, or its norm."""
     dropout: float
-    """Probability for the branch's output."""
+    """Dropout probability for the branch's output."""
     multiplier: float = 1.0
     """Factor of the branch's output."""
 
@@ -336,7 +339,7 @@ class Layer:
     parallel: bool = False
     """Whether all branches read the layer's input, and their outputs are summed (GPT-J, GPT-NeoX)."""
     before: Norm | None = None
-    """A norm of the layer's input that all parallel branches share, instead of norms of their own (GPT-J)."""
+    """A norm of the layer's input that all parallel branches share, instead of a norm per branch (GPT-J)."""
 
     def __post_init__(self) -> None:
         bare = any(branch.before is None and branch.after is None for branch in self.branches)
@@ -354,22 +357,22 @@ class Layer:
 
     @property
     def attention(self) -> Attention:
-        """Its self-attention."""
+        """The layer's self-attention."""
         return next(attention for attention in self.attentions if attention.source == "self")
 
     @property
     def neighbours(self) -> NeighbourAttention | None:
-        """Its attention to neighbours, or None."""
+        """The layer's attention to neighbours, or None."""
         return next((branch.mixer for branch in self.branches if isinstance(branch.mixer, NeighbourAttention)), None)
 
     @property
     def experts(self) -> Experts | None:
-        """Its mixture of experts, or None."""
+        """The layer's mixture of experts, or None."""
         return next((branch.mixer for branch in self.branches if isinstance(branch.mixer, Experts)), None)
 
     @property
     def feed_forward(self) -> Dense:
-        """Its feed-forward network, or each of its experts."""
+        """The layer's feed-forward network, or the network of each expert."""
         experts = self.experts
         if experts is not None:
             return experts.expert
@@ -383,11 +386,11 @@ class Layer:
 
     @property
     def norm(self) -> Norm:
-        """Its first norm."""
+        """The layer's first norm."""
         norms = (norm for branch in self.branches for norm in (branch.before, branch.after) if norm is not None)
         return self.before or next(norms)
 
     @property
     def norm_placement(self) -> Literal["pre", "post"]:
-        """Whether its norms are before its branches or after them."""
+        """Whether the layer's norms are before or after its branches."""
         return "post" if self.branches[0].before is None and self.before is None else "pre"

@@ -4,7 +4,7 @@
 
 Layers are numbered through all stacks. A unit is a part that one pipeline stage holds whole: a layer, identified by its
 number, or an end of a stack, identified by its name. The units of a model with one stack are "embedding", 0, 1, ...,
-"head". No torch, no ranks, no options.
+"head". This module does not depend on torch, ranks or options.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class Input:
     """The embedding: the sum of rows of tables."""
 
     vocab: int
-    """Rows of the table of tokens, without padding."""
+    """Number of rows of the token table, without padding."""
     vocab_multiple: int
-    """The table is padded to a multiple of this times the tensor ranks."""
+    """The token table is padded to a multiple of this number times the number of tensor ranks."""
     scale: float
-    """Factor of token rows."""
+    """Factor by which token rows are multiplied."""
     rounds_scale: bool
-    """Whether the factor is rounded to the dtype of the rows first."""
+    """Whether the factor is first rounded to the dtype of the rows."""
     learned_positions: int
-    """Rows of a learned table of positions; 0: no table."""
+    """Number of rows of a learned table of positions; 0 if the model has no such table."""
     learned_from: int
     """The row of the first position."""
     sinusoid_from: int | None
-    """Number of the first sinusoidal position; None: no sinusoidal positions."""
+    """The first sinusoidal position; None if positions are not sinusoidal."""
     types: int
-    """Rows of a table of token types (segments of a row); 0: no table."""
+    """Number of rows of a table of token types (segments of a row); 0 if the model has no such table."""
     norm: Norm | None
     dropout: float
 
     def rows(self, tp: int) -> int:
-        """Rows of the table of tokens, with padding, over all `tp` tensor ranks together."""
+        """Number of rows of the token table, with padding, over all `tp` tensor ranks together."""
         return padded(self.vocab, tp, self.vocab_multiple)
 
 
@@ -57,7 +57,7 @@ class Stack:
     """The number of its first layer."""
     layers: tuple[Layer, ...]
     norm: Norm | None
-    """The norm after the last layer. It belongs to the unit that follows."""
+    """The norm after the last layer. This norm belongs to the unit that follows."""
 
     @property
     def numbers(self) -> range:
@@ -65,7 +65,7 @@ class Stack:
         return range(self.first, self.first + len(self.layers))
 
     def prefix(self, number: int) -> str:
-        """The prefix of the names of layer `number`'s tensors."""
+        """The prefix of the tensor names of layer `number`."""
         return f"{self.name}.layers.{number - self.first}."
 
 
@@ -97,10 +97,10 @@ class Rows:
 
     name: str
     classes: int
-    """Outputs of a row."""
+    """Number of outputs per row."""
     choices: int
-    """Multiple choice: the number of rows among which one is chosen, by a single output each; 1: each row is classified
-    by itself."""
+    """For multiple choice, the number of rows from which one row is chosen, with a single output per row; 1 if each row
+    is classified separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class Ahead:
     loss: str
     """The name of its loss in the log."""
     coefficient: float
-    """Factor of its loss."""
+    """Factor of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Output:
 
     words: Words | None
     ahead: tuple[Ahead, ...] = ()
-    """Layers for tokens after the next one; each reads the stream of the previous one."""
+    """Layers that predict tokens after the next token; each reads the stream of the previous layer."""
     pooler: bool
     """Whether a dense layer and tanh are applied to the first token of a row."""
     rows: Rows | None
@@ -144,9 +144,9 @@ class Adapters:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Names of the linear layers that have one; (): all."""
+    """Names of the linear layers that have an adapter; () for all."""
     dropout: float
-    """Probability for their inputs."""
+    """Dropout probability for the inputs of adapters."""
 
     @property
     def scale(self) -> float:
@@ -156,24 +156,24 @@ class Adapters:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model: everything that determines its tensors and its mathematics."""
+    """A model: everything that determines its tensors and its computation."""
 
     family: str
-    """The name in messages and on disk. Code that depends on it belongs in core/family.py."""
+    """The name in messages and on disk. Code that depends on the family belongs in core/family.py."""
     hidden: int
     """Width of the residual stream."""
     positions: int
-    """Longest sequence."""
+    """Maximum sequence length."""
     input: Input
     stacks: tuple[Stack, ...]
     output: Output
     init_std: float
     """Standard deviation of the initial values of matrices and tables."""
     out_std: float
-    """The same for the last linear layers of branches."""
+    """As `init_std`, for the last linear layers of branches."""
     adapters: Adapters | None
     extra: tuple[Tensor, ...] = ()
-    """Tensors of a family in addition to those of the parts above."""
+    """Tensors of a family in addition to the tensors of the parts above."""
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -182,12 +182,12 @@ class Architecture:
 
     @property
     def block(self) -> Layer:
-        """Its first layer, which represents all layers in models whose layers are equal."""
+        """The first layer, which represents all layers in models whose layers are equal."""
         return self.layers[0]
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Its units in the order of the forward pass."""
+        """The model's units in the order of the forward pass."""
         stack_units: Iterator[Unit] = (unit for stack in self.stacks for unit in (stack.opens, *stack.numbers))
         return *stack_units, "head"
 
@@ -198,7 +198,7 @@ class Architecture:
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
-        """The kinds of rotary positions of its layers."""
+        """The kinds of rotary positions in the model's layers."""
         layers = dict.fromkeys((*self.layers, *self.encoder))
         ropes = (attention.rope for layer in layers for attention in layer.attentions)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
@@ -210,7 +210,7 @@ class Architecture:
 
     @cached_property
     def encoder(self) -> tuple[Layer, ...]:
-        """The layers of the encoder of neighbours; () without one."""
+        """The layers of the encoder of neighbours; () if the model has none."""
         first = self.layers[self.reading[0]].neighbours if self.reading else None
         return () if first is None else first.encoder
 
@@ -222,7 +222,7 @@ class Architecture:
 
     @cached_property
     def auxiliary_losses(self) -> dict[AuxiliaryLoss, tuple[int, ...]]:
-        """Loss of its layers -> the number of mixers in each stack that compute it.
+        """Loss of the model's layers -> the number of mixers in each stack that compute this loss.
 
         Errors: ValueError if two different losses have the same name.
         """
@@ -256,9 +256,10 @@ class Architecture:
 
     @property
     def cached(self) -> Attention:
-        """The attention that determines the shape of the key/value cache: the same for all layers, with one soft cap.
+        """The attention that determines the shape of the key/value cache and the soft cap, which must be the same for
+        all layers.
 
-        Errors: ValueError if layers differ in it.
+        Errors: ValueError if layers differ in these properties.
         """
         shapes = {(each.heads, each.kv_heads, each.head_dim, each.softcap): each for each in self.attentions}
         if len(shapes) != 1:

@@ -1,4 +1,4 @@
-"""The description of one logical tensor. Knows no torch, no ranks, and not how layers fuse tensors."""
+"""The description of one logical tensor. This module does not depend on torch, ranks or the way layers fuse tensors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TENSOR_AXES = {"dp": "tp", "edp": "etp"}
 
 @dataclass(frozen=True)
 class Cut:
-    """`dim` is sharded over `axis` in equal runs of whole parts (heads, columns, vocabulary rows)."""
+    """`dim` is sharded over `axis` in equal ranges of whole parts (heads, columns, vocabulary rows)."""
 
     dim: int
     axis: str
     parts: int
     """The number of parts that must not be split, for example heads."""
     multiple: int = 0
-    """0: the axis size must divide `parts`. Otherwise the dim is first padded to a multiple of `multiple x axis size`,
-    and the last ranks hold padding."""
+    """0 if the axis size must divide `parts`. Otherwise the dim is first padded to a multiple of `multiple x axis
+    size`, and the last ranks hold padding."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """The number of a tensor among `count` equal ones that are distributed whole over an axis: those of experts."""
+    """The index of a tensor among `count` equal tensors, one per expert, that are distributed whole over an axis."""
 
     axis: str
     index: int
@@ -54,28 +54,29 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     units: tuple[Unit, ...]
-    """The units that use it; several for a tied tensor."""
+    """The units that use the tensor; several for a tied tensor."""
     init: Init
     cuts: tuple[Cut, ...] = ()
-    """How it is sharded. Each cut has a different dim and a different axis."""
+    """How the tensor is sharded. Each cut has a different dim and a different axis."""
     partial: tuple[Partial, ...] = ()
     """When the gradient on a tensor rank is partial."""
     data: str = "dp"
-    """The data axis, over which its gradient is summed: ranks that hold copies of it and have different tokens ("edp"
-    for a tensor of an expert)."""
+    """The data axis, over which the gradient is summed: ranks that hold copies of the tensor and have different tokens
+    ("edp" for a tensor of an expert)."""
     trainable: bool = True
-    """Whether it gets gradients. A frozen tensor has no bucket, no moments and no master copy."""
+    """Whether the tensor gets gradients. A frozen tensor has no bucket, no moments and no master copy."""
     share: float = 1.0
-    """The fraction of its layer's tokens that it is multiplied with (experts: the tokens that choose it)."""
+    """The fraction of the layer's tokens with which the tensor is multiplied (for an expert, the tokens that choose the
+    expert)."""
     member: Member | None = None
-    """Set for a tensor of one of several experts."""
+    """The expert's index, for a tensor of one of several experts; otherwise None."""
     counted: bool = False
-    """The tensor has no gradient: each step sets it from counts, in fp32 at least. Checkpoints store it like trained
-    tensors."""
+    """Whether the tensor has no gradient, but is set from counts in each step, in fp32 at least. Checkpoints store it
+    like trained tensors."""
 
     @property
     def learned(self) -> bool:
-        """Whether gradients update it."""
+        """Whether gradients update the tensor."""
         return self.trainable and not self.counted
 
     @property
@@ -90,7 +91,7 @@ class Tensor:
 
     @property
     def hidden_matrix(self) -> bool:
-        """Whether it is a matrix of a layer (not of the embedding, the output or a head)."""
+        """Whether the tensor is a matrix of a layer (not of the embedding, the output or a head)."""
         return len(self.shape) == 2 and all(isinstance(unit, int) for unit in self.units)
 
     @property
@@ -98,7 +99,7 @@ class Tensor:
         return prod(self.shape)
 
     def cut(self) -> Cut | None:
-        """How its tensor ranks shard it; None if each of them holds it whole."""
+        """How tensor ranks shard the tensor; None if each rank holds it whole."""
         return next((cut for cut in self.cuts if cut.axis == self.tensor_axis), None)
 
 

@@ -1,9 +1,9 @@
 """Every logical tensor of a model, once, from one walk over its architecture: name, shape, cuts, initial values, units.
 
-Tensors that Llama has, have Hugging Face's names for Llama. Weights are [out, in]. The walk goes from the tables of the
-first stack to the output, and within a layer from the first branch to the last. All code that must agree about a model
-reads these tensors: layers, initialisation, gradient norms and reductions, optimizer spans, checkpoints, converters,
-the estimate.
+Tensors that exist in Llama have Hugging Face's names for Llama. Weights are [out, in]. The walk goes from the tables of
+the first stack to the output, and within a layer from the first branch to the last. All code that must agree about a
+model reads these tensors: layers, initialisation, gradient norms and reductions, optimizer spans, checkpoints,
+converters, the estimate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.architecture.tensor import Cut, Init, Member, Partial, Tensor, Un
 
 
 def tensors(model: Architecture) -> Iterator[Tensor]:
-    """All tensors except those of adapters."""
+    """All tensors except the tensors of adapters."""
     yield from _input(model)
     for stack in model.stacks:
         for number, layer in zip(stack.numbers, stack.layers, strict=True):
@@ -30,7 +30,8 @@ def tensors(model: Architecture) -> Iterator[Tensor]:
 
 
 def layer_tensors(model: Architecture, layer: Layer, unit: Unit) -> Iterator[Tensor]:
-    """The tensors of a layer, with names relative to it. unit: the layer's number, or the unit that contains it."""
+    """The tensors of a layer, with names relative to the layer. unit: the layer's number, or the unit that contains the
+    layer."""
     if layer.before is not None:
         yield from norm(layer.before, unit, "sequence")
     for branch in layer.branches:
@@ -69,7 +70,8 @@ def vocabulary_rows(model: Architecture) -> tuple[Cut, ...]:
 
 
 def _input(model: Architecture) -> Iterator[Tensor]:
-    """Tables that the stacks, and a tied output, share. Only the first stack has token types and a norm."""
+    """Tables that the stacks share with each other and with a tied output. Only the first stack has token types and a
+    norm."""
     table, normal = model.input, Init(std=model.init_std)
     embeddings = tuple(stack.opens for stack in model.stacks)
     users = (*embeddings, "head") if model.tied or model.output.ahead else embeddings
@@ -97,7 +99,7 @@ def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterato
 
 
 def _neighbour_attention(model: Architecture, mixer: NeighbourAttention, unit: Unit) -> Iterator[Tensor]:
-    """The tensors of the encoder's layers, then those of the attention."""
+    """The tensors of the encoder's layers, then the tensors of the attention."""
     for number, layer in enumerate(mixer.encoder):
         for tensor in layer_tensors(model, layer, unit):
             yield replace(tensor, name=f"{mixer.prefix}.layers.{number}.{tensor.name}")
@@ -105,7 +107,7 @@ def _neighbour_attention(model: Architecture, mixer: NeighbourAttention, unit: U
 
 
 def _head_norm(attention: Attention, value: Norm, unit: Unit) -> Iterator[Tensor]:
-    """The norm of queries or keys. A norm of each head is replicated; one of the whole projection is sharded like the
+    """The norm of queries or keys. A norm per head is replicated; a norm over the whole projection is sharded like the
     heads."""
     for tensor in norm(value, unit, "tp"):
         if value.width == attention.head_dim:
@@ -122,7 +124,8 @@ def _dense(model: Architecture, dense: Dense, unit: Unit) -> Iterator[Tensor]:
 
 
 def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tensor]:
-    """The router, which every tensor rank holds whole, the matrices of each expert, and those of the shared expert."""
+    """The router (which every tensor rank holds whole), the matrices of each expert, and the matrices of the shared
+    expert."""
     gate, normal = f"{experts.name}.gate", Init(std=model.init_std)
     partial_tokens: tuple[Partial, ...] = ("sequence",)
     yield Tensor(f"{gate}.weight", (experts.count, model.hidden), (unit,), normal, partial=partial_tokens)
@@ -135,7 +138,8 @@ def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tens
         member, share = Member("ep", number, experts.count), min(1.0, experts.chosen / experts.count)
         for tensor in _dense(model, network, unit):
             cuts = tuple(replace(cut, axis="etp") for cut in tensor.cuts)
-            # Only one tensor rank adds the bias of the last linear layer, before the sum: its gradient is partial.
+            # Only one tensor rank adds the bias of the last linear layer, before the sum, so the bias's gradient is
+            # partial.
             partial: tuple[Partial, ...] = () if cuts else ("tp",)
             yield replace(tensor, cuts=cuts, partial=partial, data="edp", member=member, share=share)
     if experts.shared is not None:
@@ -163,7 +167,8 @@ def _row(model: Architecture, name: str, unit: Unit, ins: int, parts: int, bias:
 
 
 def _ahead(model: Architecture, ahead: Ahead) -> Iterator[Tensor]:
-    """The tensors of a layer for later tokens. They belong to the head, whose output matrix and table they use."""
+    """The tensors of a layer that predicts later tokens. The layer belongs to the head, whose output matrix and table
+    it uses."""
     for each in (ahead.token_norm, ahead.stream_norm):
         yield from norm(each, "head", "sequence")
     shape, normal = (model.hidden, 2 * model.hidden), Init(std=model.init_std)
@@ -174,8 +179,8 @@ def _ahead(model: Architecture, ahead: Ahead) -> Iterator[Tensor]:
 
 
 def _output(model: Architecture, output: Output) -> Iterator[Tensor]:
-    """The tensors of the output. Tensor ranks replicate the layers for tokens and for rows; those for tokens may
-    process a rank's own tokens only. The output matrix is sharded over the vocabulary."""
+    """The tensors of the output. Tensor ranks replicate the layers for tokens and for rows; the layers for tokens may
+    process only a rank's own tokens. The output matrix is sharded over the vocabulary."""
     if (words := output.words) is not None:
         if words.transform is not None:
             yield from whole_linear(model, "lm_head.dense", model.hidden, ("sequence",))

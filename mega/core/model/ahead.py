@@ -2,9 +2,9 @@
 
     h_0          the stream after the final norm, which predicts the next token
     h_d          norm(layer(linear [norm(embedding of the token d positions later), norm(h_d-1)]))
-    loss of d    that of h_d, with the shared output matrix, for the label d positions later
+    loss of d    the loss of h_d, with the shared output matrix, for the label d positions later
 
-The embedding tables, the output matrix and the loss are those of the model. After the end of a row or of a packed
+The model's embedding tables, output matrix and loss are used. After the end of a row or of a packed
 document the tokens are 0, with loss weight 0.
 """
 
@@ -29,7 +29,7 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class AheadLayer(nn.Module):
-    """The layer of one depth. tensors: those of the head. residual: dtype of the residual stream."""
+    """The layer of one depth. tensors: tensors of the head. residual: dtype of the residual stream."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class AheadLayer(nn.Module):
     def forward(
         self, h: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """h [our tokens, h], and int64 [b, s] the tokens of this depth -> [our tokens, h]."""
+        """h [our tokens, h], and the tokens of this depth, int64 [b, s] -> [our tokens, h]."""
         embedded = self.embedding(tokens, positions, context)
         normed = self.token_norm(ResidualState(embedded))[1], self.stream_norm(ResidualState(h))[1]
         x = self.join(torch.cat(normed, 1)).to(self.residual)

@@ -3,10 +3,10 @@
     y = context.auxiliary_loss(loss, x, total, ...)      y is x; in the backward pass
                                                          dx = dy,  d total = scale
 
-The loss is attached to the stream: its backward pass begins when the gradient of x arrives, inside that of the layer.
-At this point the layer's weights are unsharded (ZeRO 3) and its recomputed activations exist, for any schedule. A
-separate root of the backward pass would run before the layer's weights are gathered. `scale` is known before the
-forward pass.
+The loss is attached to the stream: its backward pass begins when the gradient of x arrives, inside the layer's own
+backward pass. At this point the layer's weights are unsharded (ZeRO 3) and its recomputed activations exist, for any
+schedule. A separate root of the backward pass would run before the layer's weights are gathered. `scale` is known
+before the forward pass.
 
 Every tensor rank computes the gradient of its own `total`. Reported totals are summed over the tensor ranks once per
 microbatch.
@@ -28,7 +28,7 @@ from mega.core.parallel.mesh import Axis
 def divisor(loss: AuxiliaryLoss, batch: int, seq: int, *, shards: int) -> float:
     """The divisor of one layer's total for a microbatch of [batch, seq] tokens on this rank.
 
-    shards: context ranks that share the sequences; each counts its share of a sequence and of the microbatch.
+    shards: number of context ranks that share the sequences; each counts its share of a sequence and of the microbatch.
     """
     return {"tokens": float(batch * seq), "sequences": batch / shards, "microbatches": 1 / shards}[loss.mean_over]
 
@@ -36,10 +36,10 @@ def divisor(loss: AuxiliaryLoss, batch: int, seq: int, *, shards: int) -> float:
 class AuxiliarySums:
     """The losses that the layers of one stage compute for one microbatch.
 
-    scales: name -> float64 [], the factor of totals before the backward pass; None without a backward pass.
+    scales: name -> float64 [], the factor of totals before the backward pass; None if only the forward pass runs.
     tp: the tensor axis. shards: as in `divisor`.
 
-    Recomputed layers compute their losses again; totals added after `terms` was called are not counted.
+    Recomputed layers compute their losses again; totals added after the call of `terms` are not counted.
     """
 
     def __init__(self, scales: Mapping[str, torch.Tensor] | None, tp: Axis, shards: int):
@@ -55,7 +55,7 @@ class AuxiliarySums:
         assert total.dim() == 0 and total.dtype in (torch.float32, torch.float64), "totals are summed in fp32 at least"
         if self._open:
             weight = divisor(loss, *shape, shards=self._shards) if self._tp.first else 0.0
-            # `terms` sums over tensor ranks, so a total that all of them computed counts on the first rank only.
+            # `terms` sums over tensor ranks, so a total that all ranks computed counts on the first rank only.
             reported = total.detach().double() if split or self._tp.first else torch.zeros_like(total).double()
             sums, before = torch.stack([reported, torch.full_like(reported, weight)]), self._sums.get(loss.name)
             self._sums[loss.name] = sums if before is None else before + sums
@@ -67,7 +67,7 @@ class AuxiliarySums:
 
     @property
     def counting(self) -> bool:
-        """Whether this is the first pass through the layers, and not a recomputation."""
+        """Whether this is the first pass through the layers rather than a recomputation."""
         return self._open
 
     def once(self, key: tuple[int, str], value: Callable[[], torch.Tensor]) -> torch.Tensor:

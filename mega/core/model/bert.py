@@ -39,7 +39,7 @@ Tensors = dict[str, Tensor]
 
 
 class WholeLinear(ColumnLinear):
-    """A linear layer that every rank holds whole and applies to its own tokens or rows."""
+    """A linear layer that every rank holds whole and applies to the rank's own tokens or rows."""
 
     def __init__(self, factory: ParameterFactory, tensors: Tensors, name: str):
         super().__init__(factory, [tensors[f"{name}.weight"]], [tensors[f"{name}.bias"]], ALONE)
@@ -57,8 +57,8 @@ class WordHead(nn.Module):
         self.activation, self.ops, self.region = transform.activation, factory.ops, region
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch, scale: torch.Tensor | None = None) -> Term:
-        """x [tokens, h], our tokens under sequence parallelism -> the loss. With a known scale one pass over the logits
-        also computes the gradient."""
+        """x [tokens, h], our tokens under sequence parallelism -> the loss. If `scale` is known, one pass over the
+        logits also computes the gradient."""
         labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
         if batch.predicted is not None and not self.region.sequence:
             rows = torch.arange(len(batch.predicted), device=x.device) * batch.tokens.shape[1]
@@ -76,9 +76,10 @@ class WordHead(nn.Module):
 
 
 class RowHead(nn.Module):
-    """Classification of rows: the pooled first token, and a number of classes. Every tensor rank computes the same.
+    """Classification of rows: the pooled first token, then a linear layer with one output per class. Every tensor rank
+    computes the same result.
 
-    dropout: gives the dropout of the pooled tokens, one for each row of a batch.
+    dropout: returns the dropout for the pooled tokens of a batch, one token per row.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class RowHead(nn.Module):
         return Losses((Term((losses * rows).sum(), rows.sum()),), (Term((correct * rows).sum(), rows.sum()),))
 
     def logits(self, x: torch.Tensor, batch: MaskedBatch) -> torch.Tensor:
-        """[b, classes] on every rank, or [b / choices, choices]."""
+        """[b, classes] on every rank; for multiple choice [b / choices, choices]."""
         pooled, drop = self.pooler(self.first_tokens(x, *batch.tokens.shape)).tanh(), self.dropout(batch)
         classes: torch.Tensor = self.out(pooled if drop is None else drop(pooled))
         return classes if self.choices == 1 else classes.view(-1, self.choices)
@@ -112,7 +113,8 @@ class RowHead(nn.Module):
         """The first token of each row: [batch, h] on every rank."""
         if not self.region.sequence:
             return x.unflatten(0, (batch, seq))[:, 0]
-        # Under sequence parallelism this rank has the first tokens of some rows: fill the others with 0 and sum.
+        # Under sequence parallelism this rank has the first tokens of some rows: fill the other rows with 0, then sum
+        # over ranks.
         positions = torch.arange(batch, device=x.device) * seq - self.region.axis.index * len(x)
         on_this_rank = (positions >= 0) & (positions < len(x))
         first = x[positions.clamp(0, len(x) - 1)].masked_fill(~on_this_rank[:, None], 0)
@@ -120,7 +122,7 @@ class RowHead(nn.Module):
 
 
 class BertHead(nn.Module):
-    """The final norm, in models with norms before branches, and the heads for words and rows."""
+    """The final norm (in models with norms before branches) and the heads for words and rows."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class BertHead(nn.Module):
     def forward(
         self, stream: ResidualState, batch: MaskedBatch | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """The losses of a batch; without a batch the logits of words [tokens, ids of this rank]."""
+        """The losses of a batch; if no batch is given, the logits of words [tokens, ids of this rank]."""
         x = self.normed(stream)
         if batch is None:
             assert self.words is not None
@@ -184,7 +186,7 @@ class BertStage(StackStage[MaskedBatch]):
         self.head_terms = dict.fromkeys(terms, 1.0)
 
     def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
-        """Logits of the words [b, s, ids of this rank], or of the classes [b, classes], or choices."""
+        """Logits of the words [b, s, ids of this rank], of the classes [b, classes], or of the choices."""
         head = cast(BertHead, self.head)
         rows = head.rows
         if head.words is not None or rows is None:

@@ -1,10 +1,10 @@
 """One decoding step on a stage of a decoder: the layers of model/layer.py, with parts prepared for decoding.
 
-For a small model the host spends more time between operations than the device spends in them. So the functions of a
-stage are prepared once, without everything that a step does not need: modules, gradients, dropout, sequence
-parallelism, ZeRO. A step takes tensors whose shapes depend only on the number of tokens, and never waits on the host,
-so a CUDA graph can record it. If the ops have kernels for few rows, these compute everything except the attention
-itself in branches of the usual form.
+For a small model the host spends more time between operations than the device spends on the operations. So the
+functions of a stage are prepared once, without the parts that a step does not need: modules, gradients, dropout,
+sequence parallelism, ZeRO. A step takes tensors whose shapes depend only on the number of tokens, and never waits on
+the host, so a CUDA graph can record the step. If the ops have kernels for few rows, these kernels compute branches of
+the usual form, except the attention itself.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class KeyValueCache(Protocol):
 
     @property
     def tables(self) -> Mapping[Rope, Rotary]:
-        """cos and sin of all positions, for each kind of rotary positions, in the form that the stage's ops take."""
+        """cos and sin of all positions, for each kind of rotary positions, in the form that the stage's ops need."""
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Store keys and values [tokens, 2 kv_heads, d] of one layer's new tokens, and attend to all visible tokens.
 
-        q: [tokens, heads, d] of the same tokens. Returns [tokens, heads x d].
+        q: [tokens, heads, d], the queries of the same tokens. Returns [tokens, heads x d].
         """
 
     def attend_new(self, layer: int, fused: torch.Tensor, rotary: Rotary | None, place: Place) -> torch.Tensor:
-        """The same for fused [tokens, heads + 2 kv_heads, d] before the rotation of queries and keys.
+        """As `__call__`, for fused [tokens, heads + 2 kv_heads, d] before the rotation of queries and keys.
 
-        place: the kernel of `FewRows` that rotates and stores them.
+        place: the kernel of `FewRows` that rotates queries and keys and stores keys and values.
         """
 
 
@@ -61,9 +61,9 @@ class DecodeContext(NamedTuple):
 
     cache: KeyValueCache
     rotary: Sequence[Rotary | None]
-    """cos and sin of the step's tokens: None, then those of each of the model's `ropes`."""
+    """cos and sin of the step's tokens: first None, then an entry for each of the model's `ropes`."""
     neighbours: NeighbourStep | None = None
-    """Set in models that read neighbours."""
+    """The neighbours; None in models that do not read neighbours."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class DecodeBranch:
     value: Branch
     before: NormStep | None  # adds the previous branch to the stream and normalizes the sum
     after: NormStep | None
-    mix: Callable[[torch.Tensor, DecodeContext], torch.Tensor]  # x -> input of the last linear layer
-    add: Callable[[torch.Tensor, torch.Tensor, DecodeContext], ResidualState]  # (stream, that input) -> new stream
-    alone: Callable[[torch.Tensor, DecodeContext], torch.Tensor]  # that input -> output of the branch
+    mix: Callable[[torch.Tensor, DecodeContext], torch.Tensor]  # x -> mixed, the input of the last linear layer
+    add: Callable[[torch.Tensor, torch.Tensor, DecodeContext], ResidualState]  # (stream, mixed) -> new stream
+    alone: Callable[[torch.Tensor, DecodeContext], torch.Tensor]  # mixed -> output of the branch
 
 
 class DecodeStep:
     """step(ids, positions, wanted, cache, *cargo) on a stage whose weights stay at their addresses.
 
     ids, positions: int64 [tokens], the next tokens of any sequences. Returns the cargo of the next stage, [tokens, h];
-    on the last stage the logits of the tokens numbered `wanted`, int64 [w], as [w, ids of this rank].
+    on the last stage the logits of the tokens with the indices `wanted`, int64 [w], as [w, ids of this rank].
     sum_ranks: sums the partial outputs of a branch, and the rows of the embedding, over tensor ranks; default: the
     collective of the region.
     """
@@ -146,7 +146,7 @@ StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
 def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]:
     """A layer as functions that run one after the other.
 
-    Each function chooses by the number of rows: the prepared branch for any number, or the fused branch for few rows.
+    Each function chooses by the number of rows: the fused branch for few rows, else the prepared branch for any number.
     """
     factors = [_factors(branch) if _has_steps(branch) else None for branch in layer.branches]
     usual = [
@@ -164,7 +164,7 @@ def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]
     fast = [branch_function(branch) for branch in fused if branch is not None]
     if len(fast) < len(run):
         return run
-    # The last weight of the layer decides for all its branches, so that they make the same choice.
+    # The last weight of the layer decides for all branches of the layer, so that all make the same choice.
     takes, widest = parts.few.takes, all_factors[-1].outer
 
     def either(few: StreamFunction, any_number: StreamFunction) -> StreamFunction:
@@ -174,7 +174,7 @@ def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]
 
 
 class _Factors(NamedTuple):
-    """The weights of the first and of the last linear layer of a branch, as the GEMMs take them."""
+    """The weights of the first and of the last linear layer of a branch, in the form that the GEMMs need."""
 
     inner: Factor
     outer: Factor
@@ -192,7 +192,8 @@ def _first(branch: ResidualBranch) -> ColumnLinear:
 
 
 def _factors(branch: ResidualBranch) -> _Factors:
-    """The factors of a branch. In attention the GEMM adds the bias; in a feed-forward network the activation does."""
+    """The factors of a branch. In attention the GEMM adds the bias; in a feed-forward network the activation adds
+    it."""
     first, out = _first(branch), branch.mixer.out
     bias = None if isinstance(branch.mixer, FeedForward) else _bias(first)
     return _Factors(_factor(first, bias), _factor(out))
@@ -208,7 +209,7 @@ def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodePa
     transposed = factor.weight.t()
 
     def add(x: torch.Tensor, mixed: torch.Tensor, context: DecodeContext) -> ResidualState:
-        # The last linear adds its output to the stream in one operation (addmm) if nothing else is to be done with it.
+        # The last linear adds its output to the stream in one operation (addmm) if no other operation follows.
         if in_place and x.dtype == mixed.dtype:
             return ResidualState(x.addmm_(mixed, transposed))
         return ResidualState(x, multiply(mixed), bias)
@@ -226,7 +227,7 @@ def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodePa
 
 
 def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
-    """A branch without prepared steps: its mixer reads neighbours, or handles each token by itself, as in training."""
+    """A branch without prepared steps: its mixer reads neighbours, or handles each token separately, as in training."""
     mixer, add_branch = branch.mixer, branch.ops.added
 
     def alone(tokens: int) -> ForwardContext:
@@ -258,7 +259,7 @@ def _fused_branch(
     """A branch for few rows: the first GEMM computes the norm of its input; the last GEMM, or the sum over tensor
     ranks, adds the branch to the stream.
 
-    None if the branch has other operations between these. usual: the branch for any number of rows.
+    None if the branch has other operations in between. usual: the branch for any number of rows.
     """
     mixer, few, value = cast(Any, branch.mixer), parts.few, branch.value
     first, out, region = _first(branch), branch.mixer.out, branch.mixer.out.region
@@ -319,7 +320,7 @@ def _norm(norm: Normalization | ProjectionNorm) -> NormStep:
 
 
 def _factor(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) -> Factor:
-    """The weight of a linear layer as its GEMM takes it. bias: added by the GEMM."""
+    """The weight of a linear layer in the form that its GEMM needs. bias: added by the GEMM."""
     return linear.weight.ops.matmuls.factor(linear.weight, bias)
 
 
@@ -351,7 +352,8 @@ def _attention_function(
     def run(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         fused, cache, rotary = project(x), context.cache, context.rotary[rope]
         # A norm of queries and keys must be applied between projection and rotation, and a factor of scores before the
-        # attention. So the fused kernel, which does everything after the projection, is used only without them.
+        # attention. So the fused kernel, which does everything after the projection, is used only if the branch has
+        # neither.
         if q_norm is None and few is not None and multiplier == 1.0:
             return cache.attend_new(layer, fused.view(len(fused), fused_heads, -1), rotary, few.place)
         if q_norm is None and ops.spread:
@@ -379,7 +381,7 @@ def _feed_forward_function(
 
 
 def use_decoding_layout(stage: Any) -> None:
-    """Store the layers' matrices transposed, so that a GEMM of few rows does not copy them first."""
+    """Store the layers' matrices transposed, so that a GEMM of few rows does not copy the matrices first."""
     for module in stage.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
             module.weight.data = module.weight.data.t().contiguous().t()

@@ -2,8 +2,8 @@
 
 Between steps a sequence keeps the inputs of its next tokens: the states of the current chunk that the encoder will
 read, and the keys and values of the neighbours of the last complete chunk. The neighbours of a chunk must be known
-before its last token is computed, because that token is the first to read them. Runs on one rank; knows no files and
-no requests.
+before its last token is computed, because that token is the first to read them. This module runs on one rank and does
+not depend on files or requests.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class ReadingSequence:
     """The state of a sequence between steps."""
 
     text: torch.Tensor | None = None
-    """[t, h], t below a chunk's length: the states of the tokens of the current chunk, for the encoder."""
+    """[t, h], with t less than a chunk's length: the states of the tokens of the current chunk, for the encoder."""
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Layer -> keys and values [k r, kv_heads, d] of the neighbours of the last complete chunk."""
     found: torch.Tensor | None = None
-    """bool [k]: which of these neighbours exist. None: no chunk is complete yet."""
+    """bool [k]: which of these neighbours exist. None if no chunk is complete yet."""
 
 
 class Run(NamedTuple):
     """The tokens of one sequence in a step."""
 
     sequence: ReadingSequence
-    first: int  # number of the first token in the sequence
+    first: int  # index of the first token in the sequence
     tokens: int  # number of tokens
 
 
 def ended(first: int, count: int, chunk: int) -> range:
-    """The numbers of the chunks whose last token is among `count` tokens from token `first` on.
+    """The indices of the chunks whose last token is among `count` tokens from token `first` on.
 
     >>> list(ended(0, 9, 4)), list(ended(3, 1, 4)), list(ended(4, 3, 4))
     ([0, 1], [0], [])
@@ -56,8 +56,8 @@ class _Source(NamedTuple):
     """A chunk whose neighbours some tokens of the step read."""
 
     sequence: ReadingSequence
-    number: int | None  # among the chunks that end in this step; None: the chunk ended in an earlier step
-    tokens: range  # the tokens of the step that read its neighbours
+    number: int | None  # index among the chunks that end in this step; None if it ended earlier
+    tokens: range  # the tokens of the step that read the chunk's neighbours
 
 
 class NeighbourStep:
@@ -88,7 +88,7 @@ class NeighbourStep:
         for run in self._runs:
             new = ended(run.first, run.tokens, chunk)
             for ends in (new.start - 1, *new):
-                # The chunk's last token and all but the last token of the next chunk read its neighbours.
+                # The chunk's last token and all but the last token of the next chunk read the chunk's neighbours.
                 first, last = (ends + 1) * chunk - 1 - run.first, (ends + 2) * chunk - 1 - run.first
                 tokens = range(begin + max(first, 0), begin + min(last, run.tokens))
                 if ends >= 0 and len(tokens):

@@ -1,4 +1,4 @@
-"""Left-to-right language models as pipeline stages: GPT and Llama are values of one config.
+"""Left-to-right language models as pipeline stages: GPT and Llama are configurations of one decoder.
 
 The loss term is "lm": the sum of weight x negative log-likelihood of the next token, divided by the sum of weights.
 """
@@ -42,7 +42,7 @@ class LabelledTokens(Protocol):
 
 
 class Head(nn.Module):
-    """Final norm, logits over the sharded vocabulary, with an optional bias, and the loss."""
+    """Final norm, logits over the sharded vocabulary with an optional bias, and the loss."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Head(nn.Module):
     def forward(
         self, stream: ResidualState, batch: LabelledTokens | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """The losses of a batch; without a batch the logits [tokens, ids of this rank].
+        """The losses of a batch; if no batch is given, the logits [tokens, ids of this rank].
 
-        scales: the factors of the losses. If known, one pass over the logits computes the loss and its gradient.
+        scales: factors of the losses; if known, one pass over the logits computes the loss and its gradient.
         """
         normed = self.norm(stream)[1]
         if batch is None:
@@ -127,7 +127,7 @@ class HeadPredictions:
 
 @contextmanager
 def custom_loss(stages: Sequence[nn.Module], loss: CustomLoss) -> Iterator[None]:
-    """A context in which the head, on the stage that has it, computes `loss` instead of its own loss."""
+    """A context in which the head, on the stage that holds it, computes `loss` instead of its own loss."""
     heads = [head for stage in stages if isinstance(head := getattr(stage, "head", None), Head)]
     before = [head.objective for head in heads]
     for head in heads:
@@ -161,11 +161,11 @@ class DecoderStage(StackStage[DecoderBatch]):
 
     @property
     def _ahead(self) -> tuple[Ahead, ...]:
-        """The layers that predict later tokens, if the model is trained on the next token."""
+        """The layers that predict later tokens; empty if the model has an objective other than the next token."""
         return self.architecture.output.ahead if self.options.objective is None else ()
 
     def split(self, batch: DecoderBatch, index: int, size: int) -> DecoderBatch:
-        """Split rows over context ranks. The tokens ahead are taken from whole rows first."""
+        """Split rows over context ranks. The tokens ahead are read from whole rows before the split."""
         if size > 1 and self._ahead:
             tokens, labels, weights = self._tokens_ahead(batch)
             batch = replace(batch, ahead_tokens=tokens, ahead_labels=labels, ahead_weights=weights)

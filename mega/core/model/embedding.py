@@ -1,4 +1,4 @@
-"""The embedding in front of the first layer: tokens, positions and token types. Knows no batch."""
+"""The embedding in front of the first layer: tokens, positions and token types. Does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OUTSIDE = -1
 
 
 class Embedding(nn.Module):
-    """dropout(norm(scale x tokens + positions + types)); scale, types and norm only in models that have them.
+    """dropout(norm(scale x tokens + positions + types)); scale, types and norm are used only in models that have them.
 
-    Positions are learned or sinusoidal. The result has the dtype of the residual stream. site: of the dropout, for
+    Positions are learned or sinusoidal. The result has the dtype of the residual stream. site: name of the dropout, for
     models with several embeddings.
     """
 
@@ -68,8 +68,8 @@ class Embedding(nn.Module):
         types: torch.Tensor | None = None,
         sum_ranks: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """`forward` without dropout, for int64 [tokens]: tokens of the whole region, but positions and types of this
-        rank only. sum_ranks: as in `VocabEmbedding`."""
+        """`forward` without dropout, for int64 [tokens]: tokens of the whole region, but only positions and types of
+        this rank. sum_ranks: as in `VocabEmbedding`."""
         x = self.tokens(tokens, sum_ranks)
         if self.scale != 1.0:
             x = x * self.scale
@@ -79,7 +79,7 @@ class Embedding(nn.Module):
             x = x + sinusoid(positions + self.offset, x.shape[-1], x.dtype)
         if self.types is not None:
             assert types is not None
-            # RoBERTa has one row for all types.
+            # RoBERTa's table has one row for all types.
             x = x + look_up(types if self.types.shape[0] > 1 else torch.zeros_like(types), self.types)
         if self.norm is not None:
             x = self.norm(ResidualState(x))[1]

@@ -1,13 +1,14 @@
-"""Encoder-decoder language models as pipeline stages: Megatron-LM's T5 is a value of one config.
+"""Encoder-decoder language models as pipeline stages: Megatron-LM's T5 is one configuration.
 
 The encoder attends to its tokens in both directions. Every layer of the decoder attends causally to the decoder's
-tokens, and to all outputs of the encoder (the memory). A stage is a run of units, of one side or of both:
+tokens, and to all outputs of the encoder (the memory). A stage holds consecutive units, of one side or of both:
 
     stage(batch, *cargo) -> cargo             in the encoder [tokens, h]; in the decoder [tokens, h] and the memory
     last(batch, *cargo)  -> the term "lm"     sum of weight x negative log-likelihood, sum of weight
 
-Stages of the decoder pass the memory on unchanged. In the backward pass each stage that reads the memory adds to its
-gradient. Under sequence parallelism the tokens of the encoder and those of the decoder are split separately.
+Stages of the decoder pass the memory to the next stage unchanged. In the backward pass each stage that reads the memory
+adds to the memory's gradient. Under sequence parallelism the encoder's tokens and the decoder's tokens are split
+separately.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Side(NamedTuple):
 
 
 class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
-    """The units of an encoder and a decoder that one stage holds, in the order of the architecture's."""
+    """The units of an encoder and a decoder that one stage holds, in the order of the architecture's units."""
 
     head_terms: Mapping[str, float] = MappingProxyType({"lm": 1.0})
 
@@ -74,7 +75,7 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
 
     @property
     def encodes(self) -> bool:
-        """Whether this stage holds a part of the encoder. Otherwise it receives the memory."""
+        """Whether this stage holds a part of the encoder. Otherwise the stage receives the memory."""
         return self.embedding is not None or len(self.encoder) > 0 or self.decoder_embedding is not None
 
     def cargo(self, batch: EncoderDecoderBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -134,7 +135,8 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
         return self.through(self.encoder, ResidualState(embedded), context)
 
     def _context(self, side: Side, documents: torch.Tensor | None = None) -> ForwardContext:
-        """documents: those of the encoder's tokens, which attend within their document; None: causal attention."""
+        """documents: documents of the encoder's tokens, which attend within their document; None for causal
+        attention."""
         return forward_context(
             self.architecture,
             side.samples,
@@ -150,8 +152,8 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
     def _memory(self, stream: ResidualState) -> torch.Tensor:
         """The normalized stream of the encoder.
 
-        Returned as a view without a recompute recipe: every layer of the decoder saves the memory, and none of them
-        should recompute it (under selective recompute a norm attaches a recipe to its result).
+        Returned as a view without a recompute recipe: every layer of the decoder saves the memory, and none of these
+        layers should recompute it (under selective recompute a norm attaches a recipe to its result).
         """
         if self.with_full_params is None:
             normed = self.encoder_norm(stream)[1]

@@ -1,4 +1,4 @@
-"""A mixture of experts: a router sends each token to a few of many feed-forward networks.
+"""A mixture of experts: a router sends each token to a few out of many feed-forward networks.
 
     1 route      logits, probabilities and chosen experts of our tokens; attach the losses of the router
     2 drop       the choices that exceed the capacity of an expert, counted over the microbatch
@@ -8,7 +8,7 @@
     6 return     rows to the ranks of their tokens; sum the rows of each token
     7 combine    the outputs of the ranks of the region
 
-The shared expert is an ordinary feed-forward network that runs in addition.
+The shared expert is an ordinary feed-forward network that is also applied to every token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """x [rows, in] -> [rows, out] by grouped GEMMs. `Weight.add_wgrad` takes the weight's gradient."""
+    """x [rows, in] -> [rows, out] by grouped GEMMs. `Weight.add_wgrad` handles the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -65,7 +65,7 @@ class GroupedAdapter(nn.Module):
     """Low-rank adapters of linear layers of experts, fused into one GEMM: y + scale (x A_e^T) B_e^T (see
     parallel/adapter.py).
 
-    parts: for each linear layer the adapters of all local experts; () if it has none.
+    parts: for each linear layer, the adapters of all local experts; () if the layer has none.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[Sequence[AdapterSpec]]):
@@ -87,7 +87,7 @@ class GroupedAdapter(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """The experts of one rank, or its shards of them, applied to rows that are sorted by expert."""
+    """The experts of one rank, or the rank's shards of experts, applied to rows that are sorted by expert."""
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, region: ExpertRegion):
         super().__init__()
@@ -136,7 +136,7 @@ class GroupedExperts(nn.Module):
         if self.down_adapter is not None:
             out = self.down_adapter(weighted, out, ends)
         if self.down_bias is not None:
-            once = probabilities * float(self.first)  # ranks are summed: one adds the bias
+            once = probabilities * float(self.first)  # outputs are summed over ranks, so one rank adds the bias
             out = out + (_biases(self.down_bias, counts, len(tokens)) * once[:, None]).to(out.dtype)
         return out
 
@@ -150,7 +150,7 @@ def _biases(bias: Weight, counts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class ExpertLayer(MixerModule):
-    """A mixture of experts. `forward` returns the whole output of the branch; `finish` has nothing left to do."""
+    """A mixture of experts. `forward` returns the whole output of the branch; `finish` returns it unchanged."""
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, place: LayerPlace):
         super().__init__(place)
@@ -215,14 +215,14 @@ class ExpertLayer(MixerModule):
 class ExpertLoad(NamedTuple):
     """The load of experts in one step."""
 
-    counts: torch.Tensor  # float64 [mixtures, experts]: choices of each expert
-    dropped: torch.Tensor  # float64 [mixtures]: dropped choices
+    counts: torch.Tensor  # float64 [mixtures, experts]: number of choices of each expert
+    dropped: torch.Tensor  # float64 [mixtures]: number of dropped choices
 
     def metrics(self) -> Mapping[str, torch.Tensor]:
         """Metrics for the log.
 
         largest_share: the largest share of a mixture's choices that falls on one expert. dropped_share: the share of
-        all choices that were dropped. tokens_of_expert_N: choices of expert N, the mean over mixtures.
+        all choices that were dropped. tokens_of_expert_N: number of choices of expert N, averaged over mixtures.
         """
         total = self.counts.sum()
         shares = self.counts / self.counts.sum(1, keepdim=True).clamp(min=1)

@@ -22,10 +22,10 @@ from mega.core.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class MemoryTokens:
-    """The outputs of another stack, for layers that attend to them."""
+    """The outputs of another stack, for layers that attend to these outputs."""
 
     tokens: torch.Tensor
-    """[memory tokens, h]; under sequence parallelism those of this rank."""
+    """[memory tokens, h]; under sequence parallelism only the tokens of this rank."""
     documents: torch.Tensor
     """int64 [b, columns]: the document of each memory token in its row."""
     readers: torch.Tensor
@@ -33,31 +33,31 @@ class MemoryTokens:
     covered: bool
     """Whether every reading token is known to attend to at least one memory token."""
     keys: torch.Tensor | None
-    """int64 [all memory tokens of the region]: dropout keys for adapters; None without adapter dropout."""
+    """int64 [all memory tokens of the region]: dropout keys for adapters; None if adapters have no dropout."""
 
 
 @dataclass
 class NeighbourStates:
     """The neighbours of a text's chunks in one stage.
 
-    Each row of the text has l chunks, each chunk has k neighbours of r tokens. They form rows [b l k, r]. The layer
-    that holds their encoder sets `encoded`.
+    Each row of the text has l chunks, and each chunk has k neighbours of r tokens. The neighbours form rows [b l k, r].
+    The layer that holds the neighbours' encoder sets `encoded`.
     """
 
     tokens: torch.Tensor
-    """[b l k r, h], under sequence parallelism those of this rank: received or embedded by the stage."""
+    """[b l k r, h], received or embedded by the stage; under sequence parallelism only the tokens of this rank."""
     context: ForwardContext
-    """The context for the layers of their encoder."""
+    """The context for the layers of the neighbours' encoder."""
     found: torch.Tensor | None
-    """bool [b, l, k]: which neighbours exist; None: all."""
+    """bool [b, l, k]: which neighbours exist; None if all exist."""
     shape: tuple[int, int, int]
     """l, k and r."""
     chunk: int
-    """Tokens of a chunk."""
+    """Number of tokens in a chunk."""
     encoded: torch.Tensor | None = None
-    """The output of their encoder, shaped like `tokens`; None before it has run."""
+    """The output of the neighbours' encoder, shaped like `tokens`; None before the encoder has run."""
     text: torch.Tensor | None = None
-    """[b s, h]: the states of the text that their encoder reads."""
+    """[b s, h]: the states of the text that the neighbours' encoder reads."""
 
     @property
     def read(self) -> torch.Tensor:
@@ -76,15 +76,15 @@ class ForwardContext:
     """The context of one microbatch in a stage. Tokens are rows of [tokens, h], batch-major."""
 
     batch: int
-    """Rows."""
+    """Number of rows."""
     seq: int
-    """Columns of this context rank."""
+    """Number of columns on this context rank."""
     documents: torch.Tensor | None
-    """int64 [b, whole s]: the document of each token; None: one document a row."""
+    """int64 [b, whole s]: the document of each token; None if every row is one document."""
     tables: Mapping[Rope, Rotary]
     """cos and sin [tokens, R / 2] of the positions, for each kind of rotary positions in the model."""
     keys: torch.Tensor | None
-    """int64 [our tokens]: dropout keys; None without dropout (evaluation, or probability 0)."""
+    """int64 [our tokens]: dropout keys; None if dropout is off (evaluation, or probability 0)."""
     row_keys: torch.Tensor | None
     """int64 [b, whole s]: dropout keys of the whole rows."""
     region_keys: torch.Tensor | None
@@ -97,18 +97,19 @@ class ForwardContext:
     memory: MemoryTokens | None = field(default=None, kw_only=True)
     neighbours: NeighbourStates | None = field(default=None, kw_only=True)
     auxiliary: AuxiliarySums | None = field(default=None, kw_only=True)
-    """Collects the losses of layers; None if they are not computed."""
+    """Collects the losses of layers; None if the losses are not computed."""
     seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)
-    """int64 [s]: which columns of the whole rows this rank has; None: all."""
+    """int64 [s]: which columns of the whole rows this rank has; None if it has all."""
 
     def auxiliary_loss(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
     ) -> torch.Tensor:
-        """Attach a loss to x: the backward pass of the result starts that of the loss. Use the result instead of x.
+        """Attach a loss to x: the backward pass of the result starts the backward pass of the loss. Use the result
+        instead of x.
 
-        total: computes the sum of the loss over our tokens, sequences or microbatch, [], in fp32 at least. It is not
-        called if losses are not computed. split: whether the total is that of this tensor rank only (of its heads,
-        columns or, under sequence parallelism, tokens); otherwise every tensor rank computes the same total.
+        total: computes the sum of the loss over our tokens, sequences or microbatch, [], in fp32 at least. `total` is
+        not called if losses are not computed. split: whether the total covers only this tensor rank (its heads, columns
+        or, under sequence parallelism, tokens); otherwise every tensor rank computes the same total.
         """
         return x if self.auxiliary is None else self.auxiliary.add(loss, x, total(), (self.batch, self.seq), split)
 
@@ -121,18 +122,19 @@ class ForwardContext:
         return x * (1 + eps * ((bits + 0.5) / 2**15 - 1)).to(x.dtype)
 
     def token_numbers(self, shards: int, device: torch.device) -> torch.Tensor:
-        """int64 [our tokens]: numbers of our tokens in the microbatch, row by row. shards: ranks that share a row."""
+        """int64 [our tokens]: indices of our tokens in the microbatch, row by row. shards: number of ranks that share a
+        row."""
         in_row = torch.arange(self.seq, device=device) if self.seq_numbers is None else self.seq_numbers
         first = torch.arange(self.batch, device=device) * (self.seq * shards)
         numbers = (first[:, None] + in_row).flatten()
         return local_shard(numbers, self.tp) if self.sequence else numbers
 
     def rotary(self, rope: Rope | None) -> Rotary | None:
-        """cos and sin of a layer's positions; None without rotary positions."""
+        """cos and sin of a layer's positions; None if the layer has no rotary positions."""
         return None if rope is None else self.tables[rope]
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
-        """Dropout for [our tokens, h], the output of a branch; None without dropout."""
+        """Dropout for [our tokens, h], the output of a branch; None if dropout is off."""
         if self.keys is None or not probability:
             return None
         return Dropout(self.keys, site_key(layer, site, self.rule), probability, self.rule)
@@ -160,7 +162,7 @@ class ForwardContext:
     ) -> torch.Tensor:
         """Self-attention of the whole rows: q [b, s, heads, d]; k, v [b, s, kv_heads, d] -> [b, s, heads, d].
 
-        first_head: number of the first of these heads in the layer.
+        first_head: index of the first of these heads in the layer.
         """
         mask = self.attention_mask(attention, layer, first_head)
         if attention.padding == "masked":
@@ -169,12 +171,12 @@ class ForwardContext:
         assert padding is not None
         if attention.padding == "zero":
             return operator(q, k, v, replace(mask, q_documents=2 * padding))
-        # Queries of zeros give all keys the same weight, and dropout applies to these weights as usual.
+        # If queries are 0, all keys get the same weight, and dropout applies to these weights as usual.
         even = operator(torch.zeros_like(q), k, v, replace(mask, q_documents=None, k_documents=None))
         return torch.where(padding[:, :, None, None].bool(), even, operator(q, k, v, mask))
 
     def attention_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
-        """The mask of self-attention over whole rows, with dropout. first_head: number of this rank's first head."""
+        """The mask of self-attention over whole rows, with dropout. first_head: index of this rank's first head."""
         length = 0 if self.row_keys is None else self.row_keys.shape[1]
         return AttentionMask(
             "causal" if attention.causal else "full",
@@ -186,7 +188,8 @@ class ForwardContext:
         )
 
     def memory_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
-        """The mask of attention to the memory: the documents that tokens read, or everything if padding is visible."""
+        """The mask of attention to the memory: tokens see the document that they read, or everything if padding is
+        visible."""
         memory = self.memory
         assert memory is not None
         dropout = self._attention_dropout(attention, layer, first_head, memory.documents.shape[1])
@@ -204,7 +207,7 @@ class ForwardContext:
     def _attention_dropout(
         self, attention: Attention, layer: int, first_head: int, length: int
     ) -> AttentionDropout | None:
-        """Dropout of attention weights, or None. length: columns of the keys' whole rows."""
+        """Dropout of attention weights, or None. length: number of columns of the keys' whole rows."""
         return (
             None if self.row_keys is None else self.weight_dropout(self.row_keys, attention, layer, first_head, length)
         )
@@ -236,8 +239,8 @@ def forward_context(
     """Compute the context of rows of tokens.
 
     samples: int64 [b], global sample numbers. positions: int64 [b, s]. columns: int64 [s], which columns of the whole
-    rows this rank has; None: all. documents: int64 [b, whole s], or None. dropout_seed: None switches dropout off.
-    row_shards: ranks that share a row.
+    rows this rank has; None if it has all. documents: int64 [b, whole s], or None. dropout_seed: None switches dropout
+    off. row_shards: number of ranks that share a row.
     """
     batch_size, seq = positions.shape
     keys = row_keys = region_keys = None
@@ -257,7 +260,8 @@ def forward_context(
 
 
 def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """int64 [b, width]: 0 for the first `lengths` [b] tokens of each row and 1 for its padding, a separate document.
+    """int64 [b, width]: 0 for the first `lengths` [b] tokens of each row and 1 for the row's padding, which is a
+    separate document.
 
     >>> padding_documents(torch.tensor([2, 4]), 4).tolist()
     [[0, 0, 1, 1], [0, 0, 0, 0]]

@@ -1,4 +1,5 @@
-"""One transformer layer: branches on the residual stream. The algebra is written once, for training and for decoding.
+"""One transformer layer: branches on the residual stream. Training and decoding share one implementation of the
+algebra.
 
 A branch has the steps: norm before, mixer, the mixer's last linear layer, norm after. In training the steps are modules
 (`ResidualBranch`); in decoding they are functions prepared from the modules (model/decode.py). `branch_function` and
@@ -36,7 +37,7 @@ Context = TypeVar("Context", contravariant=True)
 
 
 NormStep = Callable[[ResidualState], tuple[torch.Tensor, torch.Tensor]]
-"""Returns the stream with its branch added, and the norm of this sum."""
+"""A function that returns the stream with its branch added, and the norm of this sum."""
 
 
 class BranchSteps(Protocol[Context]):
@@ -56,11 +57,11 @@ class BranchSteps(Protocol[Context]):
 
     @property
     def add(self) -> Callable[[torch.Tensor, torch.Tensor, Context], ResidualState]:
-        """(x, input of the last linear) -> the stream x with the branch's output, which the next norm may add."""
+        """(x, input of the last linear layer) -> the stream x and the branch's output, which the next norm may add."""
 
     @property
     def alone(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
-        """Input of the last linear -> the branch's output alone, with bias and dropout, [tokens, h]."""
+        """Input of the last linear layer -> the branch's output alone, with bias and dropout, [tokens, h]."""
 
 
 def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Context], ResidualState]:
@@ -92,7 +93,8 @@ def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Con
 def run_parallel(
     branches: Sequence[BranchSteps[Context]], before: NormStep | None, x: torch.Tensor, context: Context
 ) -> ResidualState:
-    """The sum of branches that all read the stream x. before: a norm for the branches that have none."""
+    """The sum of branches that all read the stream x. before: a norm shared by the branches that have no norm
+    before."""
     total, shared = None, x if before is None else before(ResidualState(x))[1]
     for steps in branches:
         normed = shared if steps.before is None else steps.before(ResidualState(x))[1]
@@ -117,8 +119,8 @@ def _attention(factory: ParameterFactory, value: Attention, tensors: Tensors, pl
 def _neighbours(
     factory: ParameterFactory, value: NeighbourAttention, tensors: Tensors, place: LayerPlace
 ) -> ChunkAttention:
-    """The attention to neighbours. Layers of its encoder have numbers from -2 down, so that their dropout sites are
-    unique."""
+    """The attention to neighbours. The layers of its encoder have the numbers -2, -3, ..., so that their dropout sites
+    are unique."""
 
     def encoding(number: int, layer: Layer) -> TransformerLayer:
         prefix = f"{value.prefix}.layers.{number}."
@@ -151,7 +153,8 @@ class ResidualBranch(nn.Module):
     def __init__(self, factory: ParameterFactory, value: Branch, tensors: Tensors, place: LayerPlace):
         super().__init__()
         self.value, self.layer, self.ops = value, place.layer, factory.ops
-        # Register norms before the mixer: the order of weights determines the offsets in buckets and checkpoints.
+        # Norms are registered before the mixer, because the order of weights determines offsets in buckets and
+        # checkpoints.
         self.before = normalization(factory, value.before, tensors)
         self.after = normalization(factory, value.after, tensors)
         self.mixer = mixer(factory, value.mixer, tensors, place)
@@ -170,10 +173,10 @@ class ResidualBranch(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """One layer of a model in training. tensors: by names relative to the layer.
+    """One layer of a model in training. tensors: the layer's tensors, by names relative to the layer.
 
-    Branches that read a memory are registered last, independent of the order in which they run: the order of weights
-    determines the offsets in buckets and checkpoints.
+    Branches that read a memory are registered last, independent of the order in which branches run, because the order
+    of weights determines the offsets in buckets and checkpoints.
     """
 
     def __init__(self, factory: ParameterFactory, value: Layer, tensors: Tensors, place: LayerPlace):

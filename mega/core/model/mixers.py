@@ -1,6 +1,6 @@
 """The mixers of branches: self-attention, attention to a memory, feed-forward.
 
-A mixer has two steps, because decoding replaces each of them: `forward` computes the input of the last linear layer,
+A mixer has two steps, each of which decoding replaces: `forward` computes the input of the last linear layer,
 and `out` is this linear layer, which leaves the tensor-parallel region. Shapes are those of one tensor rank: `heads`
 are this rank's heads, and [tokens, h] are this rank's tokens under sequence parallelism.
 """
@@ -30,18 +30,19 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 class LayerPlace(NamedTuple):
     """The position of a layer in the model and its ranks."""
 
-    layer: int  # number in the whole model
+    layer: int  # index of the layer in the whole model
     region: Region  # tensor parallelism
     adapter_dropout: float  # dropout probability for the inputs of adapters
-    cp: Axis = SINGLE  # ranks that share its sequences
+    cp: Axis = SINGLE  # ranks that share the layer's sequences
     experts: ExpertAxes = NO_RANKS  # ranks that share the experts of a mixture
-    gathers_experts: bool = False  # gather tokens over ranks with different experts, instead of exchanging rows
+    gathers_experts: bool = False  # whether to gather tokens over ranks with different experts
 
 
 class MixerModule(nn.Module):
     """A mixer's module. out: the last linear layer, if `finish` and `bias` are not overridden.
 
-    adapters: a prefix for the dropout sites of its adapters. Site names are hashed into dropout masks: do not change.
+    adapters: a prefix for the dropout sites of its adapters. Do not change site names: they are hashed into dropout
+    masks.
     """
 
     adapters = ""
@@ -57,7 +58,7 @@ class MixerModule(nn.Module):
 
     @property
     def bias(self) -> Weight | None:
-        """The bias that the caller has to add to the result of `finish`."""
+        """The bias that the caller must add to the result of `finish`."""
         return self.out.bias
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -106,7 +107,7 @@ class SelfAttention(MixerModule):
 
 
 class CrossAttention(SelfAttention):
-    """Attention to the memory: queries of the layer's tokens, keys and values (one GEMM) of the memory."""
+    """Attention to the memory: queries from the layer's tokens, keys and values (one GEMM) from the memory."""
 
     adapters = "cross_"
 

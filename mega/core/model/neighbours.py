@@ -6,8 +6,9 @@ nothing:
     tokens          0 1 2 | 3 4 5 6 | 7 8 9 10 | 11
     neighbours of     -   | chunk 0 |  chunk 1 | chunk 2
 
-So no token reads neighbours that were retrieved with later tokens. The encoder processes each neighbour by itself,
-bidirectionally; its first layer also attends to the chunk for which the neighbour was retrieved. Knows no files.
+So no token reads neighbours that were retrieved with later tokens. The encoder processes each neighbour separately,
+bidirectionally; its first layer also attends to the chunk for which the neighbour was retrieved. This module reads no
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class ChunkAttention(CrossAttention):
-    """Attention of the text to its neighbours. The module may hold their encoder, which runs first."""
+    """Attention of the text to its neighbours. The module may hold the neighbours' encoder, which runs first."""
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class ChunkAttention(CrossAttention):
         return stream.sum(self.ops)
 
     def mask(self, states: NeighbourStates, context: ForwardContext, size: int) -> AttentionMask:
-        """The mask of tokens [b l, m] for their neighbours [b l, k r]. size: tokens in all chunks of a row."""
+        """The mask of tokens [b l, m] for their neighbours [b l, k r]. size: number of tokens in all chunks of a
+        row."""
         _, count, width = states.shape
         dropout = None
         if context.row_keys is not None:
@@ -94,12 +96,13 @@ class ChunkAttention(CrossAttention):
 
 
 class ReaderAttention(CrossAttention):
-    """In the neighbours' encoder: queries of the neighbours, keys and values of the chunk they were retrieved for."""
+    """In the neighbours' encoder: queries from the neighbours, keys and values from the chunk for which they were
+    retrieved."""
 
     adapters = "reader_"
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [tokens of the neighbours, h] -> [all of the region, heads x d]."""
+        """x [tokens of the neighbours, h] -> [all such tokens of the region, heads x d]."""
         states = context.neighbours
         assert states is not None and states.text is not None
         chunks, count, width = states.shape

@@ -1,7 +1,7 @@
 """Training objectives of left-to-right models other than the next token, computed from the losses of tokens.
 
 The head computes the negative log-likelihood of every label in any parallel layout; an `Objective` computes loss terms
-from them.
+from these values.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class Predictions(Protocol):
 
     @property
     def logprobs(self) -> torch.Tensor:
-        """Log-probabilities of the labels, [b, s]. Logits are not gathered for them."""
+        """Log-probabilities of the labels, [b, s], computed without gathering logits."""
 
 
 LossFunction = Callable[[Predictions, DecoderBatch], torch.Tensor]
-"""A loss for each token, [b, s], or for each sequence or group of sequences, [b] or fewer."""
+"""A function that returns a loss for each token, [b, s], or for each sequence or group of sequences, [b] or fewer."""
 
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """A loss that a function of the caller computes from predictions.
+    """A loss that a caller's function computes from predictions.
 
     level: "token" weights each token by the batch's loss_weights in the mean; "sequence" weights each row equally.
     """
@@ -100,7 +100,7 @@ class CustomLoss:
 
 @dataclass(frozen=True)
 class SequenceBatch(DecoderBatch):
-    """A batch whose loss weights each row equally. Fields as in `DecoderBatch`."""
+    """A batch whose loss weights each row equally. It has the fields of `DecoderBatch`."""
 
     @classmethod
     def of(cls, batch: DecoderBatch) -> SequenceBatch:

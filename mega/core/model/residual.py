@@ -23,7 +23,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class ResidualState(NamedTuple):
-    """The residual stream and the output of a branch that is not yet added: x + drop(branch + bias)."""
+    """The residual stream and a branch's output that is not yet added: x + drop(branch + bias)."""
 
     x: torch.Tensor  # [tokens, h]
     branch: torch.Tensor | None = None  # [tokens, h]
@@ -54,7 +54,7 @@ class Normalization(nn.Module):
 
 
 class ProjectionNorm(nn.Module):
-    """RMSNorm over all heads of all tensor ranks together. The weight is sharded like the heads."""
+    """One RMSNorm over all heads of all tensor ranks. The weight is sharded like the heads."""
 
     def __init__(self, factory: ParameterFactory, norm: Norm, tensors: Tensors, axis: Axis):
         super().__init__()

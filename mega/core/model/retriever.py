@@ -4,8 +4,8 @@
     last(batch, *cargo)  -> the term "lm"     as in a decoder
 
 The first stage embeds the neighbours along with the text, because it holds the table. Stages pass the embedded
-neighbours on up to the layer that holds their encoder, and from there the encoded neighbours, up to the last layer that
-attends to them.
+neighbours on to the layer that holds their encoder, and from that layer pass the encoded neighbours on to the last
+layer that attends to neighbours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class RetrieverStage(DecoderStage):
     """The units of a Retro model that one stage holds."""
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
-        """The embedding. Its tables are looked up twice in a pass (text and neighbours), so they get two gradients."""
+        """The embedding. Its tables are looked up twice in a pass (for text and neighbours), so each table gets two
+        gradients."""
         embedding = super().build_embedding(factory, tensors)
         for table in weights(embedding):
             table.uses += 1
@@ -72,7 +73,7 @@ class RetrieverStage(DecoderStage):
         """The neighbours at the input of this stage: embedded from the batch, or received as cargo."""
         size, chunks, count, width = batch.neighbours.shape
         numbers = torch.arange(chunks * count, device=batch.samples.device)
-        # Dropout is a function of the sample number. Neighbours use negative numbers, which no text has.
+        # Dropout is a function of the sample number. Neighbours use negative sample numbers, which no text has.
         samples = -1 - (batch.samples[:, None] * (chunks * count) + numbers).flatten()
         positions = torch.arange(width, device=batch.samples.device).expand(size * chunks * count, width)
         context = forward_context(
@@ -97,7 +98,8 @@ class RetrieverStage(DecoderStage):
     def unit(self, layer: nn.Module, stream: ResidualState, context: ForwardContext) -> ResidualState:
         """Run a layer with its weights unsharded.
 
-        The layer that holds the encoder returns two tensors, but the unshard hook passes one: concatenate them.
+        The layer that holds the encoder returns two tensors, but the unshard hook passes one tensor, so the two are
+        concatenated.
         """
         states = context.neighbours
         if states is None or not cast(TransformerLayer, layer).encodes:

@@ -1,7 +1,7 @@
 """The router of a mixture of experts: the chosen experts of each token, dropped choices, balance losses, load counts.
 
-Rules that depend on the whole microbatch (sinkhorn, capacity, balance) gather the tokens of all ranks that share it, so
-their decisions do not depend on the parallel layout.
+Rules that depend on the whole microbatch (sinkhorn, capacity, balance) gather the tokens of all ranks that share the
+microbatch, so the decisions do not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class RoutedTokens(NamedTuple):
     x: torch.Tensor  # [t, h], with the losses of the router attached
     chosen: torch.Tensor  # int64 [t, k], experts
     probabilities: torch.Tensor  # [t, k]
-    kept: torch.Tensor | None  # bool [t, k], which choices are not dropped; None: all
-    limit: int | None  # the most rows of an expert; None: no limit
+    kept: torch.Tensor | None  # bool [t, k], which choices are kept; None if all are
+    limit: int | None  # maximum number of rows of an expert; None if unlimited
 
 
 class ExpertRouter(nn.Module):
     """The router of one mixture.
 
-    load: float64 [experts + 1], choices of each expert and dropped choices, of our tokens in this step.
+    load: float64 [experts + 1], for our tokens in this step: number of choices of each expert, and of dropped choices.
     """
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, place: LayerPlace):
@@ -55,7 +55,7 @@ class ExpertRouter(nn.Module):
         self._running = torch.zeros(value.count, dtype=torch.float64, device=self.gate.device)
         self._microbatches = 0
         self.quantiles = torch.zeros_like(self.load)
-        """For the choice `quantile`: the sum of the thresholds of this step's microbatches, and the number of these."""
+        """For the choice `quantile`: the sum of the thresholds of this step's microbatches, and their number."""
 
     def start_step(self) -> None:
         """Set all counts to zero."""
@@ -93,7 +93,7 @@ class ExpertRouter(nn.Module):
         return routing.route(logits, router, k, matrix=matrix)
 
     def _losses(self, x: torch.Tensor, logits: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        if not self.training:  # validation uses the loss of the text only
+        if not self.training:  # validation uses only the loss of the text
             return x
         router = self.value.router
         totals: dict[str, Callable[[], torch.Tensor]] = {
@@ -111,7 +111,7 @@ class ExpertRouter(nn.Module):
     ) -> torch.Tensor:
         """The balance loss over all tokens of the microbatch.
 
-        sequences: the sum of the balance losses of the rows instead. running: use the mean load of this step's
+        sequences: return the sum of the balance losses of the rows instead. running: use the mean load of this step's
         microbatches so far, over all data ranks.
         """
         scores, k = routing.load_scores(logits, self.value.router.score), self.value.chosen
@@ -145,7 +145,7 @@ class ExpertRouter(nn.Module):
     def _capacity(
         self, chosen: torch.Tensor, probabilities: torch.Tensor, context: ForwardContext
     ) -> tuple[int, torch.Tensor]:
-        """The most tokens of an expert, and which choices of our tokens are kept."""
+        """The maximum number of tokens for an expert, and which choices of our tokens are kept."""
         value, rule = self.value, self.value.capacity
         assert rule is not None
         numbers, axes = context.token_numbers(self.cp.size, chosen.device), _sharing(context, self.cp)
@@ -173,7 +173,7 @@ class ExpertRouter(nn.Module):
 
 
 def _sharing(context: ForwardContext, cp: Axis) -> list[Axis]:
-    """The axes whose ranks share a microbatch, the fastest first."""
+    """The axes whose ranks share a microbatch, fastest axis first."""
     return [*([context.tp] if context.sequence else []), cp]
 
 

@@ -59,8 +59,8 @@ class StackStage(nn.Module, Generic[B]):
         last(batch, *cargo)  -> terms, metrics    or logits, if outputs are requested
 
     A family sets `head_terms` and `metrics` and implements the four methods that raise here. Its head is called with a
-    `ResidualState`, a batch and the scales of its terms, which it may use, and returns `Losses`; without a batch it
-    returns logits [tokens, ids of this rank].
+    `ResidualState`, a batch and the scales of the head's terms, which the head may use, and returns `Losses`; without a
+    batch the head returns logits [tokens, ids of this rank].
     head_terms: name of each loss of the head -> its coefficient; the losses of layers follow from the architecture.
     with_full_params: runs a unit with its weights unsharded (ZeRO 3); None if weights are never sharded.
     """
@@ -144,13 +144,13 @@ class StackStage(nn.Module, Generic[B]):
 
     @cached_property
     def terms(self) -> dict[str, float]:
-        """Name of each loss, of the head or of layers -> the factor of its mean in the loss of a step."""
+        """Name of each loss, of the head or of layers -> the factor of the loss's mean in the total loss of a step."""
         losses = self.architecture.auxiliary_losses
         return {**self.head_terms, **{loss.name: loss.coefficient * sum(layers) for loss, layers in losses.items()}}
 
     def split(self, batch: B, index: int, size: int) -> B:
-        """The columns of a batch for rank `index` of a context axis of `size` ranks, with the data that layers need of
-        other columns."""
+        """The columns of a batch for rank `index` of a context axis of `size` ranks, with the data that layers need
+        from other columns."""
         return batch.split(index, size)
 
     def weights(self, batch: B) -> Mapping[str, torch.Tensor]:
@@ -167,7 +167,7 @@ class StackStage(nn.Module, Generic[B]):
 
     @property
     def dropout_seed(self) -> int | None:
-        """The seed of dropout; None without dropout."""
+        """The seed of dropout; None if dropout is off."""
         return self.options.dropout_seed if self.training else None
 
     def cargo(self, batch: B) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -178,7 +178,7 @@ class StackStage(nn.Module, Generic[B]):
     def forward(
         self, batch: B, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
     ) -> StageOutput:
-        """Run the stage. outputs: the last stage returns the result of `outputs` instead of losses."""
+        """Run the stage. outputs: whether the last stage returns the result of `self.outputs` instead of losses."""
         sums = None if outputs else self._auxiliary_sums(scales)
         stream, *passed = self.stream(batch, sums, *cargo)
         if self.head is None:
@@ -253,7 +253,7 @@ class StackStage(nn.Module, Generic[B]):
     def _from_sum(
         self, layers: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
     ) -> torch.Tensor:
-        """Layers as a function of one tensor: recomputation and unsharding need this form."""
+        """Run layers as a function of one tensor, because recomputation and unsharding need this form."""
         return self._through(layers, ResidualState(x), context, unshard).sum(self.ops)
 
     def outputs(self, stream: ResidualState, batch: B) -> torch.Tensor:
@@ -283,7 +283,7 @@ class StackStage(nn.Module, Generic[B]):
     ) -> Losses:
         if self.with_full_params is None:
             return self.head_losses(stream, batch, scales, auxiliary)
-        head_losses: list[Losses] = []  # no scales: the backward pass must begin at the output of `run`
+        head_losses: list[Losses] = []  # no scales, because the backward pass must begin at the output of `run`
 
         def run(stream: ResidualState) -> torch.Tensor:
             head_losses.append(self.head_losses(stream, batch, None, auxiliary))

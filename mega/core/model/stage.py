@@ -14,7 +14,7 @@ from mega.core.parallel.experts import NO_RANKS, ExpertAxes
 from mega.core.parallel.mesh import SINGLE, Axis
 
 UnshardHook = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
-"""hook(unit, run, x) -> run(x), with the weights of `unit` unsharded during forward and backward pass."""
+"""hook(unit, run, x) -> run(x), with the weights of `unit` unsharded during the forward and backward pass."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class StageOptions:
     """Options of a stage."""
 
     dropout_seed: int | None = None
-    """None switches dropout off."""
+    """The seed of dropout; None switches dropout off."""
     dropout_rule: int = RULE
     """The version of the dropout rule (ops/counter.py)."""
     residual: torch.dtype | None = None
-    """The dtype of the residual stream; None: that of the weights."""
+    """The dtype of the residual stream; None for the dtype of the weights."""
     full_recompute: tuple[str | None, int | None] = (None, None)
     """Recomputation of whole layers: method and number of layers, as in `groups` of parallel/recompute.py."""
     distribute_saved: bool = False
-    """Distribute the saved inputs of recomputed layers over the tensor ranks."""
+    """Whether the saved inputs of recomputed layers are distributed over the tensor ranks."""
     objective: Objective | None = None
-    """The training objective of a left-to-right model; None: the next token."""
+    """The training objective of a left-to-right model; None for the next token."""
     cp: Axis = SINGLE
     """The ranks that share sequences."""
     experts: ExpertAxes = NO_RANKS

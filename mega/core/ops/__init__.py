@@ -2,10 +2,10 @@
 collectives.
 
 norm, activation, dropout, cross_entropy, rotary, sinusoid, heads, matmuls, total, square_sum   the ops of training
-attention, mask, partial_attention   attention, its masks, and attention in blocks; cudnn: sliding windows
+attention, mask, partial_attention   attention, its masks, and attention in blocks; cudnn: sliding-window attention
 routing, grouped, rows               the choice of experts, grouped GEMMs for experts, and sums of rows
 fp8, recompute                       GEMMs in 8 bits, and activation recomputation
 few_rows, paged_attention, kept_keys, fp8_weights   the ops of inference
 counter, autograd                    counter-based random numbers, and conventions between ops and callers
-suite, trial, packages, observe      the choice of implementations, their trials, third-party ops, and observers
+suite, trial, packages, observe      choice of implementations, trials of kernels, third-party ops, and observers
 """

@@ -1,4 +1,4 @@
-"""Feed-forward activations on [tokens, f]; the gated one takes [tokens, 2f], gate first."""
+"""Feed-forward activations on [tokens, f]; gated activations take [tokens, 2f], gate first."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Ten
 
 
 def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torch.Tensor:
-    """`activate` of x, with each row multiplied by its weight; weights [tokens]. The result has the dtype of x."""
+    """`activate` for x, with each row multiplied by the row's weight; weights [tokens]. The result has the dtype of
+    x."""
     active = activate(x, None, kind)
     return (active * weights[:, None]).to(active.dtype)

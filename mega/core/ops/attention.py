@@ -2,8 +2,8 @@
 
 The plain implementation is the reference. torch's kernels draw dropout from a random stream, not by counter, so `fused`
 passes masks with dropout to the plain implementation; kernels/attention.py implements dropout by counter. The plain
-implementation saves the weights of all queries and keys for its backward pass. A fused kernel saves query, key, value
-and one number per query; so does `recomputing`.
+implementation saves the weights of all queries and keys for its backward pass. A fused kernel saves only query, key,
+value and one number per query, and `recomputing` saves only query, key and value.
 
 All functions take q [b, s, heads, d], k and v [b, t, kv_heads, d], and return [b, s, heads, d]. Query head i uses
 key/value head i // (heads / kv_heads). The output of a query without visible keys is 0.
@@ -34,7 +34,7 @@ BACKENDS = [
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """softmax(q k' / sqrt(d)) v, step by step."""
+    """softmax(q k' / sqrt(d)) v, computed step by step."""
     s, t = q.shape[1], k.shape[1]
     visible = mask.visible(s, t, q.device)
     masked_scores = scores(q, k, visible, mask.softcap)
@@ -69,7 +69,7 @@ def fused(
 ) -> torch.Tensor:
     """`plain` by torch's fused kernels: cuDNN if it supports the shape, then flash attention, then the others.
 
-    dropping: the implementation for masks with other features than documents and a window, such as dropout."""
+    dropping: the implementation for masks with features other than documents and a window, such as dropout."""
     if not set(mask.features) <= {"documents", "a window"}:
         return dropping(q, k, v, mask)
     s, t = q.shape[1], k.shape[1]
@@ -77,7 +77,8 @@ def fused(
     if kind is None:
         visible = mask.visible(s, t, q.device)
         if visible is not None and mask.may_hide_all(s, t):
-            # Kernels differ for a query without keys: make all keys visible to it, then set its result to 0.
+            # Kernels give different results for a query without keys: make all keys visible to the query, then set its
+            # result to 0.
             blind = ~visible.any(-1, keepdim=True)
             visible = visible | blind
     if q.is_meta:
@@ -97,16 +98,18 @@ def fused(
 def _fused_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, *, causal: bool
 ) -> torch.Tensor:
-    """The outputs and saved tensors of torch's fused kernels on the meta device, where torch would use its plain form.
+    """The outputs and saved tensors of torch's fused kernels on the meta device, for which torch itself would use its
+    plain form.
 
-    The kernels add the mask to the scores, so it is passed as floating-point numbers."""
+    The kernels add the mask to the scores, so the mask is passed as floating-point numbers.
+    """
     bias = None if visible is None else visible.to(q.dtype)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal)[0].transpose(1, 2)
 
 
 def plain_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`plain` with the same bits, but it saves only query, key and value, and recomputes the weights in the backward
+    """Bitwise identical to `plain`, but saves only query, key and value, and recomputes the weights in the backward
     pass (selective recompute, Korthikanti et al. 2022, section 5)."""
     # Dropout is a function of element positions, so no random state has to be restored.
     return recompute(plain, q, k, v, mask)
@@ -118,6 +121,6 @@ def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: A
 
 
 def recomputing(attention: Attention) -> Attention:
-    """The variant of an attention that saves no weights. Kernels are already of this kind."""
+    """The variant of an attention implementation that saves no weights. Kernels never save weights."""
     forms: dict[Attention, Attention] = {plain: plain_recomputing, fused: fused_recomputing}
     return forms.get(attention, attention)

@@ -2,8 +2,8 @@
 backward pass.
 
 A weight may have a method `accumulate_grad(gradient)` that adds the gradient to a main_grad and returns None. Ops pass
-gradients of weights to it in full precision. A tensor may have a recipe: an op that would save the tensor for the
-backward pass may save the recipe instead and recompute the tensor.
+gradients of weights to this method in full precision. A tensor may have a recipe: an op that would save the tensor for
+the backward pass may save the recipe instead and recompute the tensor.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ State = TypeVar("State")
 class FunctionContext(FunctionCtx, Generic[State]):
     """The type of `ctx` in an autograd function.
 
-    state: everything except tensors that forward passes to backward, set once. recipe: set by `keep`.
+    state: everything except tensors that `forward` passes to `backward`, set once. recipe: set by `keep`.
     """
 
     state: State
     recipe: Recipe | None
     saved_tensors: tuple[torch.Tensor, ...]
 
-    if TYPE_CHECKING:  # torch's types do not allow None, although it works
+    if TYPE_CHECKING:  # torch's types do not allow None, although None works
 
         def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
 def deliver(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Pass `gradient` to the weight's `accumulate_grad`; without such a method return it for autograd."""
+    """Pass `gradient` to the weight's `accumulate_grad`; without such a method return `gradient` for autograd."""
     accumulate_grad = getattr(weight, "accumulate_grad", None)
     return gradient.to(weight.dtype) if accumulate_grad is None else accumulate_grad(gradient)
 
@@ -46,13 +46,13 @@ def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 def keep(ctx: FunctionContext[State], x: torch.Tensor) -> None:
-    """In a forward: save `x`, or its recipe, for `kept`."""
+    """In a `forward`: save `x`, or its recipe, for `kept`."""
     ctx.recipe = getattr(x, "recipe", None)
     ctx.save_for_backward(*(() if ctx.recipe else (x,)))
 
 
 def kept(ctx: FunctionContext[State]) -> torch.Tensor:
-    """In the backward: the tensor passed to `keep`. Call it once."""
+    """In the `backward`: the tensor passed to `keep`. Call this function only once."""
     recipe = ctx.recipe
     if recipe is None:
         (x,) = ctx.saved_tensors
@@ -65,7 +65,7 @@ def kept(ctx: FunctionContext[State]) -> torch.Tensor:
 def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """torch.autograd.backward(outputs, gradients) without its check of shapes.
 
-    The check compares symbolic shapes with a package whose import takes half as long as that of torch itself.
+    The check compares symbolic shapes by a package whose import takes half as long as the import of torch itself.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(

@@ -22,7 +22,7 @@ _NUMBER = 0x2545F4914F6CDD1D
 _LOW = (1 << 32) - 1
 
 OLD_RULE, RULE = 1, 2
-"""Versions of the dropout rule. Runs that started with the old rule, SplitMix64 for every element, keep it on
+"""Versions of the dropout rule. Runs that started with the old rule (SplitMix64 for every element) keep the old rule on
 resume."""
 
 
@@ -60,20 +60,20 @@ def token_keys(seed: int, samples: torch.Tensor, columns: torch.Tensor) -> torch
 
 @cache
 def site_key(layer: int, site: str, rule: int = RULE) -> int:
-    """The key of a site in the model, such as (3, "attention"). It is odd, so that kernels are compiled only once:
-    Triton specialises on integers that are divisible by 16."""
+    """The key of a site in the model, such as (3, "attention"). The key is odd, so that kernels are compiled only once,
+    because Triton specialises on integers that are divisible by 16."""
     return key(layer, site) if rule == OLD_RULE else key(layer, site) | 1
 
 
 def row_keys(keys: torch.Tensor, site: int, number: torch.Tensor | int = 0) -> torch.Tensor:
-    """Keys of tokens at one site of the model. number: distinguishes several uses for a token, such as heads."""
+    """Keys of tokens at one site of the model. number: distinguishes several uses of a token's key, such as heads."""
     if isinstance(number, int):
         return mix(keys + _signed(site + number * _NUMBER))
     return mix(keys + site + number * _NUMBER)
 
 
 def keep_mask(rows: torch.Tensor, elements: torch.Tensor, probability: float, rule: int = RULE) -> torch.Tensor:
-    """True for elements that survive dropout. rows: [..., 1], from `row_keys`; elements: [n]; both are broadcast."""
+    """True for elements that survive dropout. rows: [..., 1], from `row_keys`. elements: [n]. Both are broadcast."""
     if rule == OLD_RULE:
         return _shift(mix(rows + elements * _signed(_SECOND)), 32) >= int(probability * 2**32)
     return draw(rows, elements) >= threshold(probability)
@@ -83,8 +83,8 @@ def draw(rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
     """16 random bits of each element of a row.
 
     In each group of 16 aligned elements, e and e + 8 use the two halves of the same 32 bits, so a kernel draws once for
-    both. The 32 bits are a counter, mixed with the two halves of the row's key by two multiplications whose results are
-    folded (the multipliers are those of Philox 4x32; Salmon et al. 2011).
+    both elements. The 32 bits are a counter, mixed with the two halves of the row's key by two multiplications whose
+    results are folded (with the multipliers of Philox 4x32; Salmon et al. 2011).
     """
     group = (elements >> 4 << 3) | (elements & 7)
     bits = _fold(_fold((rows & _LOW) ^ group, 0xD2511F53) ^ _shift(rows, 32), 0xCD9E8D57)
@@ -107,7 +107,7 @@ def threshold(probability: float) -> int:
 
 
 def kept_share(probability: float, rule: int = RULE) -> float:
-    """The realised probability that an element survives. Surviving elements are scaled by its inverse."""
+    """The realised probability that an element survives. Surviving elements are divided by this probability."""
     return 1 - probability if rule == OLD_RULE else 1 - threshold(probability) / (1 << 16)
 
 

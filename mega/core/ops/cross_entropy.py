@@ -1,10 +1,10 @@
-"""Cross entropy: in two halves, between which ranks with a sharded vocabulary combine their results, or in one op.
+"""Cross entropy, in two halves (between them, ranks with a sharded vocabulary combine their results) or in one op.
 
     softmax_parts      logits -> largest logit, sum of exponentials, the label's logit
     softmax_gradient   logits and the log-sum-exp over all ranks -> gradient of the negative log-likelihood
     nll_and_gradient   logits of the whole vocabulary -> the negative log-likelihood, and its gradient
 
-Columns from `real` on are padding: they have probability 0 and get no gradient. A label outside [0, real) belongs to
+Columns from `real` on are padding, which has probability 0 and gets no gradient. A label outside [0, real) belongs to
 another rank.
 """
 
@@ -36,7 +36,7 @@ def softmax_gradient(
 ) -> torch.Tensor:
     """The gradient, scale (softmax - one at the label), [tokens, n] in the dtype of x. log_total, scale: [tokens].
 
-    This op owns `x`: a fast implementation overwrites it with the gradient.
+    This op owns `x`: a fast implementation overwrites `x` with the gradient.
     """
     softmax = (_masked(x, real) - log_total[:, None]).exp()
     in_shard = ((labels >= 0) & (labels < real)).to(softmax.dtype)

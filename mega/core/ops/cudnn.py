@@ -2,8 +2,8 @@
 
 torch does not pass windows to cuDNN. Each shape is planned once, forward and backward together, before its first use.
 If cuDNN rejects a shape, or computes a wrong result in a small trial, the caller's kernels are used and a warning is
-logged. Documents, dropout and offsets of the queries are not supported. After the first call a shape needs no
-synchronisation and allocates memory only through torch, so that a CUDA graph can record it."""
+logged. Documents, dropout and offsets of the queries are not supported. After the first call for a shape, later calls
+need no synchronisation and allocate memory only through torch, so a CUDA graph can record them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from mega.core.ops.trial import error_of, first_line, passes
 PACKAGE = "nvidia-cudnn-frontend"
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 WIDEST = 128
-"""The largest head width. Widths must be multiples of 8."""
+"""Maximum head width. Widths must be multiples of 8."""
 DEVICES = ("cuda", "meta")
 MOST = 32
-"""The most shapes planned in one process. A plan takes a good part of a second, which does not pay off if lengths keep
-changing."""
+"""Maximum number of shapes planned in one process. Planning takes a large part of a second, which does not pay off if
+lengths keep changing."""
 
 log = logging.getLogger(__name__)
 
 
 @cache
 def version() -> str | None:
-    """The version of the package; None if it is not installed."""
+    """The version of the package; None if the package is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -47,8 +47,9 @@ def version() -> str | None:
 def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
     """Whether this module supports an attention: whole causal rows with a window that hides keys.
 
-    Not if deterministic algorithms are required: on Hopper, according to the package's source, cuDNN then stores a
-    number for every pair of tokens (17 GB at 16,384 tokens and 32 heads). Our kernels are always deterministic.
+    Returns False if deterministic algorithms are required: on Hopper, according to the package's source, cuDNN then
+    stores a number for every pair of tokens (17 GB at 16,384 tokens and 32 heads). Our kernels are always
+    deterministic.
     """
     s, t, width = q.shape[1], k.shape[1], q.shape[-1]
     return (
@@ -65,12 +66,13 @@ def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether to try `attention`: it supports the case, and the package is installed."""
+    """Whether to try `attention`, that is, the case is supported and the package is installed."""
     return q.device.type in DEVICES and fits(q, k, mask) and version() is not None
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor | None:
-    """`ops.attention.plain` without saved weights; None if cuDNN does not support it. Call it only if `applies`."""
+    """`ops.attention.plain` without saved weights; None if cuDNN does not support the case. Call this only if
+    `applies`."""
     assert mask.window is not None
     if q.is_meta:
         return _Windowed.apply(q, k, v, mask)  # type: ignore[no-any-return]
@@ -88,8 +90,8 @@ class ExecutionPlan(NamedTuple):
     """An executable graph of cuDNN."""
 
     graph: Any
-    tensors: tuple[object, ...]  # its inputs and outputs, in the order of the buffers of `run`
-    workspace: int  # bytes
+    tensors: tuple[object, ...]  # the graph's inputs and outputs, in the order of the buffers of `run`
+    workspace: int  # in bytes
 
     def run(self, *buffers: torch.Tensor) -> None:
         device = buffers[0].device
@@ -126,7 +128,8 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> 
 
 @cache
 def _handle(device: torch.device) -> object:
-    """The cuDNN handle of a device. Only one thread uses it at a time: the main thread waits for autograd's thread."""
+    """The cuDNN handle of a device. Only one thread uses it at a time, because the main thread waits for autograd's
+    thread."""
     return import_module("cudnn").create_handle()
 
 
@@ -161,7 +164,7 @@ class _GraphBuilder:
     def __init__(self, dtype: torch.dtype, device: torch.device, window: int, scale: float):
         self._cudnn = cudnn = import_module("cudnn")
         self._handle, self._io = _handle(device), getattr(cudnn.data_type, DTYPES[dtype])
-        # The window counts the query itself: key j is seen by query i where i - window < j <= i.
+        # The window counts the query itself: query i sees key j if i - window < j <= i.
         self._seen = {
             "attn_scale": scale,
             "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
@@ -240,7 +243,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, heads, d], lse fp32 [b, heads, s, 1]. plans: on the meta device the mask, for the observers."""
+    """out [b, s, heads, d], lse fp32 [b, heads, s, 1]. plans: on the meta device, the mask instead, for the
+    observers."""
     b, s, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, heads, s, 1, dtype=torch.float32, device=q.device)
@@ -262,7 +266,7 @@ def backward(
 ) -> Gradients:
     """d(q), d(k), d(v) in the inputs' dtype."""
     if not isinstance(plans, AttentionMask):
-        # Saved tensors may have been offloaded in between and come back with other strides.
+        # Saved tensors may have been offloaded since the forward pass, and then have different strides.
         q, k, v = (_laid_out(x, stride) for x, stride in zip((q, k, v), plans.strides, strict=True))
         out, lse, grad = _aligned(out.contiguous()), lse.contiguous(), _aligned(grad.contiguous())
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)

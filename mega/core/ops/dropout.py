@@ -1,7 +1,7 @@
 """Dropout by counter: masks are a function of the tokens' keys, not of a random stream.
 
 So masks are the same in every parallel layout and under recomputation, and no random state is saved. The classes here
-describe a dropout and implement it in plain torch; kernels compute the same masks, bit for bit (kernels/counter.py).
+describe dropout and implement it in plain torch; kernels compute identical masks (kernels/counter.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Dropout(_Decided):
     rule: int = RULE
     """The version of the dropout rule, from `counter`."""
     first: int = 0
-    """The number of the first element, if `x` is a part of a token. Kernels support whole tokens only."""
+    """The index of the first element, if `x` is a part of a token. Kernels support whole tokens only."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply dropout to x [tokens, h]: x / (1 - p) for surviving elements, else 0."""
@@ -54,7 +54,7 @@ class Dropout(_Decided):
 
 
 def of_columns(drop: Dropout | None, index: int, width: int) -> Dropout | None:
-    """The dropout of a rank's columns: run number `index` of `width` columns."""
+    """The dropout for a rank's columns, which are the `width` columns from index x width on."""
     return None if drop is None else replace(drop, first=index * width)
 
 
@@ -67,9 +67,9 @@ class AttentionDropout(_Decided):
     site: int
     """As in `Dropout`."""
     first_head: int
-    """The number of the first head among all heads of the layer."""
+    """The index of the first head among all heads of the layer."""
     columns: tuple[range, ...]
-    """The columns of the t keys in their row, as one or two runs."""
+    """The columns of the t keys in their row, as one or two ranges."""
     probability: float
     rule: int = RULE
     """As in `Dropout`."""
@@ -90,7 +90,7 @@ class AttentionDropout(_Decided):
         return keep_mask(rows[..., None], elements, self.probability, self.rule)
 
     def shifts(self) -> tuple[int, int, int]:
-        """(early, border, late): key j has column j + early for j < border, and column j + late from there on.
+        """(early, border, late): key j has column j + early if j < border, else column j + late.
 
         >>> AttentionDropout(torch.zeros(1, 1), 0, 0, (range(2, 4), range(9, 11)), 0.5).shifts()
         (2, 2, 7)
@@ -110,7 +110,7 @@ class AttentionDropout(_Decided):
 
 
 def joined(runs: Iterable[range]) -> tuple[range, ...]:
-    """The same columns, with adjacent runs merged.
+    """The same columns, with adjacent ranges merged.
 
     >>> joined([range(2, 4), range(4, 6), range(0), range(9, 10)])
     (range(2, 6), range(9, 10))

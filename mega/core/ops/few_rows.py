@@ -1,13 +1,13 @@
 """The ops of a decoding step for few tokens, fused into few kernels.
 
-Such a step is limited by memory bandwidth, so each weight is read once, and the operations before and after its GEMM
-are fused into it.
+Such a step is limited by memory bandwidth, so each weight is read once, and the operations before and after a GEMM are
+fused into the GEMM.
 
     linear    x [n, in] -> norm of x, GEMM, bias, then an activation, or the sum with the residual
     place     rotate query and key of a fused projection, and store keys and values in the cache
 
 `Ops.few_rows` is an implementation or None (kernels/few_rows.py is for CUDA). PLAIN is the reference, and `trusted`
-compares an implementation with it before it is used. Knows no layers, no sequences and no ranks.
+compares an implementation with PLAIN before its first use. This module does not depend on layers, sequences or ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mega.core.ops.trial import error_of, passes
 
 
 class NormOf(NamedTuple):
-    """A norm of rows [n, in]: LayerNorm with a bias, RMSNorm without."""
+    """A norm of rows [n, in]: LayerNorm with a bias, RMSNorm without a bias."""
 
     weight: torch.Tensor  # [in]
     bias: torch.Tensor | None  # [in]
@@ -41,17 +41,17 @@ Place = Callable[[torch.Tensor, Rotary | None, torch.Tensor, torch.Tensor, int],
 
 @dataclass(frozen=True)
 class FewRows:
-    """One implementation of the ops."""
+    """An implementation of the ops."""
 
     takes: Callable[[int, Factor], bool]
     """takes(rows, factor) -> whether `linear` supports this number of rows with this weight."""
     linear: Callable[[torch.Tensor, Factor, NormOf | None, str | None, torch.Tensor | None], torch.Tensor]
     """linear(x, factor, norm, activation, into) -> [n, out] in the dtype of the weight (fp8: of the norm or x). With
-    `into`, [n, out] in any dtype, the product is added to it, and `into` is returned. swiglu halves the outputs."""
+    `into`, [n, out] in any dtype, the product is added to `into`, which is returned. swiglu halves the outputs."""
     place: Place
     """place(fused, rotary, rows, at, heads) for fused [n, heads + 2 kv_heads, d]: rotates the query heads in place, and
     stores rotated keys, and values, in rows[at]; rows is [slots of the cache, 2 kv_heads, d]. rotary: cos and sin, fp32
-    [n, R / 2], or None. Any number of rows."""
+    [n, R / 2], or None. Supports any number of rows."""
 
 
 def plain_linear(

@@ -3,9 +3,10 @@
     e4m3  inputs and weights    3 bits of mantissa, up to 448
     e5m2  gradients of outputs  2 bits of mantissa, up to 57344
 
-The scale of an operand maps its largest magnitude to the limit of the format. It is computed from the current tensor,
-not from earlier steps, so checkpoints need no history. It is computed from the local tensor, so rounding
-depends on the parallel layout and the micro batch size. Emulated here in plain torch; kernels/fp8.py is fast.
+The scale of an operand maps its largest magnitude to the limit of the format. The scale is computed from the current
+tensor, not from earlier steps, so checkpoints need no history. It is computed from the local tensor, so rounding
+depends on the parallel layout and the micro batch size. This module emulates fp8 in plain torch; kernels/fp8.py is the
+fast implementation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from mega.core.ops.matmuls import Factor, Matmuls
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-"""The largest number of a format."""
+"""Dtype -> the largest number of the format."""
 FORWARD, BACKWARD = LIMITS
 TINY = 1e-30
 """Lower bound of the largest magnitude, for tensors that contain only zeros."""
@@ -58,7 +59,7 @@ def multiply(
 ) -> torch.Tensor:
     """a [m, k] times b^T, b [n, k], both fp8, times their inverses, plus bias [n]: [m, n] in `dtype`, summed in fp32.
 
-    fast: allow a less exact accumulation if the device has a faster one.
+    fast: allow less exact accumulation if that is faster on the device.
     """
     out = (a.float() @ b.float().t()) * (inverse_a * inverse_b)
     return (out if bias is None else out + bias.float()).to(dtype)
@@ -69,7 +70,7 @@ class Fp8Matmuls(Matmuls):
     """`Matmuls` in fp8."""
 
     wide: Matmuls
-    """For layers in which fp8 would cost too much accuracy."""
+    """The GEMMs of layers in which fp8 would cost too much accuracy."""
     cast: Callable[..., Cast] = cast
     """`cast` above, or a faster implementation."""
     multiply: Callable[..., torch.Tensor] = multiply

@@ -1,8 +1,8 @@
-"""Linear layers with fp8 weights for inference: half the bytes of 16-bit weights to read.
+"""Linear layers with fp8 weights for inference, which have half the bytes of 16-bit weights to read.
 
 Each output has a scale that maps its largest weight to the limit of e4m3 (3 bits of mantissa). Activations keep their
 dtype. The error of a weight is at most a sixteenth of its value, or 2^-10 of 1/448 of the largest weight. The head,
-norms and embeddings are not converted. In plain torch here; kernels/fp8_weights.py is fast for few rows.
+norms and embeddings are not converted. This module uses plain torch; kernels/fp8_weights.py is fast for few rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fp8Weights(Matmuls):
     """`Matmuls` with fp8 weights."""
 
     wide: Matmuls
-    """For the head."""
+    """The GEMMs of the head."""
     multiply: Multiply = multiply
     """`multiply` above, or a faster implementation."""
 
@@ -68,7 +68,7 @@ class Fp8Weights(Matmuls):
 
     def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
         """As in `Matmuls`. The original weight is freed."""
-        trusted(self.multiply, weight.dtype, weight.device)  # run the trial now, so that no request has to wait for it
+        trusted(self.multiply, weight.dtype, weight.device)  # run the trial now, so that no request waits for the trial
         narrow, scale = narrowed(weight.detach())
         weight.data = weight.data.new_empty(0)
         return Factor(narrow, bias, scale)

@@ -5,7 +5,7 @@
     W [E x out, in]                       the experts' matrices, stacked along dim 0
 
 A loop over experts is the reference. If torch has a grouped GEMM for the device, one call computes all experts without
-synchronising with the host. Knows no ranks and no layers.
+synchronising with the host. This module does not depend on ranks or layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class GroupedRows(NamedTuple):
 
 
 class GroupedMatmuls(Matmuls):
-    """`Matmuls` for the weights of several experts. Gradients are `GroupedRows`. accumulate: adds to a main_grad."""
+    """`Matmuls` for the weights of several experts. Gradients are `GroupedRows`. accumulate: adds a gradient to a
+    main_grad."""
 
     words = "a loop over experts"
 
@@ -43,7 +44,7 @@ class GroupedMatmuls(Matmuls):
         matrices = weight.unflatten(0, (len(ends), -1))
         if fast(x, matrices):
             return torch._grouped_mm(x, matrices.transpose(1, 2), offs=ends)
-        if x.is_meta:  # the cost does not depend on the experts of rows
+        if x.is_meta:  # the cost does not depend on which experts the rows belong to
             return F.linear(x, matrices[0])
         out = x.new_empty(len(x), matrices.shape[1])
         for matrix, rows in zip(matrices, _runs(ends), strict=True):
@@ -91,7 +92,8 @@ class GroupedMatmuls(Matmuls):
 
 
 def fast(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether torch's grouped GEMM supports these operands: bf16 on CUDA, with rows of a multiple of 16 bytes."""
+    """Whether torch's grouped GEMM supports these operands: bf16 on CUDA, with row sizes that are multiples of 16
+    bytes."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
     return x.shape[1] % 8 == 0 and all(size % 8 == 0 for size in other.shape[1:])

@@ -13,10 +13,11 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 def split_heads(
     fused: torch.Tensor, bias: torch.Tensor | None, heads: int, kv_heads: int, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k rotated.
+    """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k are
+    rotated.
 
-    bias: already added to `fused`; only its gradient is computed here. This op owns `fused`: a fast implementation
-    rotates it in place.
+    bias: already added to `fused`; only the bias's gradient is computed here. This op owns `fused`: a fast
+    implementation rotates `fused` in place.
     """
     if bias is not None:
         fused = fused + (bias - bias.detach())

@@ -2,7 +2,8 @@
 
 On a CPU, gathering keys from the blocks of a cache and passing them to torch's attention takes a small model longer
 than its GEMMs. Here the keys and values of a step's sequences are gathered once, in the layout of batched GEMMs, and
-each later step adds a column per layer. The cache remains valid and does not know of this copy. No windows, no ranks.
+each later step adds a column per layer. The cache remains valid and does not depend on this copy. Windows and ranks are
+not supported.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 from mega.core.ops.paged_attention import Integers
 
 MOST_BYTES = 1 << 21
-"""The largest size of one layer's keys and values. For larger ones the GEMMs dominate, and gathering costs as much as
-many steps."""
+"""Maximum bytes of one layer's keys and values. With more, the GEMMs dominate, and gathering costs as much as many
+steps."""
 
 
 class KeptKeys:
     """The gathered keys and values of the current sequences.
 
-    keys.follow(...)    once per step, before its layers
+    keys.follow(...)    once per step, before its first layer
     keys.attend(...)    for each layer, if `follow` returned True
 
     pool: [layers, blocks, block, 2, kv_heads, d] on a CPU, in at least 32 bits.
@@ -36,10 +37,10 @@ class KeptKeys:
         self._bias = self._column = torch.empty(0)
 
     def follow(self, sequences: Integers, lengths: Integers, tables: Integers) -> bool:
-        """Whether `attend` can be used in this step, which has one token of each sequence.
+        """Whether `attend` can be used in this step, which has one token per sequence.
 
-        True from the second consecutive step with the same sequences on. sequences: int64 [runs], unique numbers that
-        are never reused. lengths, tables: as in `PagedAttention`.
+        True from the second consecutive step with the same sequences onwards. sequences: int64 [runs], unique numbers
+        that are never reused. lengths, tables: as in `PagedAttention`.
         """
         resumes = np.array_equal(sequences, self._sequences) and np.array_equal(lengths, self._lengths + 1)
         self._sequences, self._lengths = sequences, lengths
@@ -71,6 +72,6 @@ class KeptKeys:
         heads x d]."""
         (tokens, _, d), (columns, k, v) = q.shape, self._layers[layer]
         columns.scatter_(-1, self._column, kv.reshape(tokens, 2, -1, 1).transpose(0, 1))
-        # The query heads of a key/value head form the rows of one matrix, so its keys are read only once.
+        # The query heads of a key/value head form the rows of one matrix, so the keys of this head are read only once.
         scores = torch.baddbmm(self._bias, q.reshape(k.shape[0], -1, d), k, alpha=d**-0.5)
         return torch.bmm(scores.softmax(-1), v.transpose(1, 2)).view(tokens, -1)

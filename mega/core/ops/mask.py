@@ -1,6 +1,6 @@
 """Attention masks: the keys that are visible to each query, and the dropout of weights. Shared by all implementations.
 
-The mask describes the result. It knows no kernels and no ranks.
+The mask describes which keys are visible. It does not depend on kernels or ranks.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class AttentionMask:
     """
 
     kind: Kind = "causal"
-    """"causal": query i sees keys j <= q_offset + i. "full": every key (encoders, cross attention)."""
+    """"causal": query i sees keys j <= q_offset + i. "full": query i sees every key (encoders, cross attention)."""
     window: int | None = None
     """Sliding window: query i sees only keys with |q_offset + i - j| < window."""
     q_documents: torch.Tensor | None = None
     """int64 [b, s]. A query sees only keys of the same document. Padding is a separate document."""
     k_documents: torch.Tensor | None = None
-    """int64 [b, t]."""
+    """int64 [b, t]: as `q_documents`, for the keys."""
     q_offset: int = 0
-    """The position of the first query among the keys: t - s for the last s tokens of a cached row of t. Negative if the
-    first query precedes all keys."""
+    """The position of the first query among the keys: t - s for the last s tokens of a cached row of t tokens. Negative
+    if the first query precedes all keys."""
     dropout: AttentionDropout | None = None
     """Dropout of the attention weights."""
     softcap: float | None = None
     """Scores s become softcap x tanh(s / softcap) before the softmax."""
     covered: bool = False
-    """Whether every query is known to see at least one key. Documents alone do not tell without reading their
-    values."""
+    """Whether every query is known to see at least one key. With documents, this cannot be determined without reading
+    their values."""
 
     def __post_init__(self) -> None:
         assert self.kind in ("causal", "full"), self.kind
@@ -51,7 +51,8 @@ class AttentionMask:
         assert (self.q_documents is None) == (self.k_documents is None)
 
     def band(self, s: int, t: int) -> tuple[int | None, int | None]:
-        """(low, high): positions allow query i to see key j if low <= j - i <= high; None: the bound hides no key.
+        """(low, high): positions allow query i to see key j if low <= j - i <= high. None for a bound that hides no
+        key.
 
         >>> AttentionMask().band(4, 4), AttentionMask(q_offset=3).band(1, 4), AttentionMask(window=2).band(4, 4)
         ((None, 0), (None, None), (-1, 0))
@@ -64,7 +65,7 @@ class AttentionMask:
         return None if low is None or low <= 1 - s else low, None if high is None or high >= t - 1 else high
 
     def visible(self, s: int, t: int, device: torch.device) -> torch.Tensor | None:
-        """bool [s, t], or [b, 1, s, t] with documents: True if a query sees a key. None: every key is visible.
+        """bool [s, t], or [b, 1, s, t] with documents: True if a query sees a key. None if every key is visible.
 
         >>> AttentionMask(window=2, q_offset=1).visible(2, 4, torch.device("cpu")).int().tolist()
         [[1, 1, 0, 0], [0, 1, 1, 0]]
@@ -83,7 +84,8 @@ class AttentionMask:
     def simple_kind(self, s: int, t: int) -> Kind | None:
         """The equivalent kind for a kernel without a mask argument: square causal attention, or full attention.
 
-        None if no kind is equivalent: documents, a window or an offset hide keys, or there is dropout or a soft cap.
+        None if no kind is equivalent, that is, documents, a window or an offset hide keys, or there is dropout or a
+        soft cap.
 
         >>> AttentionMask(window=4).simple_kind(4, 4), AttentionMask(q_offset=3).simple_kind(1, 4)
         ('causal', 'full')
@@ -110,11 +112,12 @@ class AttentionMask:
         return (high is not None and high <= -s) or (low is not None and low >= t)
 
     def may_hide_all(self, s: int, t: int) -> bool:
-        """Whether a query without visible keys is possible. Document values are not read: this would synchronise."""
+        """Whether a query without visible keys is possible. Document values are not read, because reading would
+        synchronise."""
         low, high = self.band(s, t)
         if (high is not None and high < 0) or (low is not None and low > t - s):
             return True
-        # If queries and keys are the same tokens, the bounds checked above allow each token to see itself.
+        # If queries and keys are the same tokens, the bounds checked above let each token see itself.
         return not self.covered and self.q_documents is not self.k_documents
 
     def cut(self, queries: slice, keys: slice) -> AttentionMask:
@@ -135,7 +138,7 @@ class AttentionMask:
 
 _WORDS = {"dropout": "dropout", "q_documents": "documents", "window": "a window", "softcap": "a soft cap"}
 _POSITIONS = {"kind", "q_offset", "covered"}
-# New fields are included in both lists below, so that kernels which do not know them reject the mask.
+# New fields are included in both lists below, so that kernels without support for them reject the mask.
 _UNSET = {
     field.name: field.default for field in fields(AttentionMask) if field.name not in (*_POSITIONS, "k_documents")
 }

@@ -2,10 +2,10 @@
 
     forward   y [n, out]
     dgrad     dx = dy W [n, in]
-    wgrad     dW = dy^T x [out, in], in a tensor of its own or added to main_grad
+    wgrad     dW = dy^T x [out, in], in a separate tensor or added to main_grad
 
-`prepare` converts dy once into the form that both gradients take. `out`: the tensor for the result. The GEMMs here have
-the dtype of their operands; those of fp8.py are in fp8. Knows no ranks and no layers.
+`prepare` converts dy once into the form that both gradients need. `out`: the tensor for the result. The GEMMs here have
+the dtype of their operands; the GEMMs of fp8.py are in fp8. This module does not depend on ranks or layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A weight for inference, which stays at its address, with its bias."""
+    """A weight for inference and its bias. The weight stays at its address."""
 
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None  # [out]
@@ -28,12 +28,12 @@ class Factor:
 
 
 class Matmuls:
-    """The GEMMs in plain torch. words: the implementation, for messages."""
+    """The GEMMs in plain torch. words: description of the implementation, for messages."""
 
     words = "plain torch"
 
     def exact(self) -> Matmuls:
-        """The GEMMs for layers in which fp8 would cost too much accuracy: the head."""
+        """The GEMMs for layers in which fp8 would cost too much accuracy, such as the head."""
         return self
 
     def forward(
@@ -49,7 +49,7 @@ class Matmuls:
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
-        """The weight in the form that `by` takes. The original weight may be freed."""
+        """The weight in the form that `by` needs. The original weight may be freed."""
         return Factor(weight.detach(), bias)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,4 +1,5 @@
-"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the weight's dtype. The residual may be wider."""
+"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the weight's dtype. The residual may have a wider
+dtype."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def weighted(normed: torch.Tensor, weight: torch.Tensor, form: NormForm) -> torc
 
 
 def factor_of(weight: torch.Tensor, dtype: torch.dtype, form: NormForm) -> torch.Tensor:
-    """The factor of a norm of `dtype`; with an offset in max(fp32, dtype)."""
+    """The factor of a norm in `dtype`; if there is an offset, in max(fp32, dtype)."""
     return weight.to(accurate(dtype)) + 1 if form.offset else weight
 
 

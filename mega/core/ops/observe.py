@@ -1,8 +1,8 @@
 """Observers of operations on the meta device that torch does not see: kernels, attention, exchanges between ranks.
 
 A dispatch mode sees the ops of torch. Our own kernels and exchanges are not ops of torch: on the meta device they
-return shapes, and report here what they would do on a real device. This module knows no costs.
-estimate/operation_log.py observes."""
+return tensors with shapes only, and report to this module the operations that they would run on a real device. This
+module does not compute costs; the observer is in estimate/operation_log.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Observer(Protocol):
         """A kernel launch with these arguments, tensors included."""
 
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
-        """An attention of q [b, s, heads, d] and k [b, t, kv_heads, d]. kernel: "ours" or "window" (cuDNN's)."""
+        """An attention over q [b, s, heads, d] and k [b, t, kv_heads, d]. kernel: "ours" or "window" (cuDNN's)."""
 
     def exchange(self, kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None]:
         """A collective of `size` bytes in total begins. The returned function is called at the wait."""
@@ -32,7 +32,7 @@ class Observer(Protocol):
         """Copies of `blocks` blocks of `size` bytes each to the memory of other ranks, one after the other."""
 
     def receive(self, exchange: int, blocks: int) -> None:
-        """A wait for the next `blocks` blocks of other ranks."""
+        """A wait for the next `blocks` blocks from other ranks."""
 
 
 _observers: list[Observer] = []
@@ -59,7 +59,7 @@ def attention(name: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, 
 
 
 def exchange(kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None] | None:
-    """Report a collective. Returns the function to call at the wait; None without an observer."""
+    """Report a collective. Returns the function to call at the wait; None if nothing observes."""
     waits = [observer.exchange(kind, size, ranks) for observer in _observers]
     return waits[-1] if waits else None
 

@@ -48,7 +48,7 @@ def apex_add_norm(
 
 
 def package(name: str, attention: Attention) -> dict[str, Any]:
-    """The ops of a package, by its name in `--ops`. attention: the implementation used without the package."""
+    """The ops of the package with this name in `--ops`. attention: the implementation used without the package."""
     if name == "flash-attn":
         return {"attention": partial(flash_attention, other=attention)}
     return {"add_norm": apex_add_norm}

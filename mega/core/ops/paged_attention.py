@@ -3,18 +3,18 @@
 The tokens of a step form runs: the next tokens of some sequences, one after the other without padding. The keys of a
 sequence, including those of its run, are stored in blocks of a pool, in the order of its row in `tables`:
 
-    starts   0 1 2 6        three runs: of 1, 1 and 4 tokens
-    lengths  9 3 4          keys of each sequence; the last token of a run sees all of them
-    tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          with blocks of 4 keys: key 8 of the first is key 0 of block 5
+    starts   0 1 2 6        three runs, of 1, 1 and 4 tokens
+    lengths  9 3 4          number of keys of each sequence; the last token of a run sees all
+    tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          blocks have 4 keys: key 8 of sequence 0 is key 0 of block 5
 
-PLAIN       pads runs of similar length to the same length and uses torch's kernels; any device and dtype. On CUDA
+PLAIN       pads runs of similar length to equal length and uses torch's kernels; any device and dtype. On CUDA
             kernels/paged_attention.py handles ragged runs without padding
-INVARIANT   handles every token separately, with its keys in splits of constant size: the bits do not depend on the
-            other runs of the step
+INVARIANT   handles every token separately, with its keys in splits of constant size, so the result is
+            bitwise independent of the other runs of the step
 
 Both take q [tokens, heads, d], and keys and values as one pool [blocks, block, 2, kv_heads, d], keys first, and return
 [tokens, heads x d]; `attend` takes the pool as [blocks, block x 2 x kv_heads x d]. Query head i uses key/value head
-i // (heads / kv_heads). Knows no sequences and no ranks.
+i // (heads / kv_heads). This module does not depend on sequences or ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mega.core.ops.norm import accurate
 from mega.core.ops.trial import error_of, passes
 
 SPLIT = 256
-"""Keys in one split of INVARIANT; a multiple of every block size."""
+"""Number of keys in one split of INVARIANT; a multiple of every block size."""
 
 Integers = NDArray[np.int64]
 
@@ -48,13 +48,13 @@ class PaddedRuns(NamedTuple):
     tokens: slice
     """The tokens of these runs among the step's tokens."""
     batch: int
-    """Runs."""
+    """Number of runs."""
     seq: int
-    """Tokens of a padded run."""
+    """Number of tokens in a padded run."""
     pad: torch.Tensor | None
-    """int64 [batch x seq]: the token at each padded position; None without padding."""
+    """int64 [batch x seq]: the token at each padded position; None if the runs need no padding."""
     back: torch.Tensor | None
-    """int64 [tokens]: the padded position of each token; None without padding."""
+    """int64 [tokens]: the padded position of each token; None if the runs need no padding."""
     rows: torch.Tensor
     """int64 [batch x width]: the blocks of all runs."""
     held: torch.Tensor
@@ -70,30 +70,31 @@ class PaddedRuns(NamedTuple):
 class TokenKeys(NamedTuple):
     """The keys of every token."""
 
-    tables: torch.Tensor  # int64 [tokens, width]: the blocks of its sequence
-    positions: torch.Tensor  # int64 [tokens]: its position
+    tables: torch.Tensor  # int64 [tokens, width]: the blocks of the token's sequence
+    positions: torch.Tensor  # int64 [tokens]: the token's position
     shape: tuple[int, int, int]  # block, kv_heads, d
-    window: int | None  # the most keys that it sees, its own included
+    window: int | None  # the maximum number of keys that a token sees, its own included
 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """One implementation."""
+    """An implementation of paged attention."""
 
     pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
     """pages(counts, lengths, tables, pool, repeats, window) -> the locations of the keys of a step's tokens, computed
     once for all layers. On the host: counts int64 [runs], tokens of each run; lengths and tables as above. repeats:
-    query heads per key/value head. window: the most keys that a token sees, its own included."""
+    query heads per key/value head. window: the maximum number of keys that a token sees, its own included."""
     attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees."""
     graphs: bool = False
-    """Whether a CUDA graph can record the work for runs of one token. It then depends only on the number of runs and
-    the width of `tables`; pages hold `tables` and `lengths` as tensors of these names, which the graph reads again."""
+    """Whether a CUDA graph can record the kernels for runs of one token. The kernels then depend only on the number of
+    runs and the width of `tables`; pages hold `tables` and `lengths` as tensors of these names, which each replay
+    reads."""
     attend_new: Callable[[torch.Tensor, Rotary | None, torch.Tensor, Any], torch.Tensor | None] | None = None
     """attend_new(fused, rotary, pool, pages): `attend` for fused [tokens, heads + 2 kv_heads, d] before the rotation;
-    it also stores keys and values in the pool. Returns None if the caller must use `FewRows.place` and `attend`."""
+    also stores keys and values in the pool. Returns None if the caller must use `FewRows.place` and `attend`."""
     ragged: RaggedGraph | None = None
-    """Pages of any runs for such a graph; None: graphs support runs of one token only."""
+    """Pages of any runs for such a graph; None if graphs support runs of one token only."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ class RaggedGraph:
     """Pages of runs of several tokens, for a graph that is recorded once."""
 
     most_tiles: Callable[[int, int], int]
-    """most_tiles(tokens, runs) -> the largest number of tiles for these numbers."""
+    """most_tiles(tokens, runs) -> the maximum number of tiles for these numbers."""
     tiles: Callable[[Integers, Integers], Integers]
     """tiles(counts, lengths) -> int64 [tiles, 4], for a step's runs after the leading runs of one token."""
     pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None], Any]
-    """pages(lengths, tables, tiles, pool, window), all tensors of the device: lengths int64 [runs], 0 except for
-    leading runs of one token; tables int64 [runs, width]; tiles as above, filled up with zeros."""
+    """pages(lengths, tables, tiles, pool, window), all tensors on the device: lengths int64 [runs], 0 except for
+    leading runs of one token; tables int64 [runs, width]; tiles as above, padded with zeros."""
 
 
 # -- plain
@@ -206,7 +207,7 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns, softcap: floa
     if runs.pad is not None:
         q = q.index_select(0, runs.pad)
     torch.index_select(pool, 0, runs.rows, out=runs.held)
-    # The query heads of a key/value head form the rows of one matrix, so its keys are read only once.
+    # The query heads of a key/value head form the rows of one matrix, so the keys of this head are read only once.
     if seq == 1:
         q = q.reshape(batch, kv_heads, -1, width)
         return _weighted(q, runs, softcap).reshape(batch, -1)
@@ -244,13 +245,15 @@ def token_pages(
 def split_attention(
     q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys, softcap: float | None = None
 ) -> torch.Tensor:
-    """Attention with running sums over splits of SPLIT keys. A split without visible keys changes no bit."""
+    """Attention with running sums over splits of SPLIT keys. A split without visible keys does not change the
+    result."""
     tokens, block, kv_heads, width = len(q), *pages.shape
     sum_dtype = accurate(q.dtype)
     q = q.reshape(tokens, kv_heads, -1, width)
     largest = torch.full((*q.shape[:-1], 1), -1e30, dtype=sum_dtype, device=q.device)
     total, output = torch.zeros_like(largest), torch.zeros(q.shape, dtype=sum_dtype, device=q.device)
-    # Splits of constant size, merged one after the other: the order of sums does not depend on the other sequences.
+    # Splits have constant size and are merged one after the other, so the order of sums does not depend on other
+    # sequences.
     for number, blocks in enumerate(pages.tables.split(SPLIT // block, dim=1)):
         gathered = pool.index_select(0, blocks.flatten()).view(tokens, SPLIT, 2, kv_heads, width)
         k, v = gathered.transpose(1, 3).unbind(2)

@@ -4,7 +4,7 @@
     out_b, lse_b over other keys       out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 The backward pass of a block needs the output and the log-sum-exp over all keys, but no other block (Dao et al. 2022,
-appendix B; Liu et al. 2023). This module does not know the purpose of blocks, nor the rank that holds them.
+appendix B; Liu et al. 2023). This module does not depend on the purpose of blocks or on the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """One implementation: q [b, s, heads, d]; k, v [b, t, kv_heads, d]; d(x) is the gradient with respect to x.
+    """An implementation, for q [b, s, heads, d]; k, v [b, t, kv_heads, d]; d(x) is the gradient with respect to x.
 
-    forward(q, k, v, mask) -> out [b, s, heads, d], lse [b, heads, s]; out 0 and lse -inf for a query without keys.
+    forward(q, k, v, mask) -> out [b, s, heads, d], lse [b, heads, s]; a query without keys has out 0 and lse -inf.
     backward(d(out), q, k, v, out, lse, mask) -> d(q), d(k), d(v), with out and lse over all keys.
     Results have the inputs' dtype or a wider one; lse is in max(fp32, dtype).
     """

@@ -1,10 +1,10 @@
 """Activation recomputation: recompute saved tensors in the backward pass instead of keeping them.
 
-Tensors that autograd would save are dropped. When the backward pass needs the first of them, the function runs again,
-and each tensor is returned once. torch.utils.checkpoint does the same, but it imports torch's compiler, which takes
-about as long as importing torch itself.
+Tensors that autograd would save are dropped. When the backward pass needs the first dropped tensor, the function runs
+again, and each tensor is returned once. torch.utils.checkpoint does the same, but it imports torch's compiler, which
+takes about as long as importing torch itself.
 
-Random state is not restored: the function must depend on its inputs only. Knows no model.
+Random state is not restored: the function must depend on its inputs only. This module does not depend on the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Forgotten:
-    """A placeholder for a saved tensor. It is empty until the tensor is recomputed."""
+    """A placeholder for a saved tensor, empty until the tensor is recomputed."""
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class _Recomputation:
             nonlocal missing
             missing -= 1
             place, x = next(waiting)(), x.detach()  # detach: a result that references its own op would never be freed
-            if place is not None:  # None: the backward pass does not need this op's saved tensor
+            if place is not None:  # otherwise the backward pass does not need this op's saved tensor
                 place.tensor = x
             if not missing:
                 raise _Enough
@@ -75,7 +75,7 @@ class _Recomputation:
 
 
 def recompute(run: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
-    """run(*inputs). Autograd saves the inputs only, and recomputes the other saved tensors as far as needed.
+    """run(*inputs). Autograd saves only the inputs, and recomputes the other saved tensors as far as needed.
 
     A nested call also saves its own inputs, until the backward pass.
 

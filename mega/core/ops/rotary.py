@@ -15,7 +15,7 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, each [tokens, rope.width / 2], in max(fp32, dtype); positions int64 [tokens].
 
-    length: columns of the whole rows, which select LongRoPE's factors; default: the number of positions.
+    length: number of columns of the whole rows, which selects LongRoPE's factors; default: the number of positions.
     """
     table_dtype, width, scaling = accurate(dtype), rope.width, rope.scaling
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
@@ -35,8 +35,8 @@ def rotary_table(
 def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor:
     """The interpolated share, from 0 to 1, of each of YaRN's width / 2 frequencies (Peng et al. 2023, section 3.2).
 
-    0 for frequencies with more than `beta_fast` rotations within the original positions, 1 for those with fewer than
-    `beta_slow`, and linear in the index between them.
+    0 for frequencies with more than `beta_fast` rotations within the original positions, 1 for frequencies with fewer
+    than `beta_slow`, and linear in the index between them.
 
     >>> yarn = YarnScaling(factor=4.0, original=64, beta_fast=32.0, beta_slow=1.0, truncate=True, magnitude=1.0)
     >>> _interpolated(8, 100.0, yarn).tolist()
@@ -57,8 +57,8 @@ def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Llama 3.1's extension to more positions (Dubey et al. 2024, section 3.4.2; factors of the released models).
 
     Frequencies are in radians per position. A frequency with fewer than `low` rotations within `original` positions is
-    divided by `factor`; one with more than `high` rotations is unchanged; between them the unchanged share grows with
-    the rotations.
+    divided by `factor`; a frequency with more than `high` rotations is unchanged; in between, the unchanged share grows
+    with the number of rotations.
 
     >>> turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 9.0])
     >>> (scaled(turns * 2 * math.pi / 100, RopeScaling(8.0, 1.0, 4.0, 100)) / (2 * math.pi / 100)).tolist()
@@ -70,7 +70,7 @@ def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [tokens, heads, d]: component i with component i + R/2, for the first R components.
+    """Rotate x [tokens, heads, d]: component i is paired with component i + R/2, for the first R components.
 
     cos and sin: [tokens, R / 2]. With cos and sin from `spread`, [tokens, 1, R], x is rotated in place, without a
     gradient.
@@ -87,7 +87,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def spread(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [n, R / 2] as [n, 1, R], with which `rotate` needs fewer operations.
+    """cos and sin [n, R / 2] as [n, 1, R]; in this form `rotate` needs fewer operations.
 
     >>> spread(torch.tensor([[0.0]]), torch.tensor([[1.0]]))
     (tensor([[[0., 0.]]]), tensor([[[-1.,  1.]]]))

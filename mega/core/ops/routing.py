@@ -2,9 +2,9 @@
 
     logits [t, E]  ->  chosen [t, k], the experts;  probabilities [t, k], the factors of their outputs
 
-Scores are computed in fp32 at least; probabilities have the dtype of the logits. Knows no ranks: `t` are all tokens
-that a rule depends on. Sources: Shazeer et al. 2017; Fedus et al. 2022; DeepSeek-V3, 2024; details as in Megatron core
-0.19."""
+Scores are computed in fp32 at least; probabilities have the dtype of the logits. This module does not depend on ranks:
+`t` is the number of all tokens that a rule depends on. Sources: Shazeer et al. 2017; Fedus et al. 2022; DeepSeek-V3,
+2024; details as in Megatron core 0.19."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from mega.core.architecture.layer import ExpertGroups, Router
 
 LEAST_SUM = 1e-20
-"""Added to a sum of scores before a division by it."""
+"""Added to a sum of scores before a division by that sum."""
 
 SINKHORN_TOLERANCE = 1e-4
 SINKHORN_EPS = 1e-8
 SINKHORN_ROUNDS = 1000
-"""The most rounds. If the matrix has not converged by then, it is used as it is."""
+"""Maximum number of rounds. If the matrix has not converged by then, it is used as it is."""
 
 
 class Routing(NamedTuple):
@@ -91,7 +91,7 @@ def largest(values: torch.Tensor, chosen: int, groups: ExpertGroups | None = Non
 
 
 def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None) -> Routing:
-    """The choice by a Sinkhorn matrix (Clark et al. 2022). Probabilities depend on the logits only."""
+    """The experts chosen by a Sinkhorn matrix (Clark et al. 2022). Probabilities depend on the logits only."""
     x = accurate(logits)
     expert_scores = x.sigmoid() if chosen == 1 else x.softmax(-1)
     experts = largest(expert_scores.detach() if matrix is None else matrix, chosen)
@@ -99,9 +99,9 @@ def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None)
 
 
 def sinkhorn(logits: torch.Tensor, tolerance: float = SINKHORN_TOLERANCE) -> torch.Tensor:
-    """exp(logits) [t, E], scaled so that all rows have the same sum, and all columns.
+    """exp(logits) [t, E], scaled so that all rows have equal sums and all columns have equal sums.
 
-    NaN in the logits gives NaN in the matrix, where the guard of the step detects it.
+    NaN in the logits gives NaN in the matrix, where the guard of the step detects the NaN.
     """
     cost = (logits - logits.amax(1, keepdim=True)).exp()  # subtracting a row's maximum only scales the row
     rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
@@ -141,7 +141,8 @@ def choice_counts(own: torch.Tensor, chosen: int, rows: torch.Tensor, batch: int
 
 
 def imbalance(counts: torch.Tensor, sums: torch.Tensor, chosen: int, tokens: float) -> torch.Tensor:
-    """E / (k t^2) x the sum of counts x sums, both [..., E], over experts and rows; 1 for each balanced row."""
+    """E / (k t^2) times the sum of counts x sums, both [..., E], over experts and rows; a balanced row contributes
+    1."""
     return (counts * sums).sum() * (counts.shape[-1] / (chosen * tokens**2))
 
 
@@ -154,7 +155,7 @@ def z_total(logits: torch.Tensor) -> torch.Tensor:
 
 
 def capacity(tokens: int, chosen: int, count: int, factor: float) -> int:
-    """The largest number of tokens for each expert.
+    """The maximum number of tokens for each expert.
 
     >>> capacity(24, 1, 8, 1.25), capacity(10, 1, 8, 0.5)
     (4, 1)
@@ -167,8 +168,8 @@ def kept_choices(
 ) -> torch.Tensor:
     """bool [t, k]: the choices that are kept if each expert takes at most `limit` tokens.
 
-    policy: keep those with the largest probability ("probs"), or the first ones. numbers: int64 [t], numbers of the
-    tokens in the microbatch; they order choices of equal probability.
+    policy: keep those with the largest probability ("probs"), or the first ones. numbers: int64 [t], indices of the
+    tokens in the microbatch, which order choices of equal probability.
     """
     by_token = numbers.repeat_interleave(chosen.shape[1]).argsort(stable=True)
     experts, weights = chosen.flatten()[by_token], probabilities.detach().flatten()[by_token]
@@ -178,7 +179,7 @@ def kept_choices(
     by_expert = experts.argsort(stable=True)
     experts = experts[by_expert]
     positions = torch.arange(len(experts), device=experts.device)
-    within = positions - torch.searchsorted(experts, experts)  # rank among those of the same expert
+    within = positions - torch.searchsorted(experts, experts)  # rank among choices of the same expert
     is_kept = torch.empty_like(experts, dtype=torch.bool)
     is_kept[by_token[by_expert]] = within < limit
     return is_kept.view_as(chosen)

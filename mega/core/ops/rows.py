@@ -1,4 +1,4 @@
-"""Sums of rows selected by number, in fp32 at least."""
+"""Sums of rows selected by index, in fp32 at least."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 def sum_rows(rows: torch.Tensor, numbers: torch.Tensor, whole: bool) -> torch.Tensor:
-    """rows [n, ...], numbers int64 [t, k] -> [t, ...]: for each line of `numbers`, the sum of these rows in order.
+    """rows [n, ...], numbers int64 [t, k] -> [t, ...]: for each row of `numbers` (indices into `rows`), the sum of the
+    selected rows, in order.
 
-    Unless `whole`, number n selects a row of zeros.
+    Unless `whole`, index n selects a row of zeros.
 
     >>> sum_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 2]]), False).flatten()
     tensor([3., 2.])

@@ -1,7 +1,8 @@
-"""Sums of squares of flat tensors of any length, with partial sums: a single running sum in fp32 loses accuracy.
+"""Sums of squares of flat tensors of any length, with partial sums, because a single running sum in fp32 loses
+accuracy.
 
-torch's norm on a CPU keeps one running sum per lane: for 1e6, 1e7 and 1e8 normal numbers the relative error is -9.5e-6,
--3.7e-4 and -1.1e-2. On a GPU torch sums as a tree, in one kernel.
+torch's norm on a CPU keeps one running sum per lane: for 1e6, 1e7 and 1e8 normally distributed numbers the relative
+error is -9.5e-6, -3.7e-4 and -1.1e-2. On a GPU torch sums as a tree, in one kernel.
 """
 
 from __future__ import annotations

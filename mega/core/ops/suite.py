@@ -1,4 +1,4 @@
-"""The implementation of each op: chosen once for a device and dtype, then passed to the layers.
+"""The implementation of each op, chosen once for a device and dtype, then passed to the layers.
 
 REFERENCE   plain torch, any device and dtype; every other implementation is tested against it
 on a CPU    torch's fused attention, otherwise the reference
@@ -40,12 +40,12 @@ from mega.core.ops.matmuls import Matmuls, WideMatmuls
 
 @dataclass(frozen=True)
 class Ops:
-    """One implementation of each op. Signatures and shapes are those of the references, which are the defaults."""
+    """One implementation of each op. The defaults are the references, which define the signatures and shapes."""
 
     name: str = "reference"
-    """The name in `mega doctor`."""
+    """The name shown by `mega doctor`."""
     reason: str = "plain torch"
-    """The reason of the choice."""
+    """The reason for the choice."""
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm.add_norm
     added: Callable[..., torch.Tensor] = norm.added
     activate: Callable[..., torch.Tensor] = activation.activate
@@ -62,19 +62,19 @@ class Ops:
     total: Callable[[torch.Tensor], torch.Tensor] = total.total
     matmuls: Matmuls = Matmuls()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
-    """A kernel for the optimizer's whole update, or None for the optimizer's own steps."""
+    """A kernel for the optimizer's whole update; None if the optimizer uses its own steps."""
     row_shards: int = 1
-    """Ranks over which rows are sharded: `attention` takes this rank's columns of q, k, v and the mask of whole
-    rows."""
+    """Number of ranks over which rows are sharded: `attention` takes this rank's columns of q, k, v and the mask of
+    whole rows."""
     few_rows: FewRows | None = None
     """Kernels for decoding on CUDA."""
     spread: bool = False
-    """For decoding on a CPU: cos and sin of a cache are in the form of `rotary.spread`, the last GEMM of a branch adds
-    to the stream, and norms are those of `norm.rms_norm_by`."""
+    """Whether to use faster forms for decoding on a CPU: cos and sin of a cache have the form of `rotary.spread`, the
+    last GEMM of a branch adds to the stream, and norms are computed by `norm.rms_norm_by`."""
 
     @property
     def plain(self) -> bool:
-        """Whether these are the references."""
+        """Whether these ops are the references."""
         return self.name == "reference"
 
     def implementations(self) -> Iterator[tuple[str, str]]:
@@ -106,9 +106,9 @@ def choose(
 ) -> Ops:
     """The fastest implementations for a device and a compute dtype; `reason` explains the choice.
 
-    recompute: attention recomputes its weights in the backward pass instead of saving them. package: a name known to
-    `packages.package`, whose ops replace ours. shapes: choose for meta tensors that represent tensors of `device`; the
-    device itself is not needed.
+    recompute: attention recomputes its weights in the backward pass instead of saving them. package: a name that
+    `packages.package` accepts; the package's ops replace ours. shapes: choose for meta tensors that represent tensors
+    of `device`; the device itself is not needed.
     """
     ops = _base_ops(device, dtype, reference, shapes)
     if recompute:
@@ -149,7 +149,7 @@ def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: i
 
 
 def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str | None:
-    """Advice that would make the attention of such rows faster, as a message; None without advice.
+    """A message with advice that would make the attention of such rows faster; None if nothing would.
 
     >>> attention_advice(REFERENCE, AttentionMask(window=4), torch.bfloat16, 8, 8)
     """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 ROUNDINGS = 8
-"""The largest accepted relative error, in units of the dtype's eps."""
+"""Maximum accepted relative error, in units of the dtype's eps."""
 
 log = logging.getLogger(__name__)
 

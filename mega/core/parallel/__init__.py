@@ -7,7 +7,7 @@ weight, layout, gradients     a parameter, the layout of buckets as data, and th
 linear, vocab, context        layers and vocabulary sharded over the tensor axis, the sequence over the context axis
 experts                       send rows of tokens to the ranks of their experts, and back
 gemms, adapter, deferred      the GEMMs of a linear layer, LoRA around them, and deferred weight gradients
-pipeline, recompute, replay   the executor of plans, activation recomputation, and a microbatch as a CUDA graph
-peers, one_shot, shared_memory   exchanges that overlap GEMMs, the sums of decoding, and memory shared by one host;
+pipeline, recompute, replay   the executor of plans, activation recomputation, and CUDA graphs of microbatches
+peers, one_shot, shared_memory   exchanges that overlap GEMMs, sums while decoding, and memory shared on one host;
                                  pieces: how overlapped GEMMs are split
 """

@@ -1,12 +1,13 @@
-"""Low-rank adapters (LoRA): wrappers of the GEMMs of a linear layer. The layer does not know about them.
+"""Low-rank adapters (LoRA): wrappers of the GEMMs of a linear layer. The layer does not depend on them.
 
     forward   h = scale drop(x) A^T;  y += h B^T
     dgrad     dh = dy B;              dx += scale drop(dh A)
     wgrad     dB = dy^T h;            dA = scale dh^T drop(x)
 
 The layer does the communication: x and dy are the operands of its own GEMMs, y and dx are partial sums that it reduces
-afterwards. So an adapter needs no communication. Several linear layers that are fused into one GEMM (query, key, value)
-share the input; their A matrices are stacked along dim 0, and each has its own B. Source: Hu et al. 2021, section 4.
+afterwards. So an adapter needs no communication. Linear layers that are fused into one GEMM (query, key, value) share
+their input; the A matrices of these layers are stacked along dim 0, and each layer has its own B. Source: Hu et al.
+2021, section 4.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class LowRank(nn.Module):
 class Adapter(LowRank):
     """The adapters of linear layers that are fused into one GEMM.
 
-    parts: for each layer its columns of y and its adapter.
-    down: A of all parts, [parts rank, in]; up: B of each part, [out, rank]. dropout: the probability for x.
+    parts: for each layer, the columns of y that it computes and its adapter.
+    down: A of all parts, [parts rank, in]. up: B of each part, [out, rank]. dropout: dropout probability for x.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[tuple[slice, AdapterSpec]]):
@@ -66,7 +67,7 @@ class Adapter(LowRank):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """A, then every B: the weights that autograd has to see."""
+        """A, then every B: the weights that must be inputs of the autograd function."""
         return self.down, *self.up  # type: ignore[return-value]
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
@@ -90,7 +91,7 @@ class Adapter(LowRank):
     def wgrad(
         self, x: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, grad_h: torch.Tensor, drop: Dropout | None
     ) -> Grads:
-        """The gradients of A and of every B. A weight that has a main_grad gets its gradient added there."""
+        """The gradients of A and of every B. If a weight has a main_grad, its gradient is added to the main_grad."""
         down = self.down.add_wgrad(grad_h, self._dropped(x, drop))
         pairs = enumerate(zip(self.weights[1:], self.columns, strict=True))
         return down, *(up.add_wgrad(grad[:, columns], self._part(h, number)) for number, (up, columns) in pairs)
@@ -98,8 +99,8 @@ class Adapter(LowRank):
     def _dropped(self, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
         if drop is None:
             return x
-        # The dropout kernels need whole tokens from column 0 on. A later tensor rank of a row-parallel layer has other
-        # columns, for which the plain implementation is used.
+        # The dropout kernels need whole tokens from column 0 on. In a row-parallel layer only the first tensor rank has
+        # column 0; the other ranks use the plain implementation.
         return drop(x) if drop.first else self.down.ops.added(None, x, None, drop)
 
     def _part(self, h: torch.Tensor, number: int) -> torch.Tensor:
@@ -108,7 +109,7 @@ class Adapter(LowRank):
 
 @dataclass
 class _AdaptedGrad:
-    """dy in the forms that the GEMMs of the backward pass take."""
+    """dy in the forms that the GEMMs of the backward pass need."""
 
     prepared: Any  # dy as the layer's own GEMMs prepared it
     grad: torch.Tensor  # dy itself, for the adapter

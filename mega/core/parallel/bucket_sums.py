@@ -1,4 +1,4 @@
-"""Sums over all elements of a model, computed from the buckets of all ranks: norms, and sums of an optimizer.
+"""Sums over all elements of a model, computed from the buckets of all ranks: norms, and sums for an optimizer.
 
 Each element counts once. If several tensor ranks or pipeline stages hold copies of a tensor, only the first copy
 counts. The ranks over which a sum is reduced follow from the sharding of the bucket (gradients.py).
@@ -35,19 +35,20 @@ def square_sum(grads: GradBuffer, *, weights: bool = False, sound: torch.Tensor 
 
 
 def tied_buckets(grads: GradBuffer) -> list[Bucket]:
-    """The buckets of this rank that other stages hold too, in the same order on all of these stages."""
+    """The buckets of this rank that other stages also hold. The order is the same on all stages that hold them."""
     return sorted((each for each in grads.buckets if each.holders.size > 1), key=Bucket.tied_name)
 
 
 def tied_difference(grads: GradBuffer) -> torch.Tensor | None:
     """Compare the reduced gradients of tied tensors bit by bit over the stages that hold them.
 
-    Returns int64 [2]: 0 or the number, from 1, of the first of `tied_buckets` that differs; and a hash of this rank's
-    copy of it, which a float64 represents exactly. None on stages that share no tensor.
+    Returns int64 [2]: the position, counted from 1, of the first of `tied_buckets` that differs (0 if none does), and a
+    hash of this rank's copy of that bucket, which a float64 represents exactly. Returns None on stages that share no
+    tensor.
 
     Norms count the first copy only, so they would not notice that another copy is damaged, and the update would make
-    the copies differ. The checksum is the integer sum of all bits: it is exact in any order, and one flipped bit
-    changes it.
+    the copies differ. The checksum is the integer sum of all elements' bit patterns. Integer sums are exact in any
+    order, and one flipped bit changes the checksum.
     """
     difference = None
     for number, bucket in reversed(list(enumerate(tied_buckets(grads), 1))):
@@ -107,10 +108,10 @@ def _model_sum(
 
 
 def whole_sums(grads: GradBuffer, bucket: Bucket, sums: torch.Tensor) -> torch.Tensor:
-    """Sums over whole logical tensors, from the sums of each rank of the stage over its span of `bucket`.
+    """Sums over whole logical tensors. sums: this rank's sums over its span of `bucket`.
 
     If tensor ranks hold copies, only the first copy counts. All stages that hold a tied tensor get the sums of the
-    first of them.
+    first of these stages.
     """
     whole = sums.to(bucket.own_weights.device)
     if bucket.replicated and not bucket.data.tensor.first:

@@ -1,6 +1,6 @@
 """Collectives along an axis, and their conjugate pairs for autograd.
 
-Each pair gives the collective of the forward pass and that of its gradient (Shoeybi et al. 2019; Korthikanti et al.
+Each pair is a collective of the forward pass and a collective of its gradient (Shoeybi et al. 2019; Korthikanti et al.
 2022):
 
     reduce_from_region   all-reduce     <->  identity      leave a region where each rank computes its own outputs
@@ -8,7 +8,7 @@ Each pair gives the collective of the forward pass and that of its gradient (Sho
     all_to_all           all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
 The column-parallel linear (linear.py) enters a region itself, because it overlaps the exchange with its GEMM.
-All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
+All collectives act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
 
 
 def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
-    """The problem of the first rank that reports one. All ranks get the same answer and so take the same path."""
+    """The problem that the first rank with a problem reports; None if no rank has one. All ranks get the same result,
+    so all continue in the same way."""
     return next(filter(None, gather_json(problem, axis, device)), None)
 
 
@@ -187,7 +188,7 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def exchange(x: torch.Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
-    """All-to-all with a number of rows per rank.
+    """All-to-all in which each pair of ranks exchanges its own number of rows.
 
     The rows of `x`, [sum(send_sizes), ...], are ordered by destination rank; the rows of the result,
     [sum(receive_sizes), ...], are ordered by source rank.
@@ -243,14 +244,15 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_reduce_both_ways(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over ranks, for a result that every rank uses in its own way: the gradient is summed over ranks too."""
+    """The sum over ranks, for a result that every rank uses differently, so that the gradient is also summed over
+    ranks."""
     return x if axis.size == 1 else conjugate(x, axis, summed, summed)
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
     """Leave a tensor-parallel region: sum the partial results of all ranks.
 
-    sequence: this rank gets its own tokens of the sum only.
+    sequence: whether this rank gets only its own tokens of the sum.
     """
     if axis.size == 1:
         return x
@@ -266,8 +268,8 @@ def _local_block(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
 def gather_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Gather along the last dim: [..., n] -> [..., n x size].
 
-    Every rank computes the same values from the gathered tensor, so the gradient needs no sum: each rank takes its
-    block of it.
+    Every rank computes the same values from the gathered tensor, so the gradient needs no sum: each rank takes its own
+    block of the gradient.
     """
     if axis.size == 1:
         return x

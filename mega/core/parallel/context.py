@@ -14,7 +14,7 @@ Everything except attention acts on single tokens. Attention has two implementat
                 (Jacobs et al. 2023); two exchanges and no merging, but the number of ranks must divide the key/value
                 heads
 
-This module knows nothing of the model: a layer uses a suite of ops with context parallelism like any other.
+This module does not depend on the model: a layer uses ops with context parallelism like any other suite of ops.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _split(rows: torch.Tensor, size: int) -> torch.Tensor:
 def with_context_parallel(ops: Ops, axis: Axis, comm: ContextComm) -> Ops:
     """`ops` with an attention for rows that are sharded over the context axis.
 
-    The new attention has the signature of `ops.attention`. q, k and v are those of this rank's columns; the mask is
-    that of the whole rows, equal on all ranks.
+    The new attention has the signature of `ops.attention`. q, k and v belong to this rank's columns; the mask covers
+    the whole rows and is equal on all ranks.
     """
     if axis.size == 1:
         return ops
@@ -96,7 +96,7 @@ def _by_heads(
         q, k, v = _whole_rows(axis, q, k, v)
     else:
         (q,), (k, v) = _whole_rows(axis, q), _whole_rows(axis, k, v)
-    # 2 attention as on one rank; dropout depends on the head's number, which must be the global one
+    # 2 attention as on one rank; dropout depends on the head's index, which must be the global index
     if mask.dropout is not None:
         first = mask.dropout.first_head + axis.index * q.shape[2]
         mask = replace(mask, dropout=replace(mask.dropout, first_head=first))
@@ -124,7 +124,7 @@ class RingBlock(NamedTuple):
 
 
 class RingState(NamedTuple):
-    """One attention around the axis. mask: that of the whole rows."""
+    """One attention around the axis. mask: the mask of the whole rows."""
 
     axis: Axis
     op: PartialAttention
@@ -134,8 +134,8 @@ class RingState(NamedTuple):
         """The blocks of scores between the s queries of this rank and the t keys of rank `source`.
 
         A rank holds an early and a late chunk of queries and of keys. Plain causal rows have three cases:
-        - source is this rank: all its keys, causally.
-        - source is an earlier rank: its early chunk precedes all our queries, its late chunk follows all of them.
+        - source is this rank: our queries attend to all its keys, causally.
+        - source is an earlier rank: its early chunk precedes all our queries, and its late chunk follows them.
         - source is a later rank: both its chunks precede our late chunk and follow our early chunk.
         So every rank computes half of every received block, and no masked scores. With a window, or if queries and keys
         have different positions, each chunk of queries is paired with each chunk of keys, except pairs that are masked
@@ -162,13 +162,13 @@ class RingState(NamedTuple):
         return blocks
 
     def _chunks(self, index: int) -> tuple[int, int]:
-        """The numbers of the chunks of a row that rank `index` holds."""
+        """The indices of the chunks of a row that rank `index` holds."""
         return index, 2 * self.axis.size - 1 - index
 
     def _local_mask(self, source: int) -> AttentionMask:
         """The mask with documents and dropout for the queries of this rank and the keys of rank `source`.
 
-        Positions stay those of the whole rows.
+        Positions are still relative to the whole rows.
         """
         axis, mask = self.axis, self.mask
         if mask.q_documents is not None and mask.k_documents is not None:
@@ -208,7 +208,8 @@ class _Ring(torch.autograd.Function):
         2 attend to them with our queries while they are sent; merge each block into the result by its log-sum-exp
         3 receive the keys and values of the previous rank
 
-    Backward uses the same order. The gradients of keys and values follow them with a delay of one step:
+    Backward uses the same order. The gradients of keys and values move around the axis one step behind the keys and
+    values:
         1 start to send keys and values
         2 compute the gradients of this step's blocks while they are sent; accumulate the gradient of q locally
         3 receive the gradients that other ranks computed for these keys and values, add this rank's, and send the sum

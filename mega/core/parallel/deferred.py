@@ -1,7 +1,7 @@
-"""Deferred weight gradients: a backward pass that computes input gradients only, and separate wgrad acts after it.
+"""Deferred weight gradients: a backward pass that computes input gradients only, followed by separate wgrad acts.
 
-Zero-bubble schedules (Qi et al. 2023) run the wgrad GEMMs when a stage would otherwise wait. This module knows weights,
-but no buckets and no ranks.
+Zero-bubble schedules (Qi et al. 2023) run the wgrad GEMMs when a stage would otherwise wait. This module depends on
+weights, but not on buckets or ranks.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Dispatch rows of tokens to their experts and combine the results: sort, gather and exchange over ranks.
 
     tokens [t, h], each routed to k experts                                                   backward
-      1 gather     over ranks that share experts, so that each sees the tokens of all         reduce-scatter
+      1 gather     over ranks that share experts, so that each has the tokens of all         reduce-scatter
       2 permute    one row for each choice, sorted by expert                                  sum over the choices
       3 exchange   each row to the rank of its expert, if ranks have different tokens         exchange back
       4 sort       the rows of all sources by expert
 
-`RowPlan` gives the positions of rows. Moving them is an autograd function with a fixed order of summation. Only the
-device knows how many rows a rank gets, so the host has to wait for it: for an exchange of sizes if ranks exchange rows,
-and for a count if a rank takes only some of the rows. This module knows no router and no weights.
+`RowPlan` gives the positions of rows. Moving them is an autograd function with a fixed order of summation. The number
+of rows that a rank gets is computed on the device, so the host has to wait for the device: for an exchange of sizes if
+ranks exchange rows, and for a count if a rank takes only some of the rows. This module does not depend on the router or
+on weights.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class RowPlan:
     counts: torch.Tensor
     """int64 [experts]: rows of each expert."""
     whole: bool
-    """Every row belongs to a token and every choice has a row."""
+    """Whether every row belongs to a token and every choice has a row."""
 
 
 def plan_rows(
@@ -68,14 +69,14 @@ def plan_rows(
 ) -> RowPlan:
     """Plan one row for each choice, int64 [t, k], that falls on one of `experts` and is kept.
 
-    kept: bool [t, k], None for all. experts: those of this rank, of `count` in all. limit: give every expert exactly
-    this number of rows (padded).
+    kept: bool [t, k]; None if all choices are kept. experts: the experts of this rank. count: number of experts on all
+    ranks. limit: if set, every expert gets exactly this number of rows (padded).
     """
     tokens, k = chosen.shape
     local, local_experts = chosen.flatten() - experts.start, len(experts)
     whole = local_experts == count and kept is None
     if not whole:
-        # Choices of other ranks' experts sort to the end, as expert number `local_experts`, and are cut off.
+        # Choices of other ranks' experts get the expert index `local_experts`, sort to the end and are cut off.
         valid = (local >= 0) & (local < local_experts)
         local = torch.where(valid if kept is None else valid & kept.flatten(), local, local_experts)
     order = local.int().argsort(stable=True)  # int32 sorts in half the time of int64
@@ -169,8 +170,8 @@ def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
 class RowExchange:
     """Exchange of rows between the ranks of `ep`: from the rank of a token to the rank of its expert, and back.
 
-    Rows are sorted by expert on both sides. sent: int64 [all experts], rows that this rank has for each. even: every
-    rank sends the same number of rows to every expert, so no sizes are exchanged.
+    Rows are sorted by expert on both sides. sent: int64 [all experts], number of rows that this rank has for each
+    expert. even: whether every rank sends the same number of rows to every expert, so that no sizes are exchanged.
     """
 
     def __init__(self, sent: torch.Tensor, ep: Axis, *, even: bool):
@@ -244,9 +245,9 @@ class ExpertRegion:
     """How ranks share a mixture of experts: which ranks have the same tokens, which experts this rank holds, and which
     rows are exchanged.
 
-    Without sequence parallelism all tensor ranks have the same tokens. Either each of them holds a shard of every
-    expert, or they hold different experts; outputs are summed over them. Otherwise all ranks have different tokens.
-    These are gathered over the ranks that share experts (etp) and, if `gathers`, also over the ranks that hold
+    Without sequence parallelism all tensor ranks have the same tokens. Either each rank holds a shard of every expert,
+    or the ranks hold different experts; outputs are summed over the ranks. Otherwise all ranks have different tokens.
+    The tokens are gathered over the ranks that share experts (etp) and, if `gathers`, also over the ranks that hold
     different experts (ep); if not `gathers`, rows are exchanged over ep.
     """
 
@@ -262,7 +263,8 @@ class ExpertRegion:
         self.exchange = SINGLE if within or (gathers and not same_tokens) else axes.ep
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """The tokens of all ranks that share the work on them, concatenated, [t, ...]. The gradient is summed."""
+        """The concatenated tokens of all ranks that share the work on these tokens, [t, ...]. The gradient is
+        summed."""
         if self._shared.size == 1:
             return x
         pair = (_unchanged, summed) if self._same else (all_gather, reduce_scatter)
@@ -273,7 +275,7 @@ class ExpertRegion:
         return x if self._same else all_gather(x, self._shared)
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that share the work on tokens; each keeps its own tokens."""
+        """The sum over the ranks that share the work on these tokens; each rank keeps its own tokens."""
         if self._shared.size == 1:
             return y
         pair = (summed, _unchanged) if self._same else (reduce_scatter, all_gather)

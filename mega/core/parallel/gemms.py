@@ -5,8 +5,8 @@
     wgrad     dW [out, in], added to the weight's main_grad if it has one
 
 `WeightGemms` computes them with one weight. A wrapper with the same interface may replace it: an adapter adds a
-low-rank GEMM to each of the three (adapter.py). GEMMs know no ranks: x and dy are whole on this rank; y and dx may be
-partial sums that the layer reduces afterwards.
+low-rank GEMM to each of the three (adapter.py). GEMMs do not depend on ranks: x and dy are whole on this rank; y and dx
+may be partial sums that the layer reduces afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mega.core.ops.matmuls import Factor
 from mega.core.parallel.weight import Weight
 
 Grads = tuple[torch.Tensor | None, ...]
-"""Gradients of some weights; None if a gradient was added to a main_grad, or if the weight is not trained."""
+"""One gradient per weight; None if the gradient was added to a main_grad, or if the weight is not trained."""
 
 
 class LinearGemms(Protocol):
@@ -47,13 +47,13 @@ class LinearGemms(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        """x [n, in] -> y [n, out], and what `prepare` needs. drop: dropout of the input of an adapter."""
+        """x [n, in] -> y [n, out], and what `prepare` needs. drop: dropout for the input of an adapter."""
 
     def prepare(self, grad: torch.Tensor, saved: Any) -> Any:
-        """dy [n, out] in the form that `dgrad` and `wgrad` take. Call `dgrad` first."""
+        """dy [n, out] in the form that `dgrad` and `wgrad` need. Call `dgrad` before `wgrad`."""
 
     def dgrad(self, grad: Any, factor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dx [n, in] of a prepared dy."""
+        """dx [n, in] from a prepared dy."""
 
     def wgrad(self, grad: Any, x: torch.Tensor | None) -> Grads:
         """The gradients of `weights` from a prepared dy and x. x may be None if no weight is trained."""
@@ -63,7 +63,7 @@ class LinearGemms(Protocol):
 
 
 class WeightGemms:
-    """The GEMMs of one weight, by the implementation that its ops choose (ops/matmuls.py)."""
+    """The GEMMs of one weight, computed by the implementation that the weight's ops choose (ops/matmuls.py)."""
 
     plain = True
 

@@ -42,12 +42,12 @@ from mega.core.shard import Shard, span_rectangles
 
 
 class Bucket:
-    """Some weights whose gradients are reduced in the same way.
+    """A group of weights whose gradients are reduced in the same way.
 
     offsets: each weight with its [begin, end) in the flat tensors.
-    data: the data axis. span: the part that this rank owns and updates; the whole bucket without ZeRO.
+    data: the data axis. span: the [begin, end) that this rank owns and updates; the whole bucket without ZeRO.
     decay_end: weight decay applies to the weights before this offset. counted: whether this rank's copy enters norms.
-    axes: axes over which the gradients are still summed after `data`. holders: the stages of our pipeline that hold it.
+    axes: axes over which the gradients are summed after `data`. holders: stages of our pipeline that hold the bucket.
     own_weights, own_grads: this rank's span; gradients are valid after `GradBuffer.finish`.
     gathering: the handle of an all-gather of weights in flight, or None.
     """
@@ -64,7 +64,7 @@ class Bucket:
         self.axes = (*(mesh.axis(name) for name in self.reduction.partial), self.holders)
         self.counted = (not self.replicated or self.data.tensor.first) and self.holders.first
         self.waiting = 0
-        self.ready: Counter[int] = Counter()  # id of a weight -> gradients computed in this step
+        self.ready: Counter[int] = Counter()  # id of a weight -> number of gradients computed in this step
         self.works: list[tuple[CollectiveHandle, torch.Tensor]] = []
         self.gathering: CollectiveHandle | None = None
         like = self.offsets[0][0]
@@ -75,7 +75,7 @@ class Bucket:
         self._own = self._weights[span[0] : span[1]].clone() if zero >= 3 else None
         self.grads: torch.Tensor | None = None
         self.own_grads: torch.Tensor
-        # Up to ZeRO 1 the gradients of the whole bucket are allocated for good; later stages keep the own span only.
+        # Up to ZeRO 1 the gradients of the whole bucket stay allocated; ZeRO 2 and 3 keep only this rank's span.
         if zero < 2:
             self.open()
             assert self.grads is not None
@@ -89,7 +89,7 @@ class Bucket:
 
     @property
     def replicated(self) -> bool:
-        """Whether every tensor rank holds an equal copy."""
+        """Whether every tensor rank holds an equal copy of the bucket."""
         return bool(self.reduction.replicated)
 
     @property
@@ -107,10 +107,9 @@ class Bucket:
         return sum(weight.uses for weight, _, _ in self.offsets)
 
     def runs(self) -> Iterator[tuple[Shard, slice]]:
-        """Every logical tensor with the slice of our span that holds its elements (with vocabulary padding, may be
-        empty).
+        """Every logical tensor with the slice of our span that holds its elements (including vocabulary padding).
 
-        All ranks that hold the bucket yield the same tensors in the same order.
+        A slice may be empty. All ranks that hold the bucket yield the same tensors in the same order.
         """
         low, high = self.span
         for shard, first in self._logical():
@@ -118,7 +117,7 @@ class Bucket:
             yield shard, slice(begin, end)
 
     def rectangles(self, flat: torch.Tensor, base: int) -> Iterator[tuple[Shard, tuple[int, ...], torch.Tensor]]:
-        """The parts of logical tensors in `flat`, whose first element is number `base` of the bucket.
+        """The parts of logical tensors in `flat`, whose first element is at offset `base` of the bucket.
 
         Yields rectangles as (shard, start in the whole tensor, view of `flat`). Padding is left out.
 
@@ -140,7 +139,7 @@ class Bucket:
                 yield shard, tuple(a + b for a, b in zip(shard.start, start, strict=True)), view
 
     def _logical(self) -> Iterator[tuple[Shard, int]]:
-        """The shards of logical tensors in the bucket, each with its offset."""
+        """The shards of logical tensors in the bucket, each with the shard's offset."""
         for weight, begin, _ in self.offsets:
             for segment in weight.segments:
                 yield segment.shard, begin + segment.offset * prod(weight.shape[1:])
@@ -152,7 +151,7 @@ class Bucket:
             weight.main_grad = self.grads[begin:stop].view(weight.shape)
 
     def close(self) -> torch.Tensor:
-        """Detach the gradients from the weights and return them. The caller holds the only reference."""
+        """Detach the gradients from the weights and return them. The caller then holds the only reference."""
         grads, self.grads = self.grads, None
         assert grads is not None
         for weight, _, _ in self.offsets:
@@ -197,12 +196,12 @@ class GradBuffer:
     zero: the ZeRO stage, over each bucket's data axis (Rajbhandari et al. 2020):
         0  every rank holds everything
         1  each rank owns, and updates, its span of each bucket
-        2  also: gradients are reduced and freed after every microbatch, so only spans accumulate
-        3  also: the weights of a unit are gathered while the unit before it runs, and freed after use
+        2  as 1, and gradients are reduced and freed after every microbatch, so only spans accumulate
+        3  as 2, and the weights of a unit are gathered while the unit before it runs, and freed after use
 
     shared: name of each tensor that several pipeline stages hold -> these stages (`shared_stages`), equal on all ranks.
-    matrices: matrices of layers get separate buckets, because the optimizer updates them as whole matrices.
-    before_reduce: called with each bucket whose local gradients are complete, before they are reduced.
+    matrices: whether matrices of layers get separate buckets, because the optimizer updates them as whole matrices.
+    before_reduce: called with each bucket when its local gradients are complete, before they are reduced.
     """
 
     def __init__(
@@ -222,7 +221,7 @@ class GradBuffer:
         self.mesh, self.dtype, self.zero, self.overlap = mesh, dtype, zero, overlap
         self._claimed: set[int] = set()
         for stages in sorted(set((shared or {}).values())):
-            mesh.stages(stages)  # all ranks must create every group, even those that do not hold these tensors
+            mesh.stages(stages)  # all ranks must create every group, even ranks that do not hold these tensors
         shards = {name: data.axis.size for name, data in mesh.data_axes.items()} if zero else {}
         tensor, least = {axis.name: axis.size for axis in (mesh.tp, mesh.etp)}, bucket_size if zero < 3 else None
         rules = BucketRules(tensor, sequence, shards, least, shared or {}, matrices)
@@ -268,7 +267,7 @@ class GradBuffer:
     # -- one step
 
     def start(self) -> None:
-        """Begin a step: set gradients to zero and expect all of them."""
+        """Begin a step: set gradients to zero, and mark all gradients as missing."""
         for bucket in self.buckets:
             (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
             bucket.waiting, bucket.works = bucket.uses, []
@@ -277,7 +276,7 @@ class GradBuffer:
             self._order.begin()
 
     def final(self, last: bool) -> None:
-        """Set whether the next backward pass is the last of its chunk in this step."""
+        """Set whether the next backward pass is the last one of its chunk in this step."""
         self._final = last
 
     def _open_main_grad(self, weight: Weight) -> None:
@@ -306,7 +305,8 @@ class GradBuffer:
             out, work = start_reduce_scatter(bucket.close(), data)
             bucket.works.append((work, out))
             bucket.reshard()
-            # A reduction in flight keeps the gradients of its whole bucket alive, so at most one is in flight.
+            # A reduction in flight keeps the gradients of its whole bucket alive, so at most one reduction is in
+            # flight.
             before, self._reducing = self._reducing, bucket
             if before is not None and before is not bucket:
                 _settle(before)
@@ -321,7 +321,8 @@ class GradBuffer:
         bucket.works.append((work, out))
 
     def all_ready(self) -> None:
-        """Mark all gradients of this step as complete. A replayed CUDA graph computes them without any hook."""
+        """Mark all gradients of this step as complete. A replayed CUDA graph computes gradients without calling
+        hooks."""
         for bucket in self.buckets:
             bucket.waiting = 0
 
@@ -352,7 +353,7 @@ class GradBuffer:
         """Start to gather the updated spans on every rank.
 
         With overlap the gather runs during the next forward pass, in which each unit waits for its own weights. Reading
-        a bucket's weights waits too.
+        a bucket's weights also waits.
         """
         for bucket in self._gathered:
             bucket.start_param_gather(self._gather_axes[bucket.data.name])
@@ -362,8 +363,8 @@ class GradBuffer:
     def wait_param_gather(self) -> None:
         """Wait for all gathers in flight.
 
-        Call this also before you drop the buffer: NCCL's group keeps the tensors of a collective alive until it was
-        waited for, or until the next collective on the same group.
+        Also call this before dropping the buffer, because NCCL's group keeps the tensors of a collective alive until
+        the wait for it, or until the next collective on the same group.
         """
         for bucket in self.buckets:
             bucket.wait_param_gather()
@@ -376,7 +377,7 @@ class GradBuffer:
     def with_full_params(
         self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """run(x) of a unit of the model, with its weights unsharded during its forward and backward pass."""
+        """run(x) for a unit of the model, whose weights are unsharded during its forward and backward pass."""
         if self.zero < 3:
             return run(x)
         buckets = self.buckets_of(unit)
@@ -388,7 +389,8 @@ class GradBuffer:
         return _Return.apply(y, partial(self._unshard, buckets)) if torch.is_grad_enabled() else y
 
     def _unshard(self, buckets: list[Bucket]) -> list[Bucket]:
-        """Gather the weights of a unit, and start to gather (prefetch) those of the next one, which are returned."""
+        """Gather the weights of a unit, and start to gather (prefetch) those of the next unit. Returns the next unit's
+        buckets."""
         for bucket in buckets:
             bucket.start_unshard(self._gather_axes[bucket.data.name])
         for bucket in buckets:
@@ -400,12 +402,12 @@ class GradBuffer:
 
     @property
     def data_ranks(self) -> int:
-        """The most ranks over which any gradient is summed."""
+        """The maximum number of ranks over which a gradient is summed."""
         return max(bucket.data.axis.size for bucket in self.buckets)
 
 
 class _Order:
-    """The order in which a step uses the weights of units: that of the previous step, for any schedule."""
+    """The order in which a step uses the weights of units. The previous step's order predicts it, for any schedule."""
 
     def __init__(self) -> None:
         self._before: list[list[Bucket]] = []
@@ -417,11 +419,11 @@ class _Order:
         self._before, self._now, self._follows = self._now, [], True
 
     def end(self) -> None:
-        """End a step. Until the next one, for example during an evaluation, nothing is prefetched."""
+        """End a step. Until the next step begins, for example during an evaluation, nothing is prefetched."""
         self._follows = False
 
     def after(self, used: list[Bucket]) -> list[Bucket]:
-        """The buckets that the previous step used after these; empty if this step uses units in another order."""
+        """The buckets that the previous step used after `used`; empty if this step uses units in a different order."""
         if not self._follows:
             return []
         position = len(self._now)
@@ -457,7 +459,7 @@ def _unobserved(bucket: Bucket) -> None:
 
 
 def _settle(bucket: Bucket) -> None:
-    """Wait for reductions in flight and copy the results to the own span; from ZeRO 2 on add them to it."""
+    """Wait for reductions in flight and copy the results to this rank's span; from ZeRO 2 on, add them to the span."""
     for work, out in bucket.works:
         wait_for(work)
         if bucket.zero >= 2:
@@ -468,7 +470,7 @@ def _settle(bucket: Bucket) -> None:
 
 
 def units_of(chunk: nn.Module) -> Iterator[nn.Module]:
-    """The units of a chunk whose weights are gathered together: each block, the embedding, the head."""
+    """The units of a chunk: each block, the embedding, the head. The weights of a unit are gathered together."""
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):
             yield from child

@@ -1,8 +1,8 @@
 """The layout of buckets as data: which parameters share a flat tensor, at which offsets, and how their gradients are
 reduced.
 
-`GradBuffer` allocates buckets by it, and the memory estimate counts them. This module knows no torch, no ranks and no
-model: it describes a parameter by the logical tensors that are stacked in it.
+`GradBuffer` allocates buckets by this layout, and the memory estimate counts them. This module does not depend on
+torch, ranks or the model: it describes a parameter by the logical tensors that are stacked in the parameter.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ ALIGNMENT = 64
 
 
 class Reduction(NamedTuple):
-    """How a local gradient becomes the gradient of the whole batch. Each value has its own buckets."""
+    """How a local gradient becomes the gradient of the whole batch. Parameters with different reductions have different
+    buckets."""
 
     data: str = "dp"
     """The data axis that the gradient is summed over first."""
     partial: tuple[str, ...] = ()
-    """Axes over which each rank's gradient is still partial."""
+    """Axes over which each rank's gradient is still partial after the sum over `data`."""
     replicated: tuple[str, ...] = ()
     """Axes whose ranks hold equal copies of the parameter."""
     stages: tuple[int, ...] = ()
-    """The pipeline stages that hold the parameter, if there are several (tied tensors); each computes a part."""
+    """The pipeline stages that hold the parameter, if several do (tied tensors); each computes a part of the
+    gradient."""
     whole: bool = False
     """Whether the optimizer updates the parameter as a whole matrix."""
 
@@ -36,8 +38,8 @@ class Reduction(NamedTuple):
 class ParameterSpec(NamedTuple):
     """The properties of a parameter that determine its bucket and offset."""
 
-    tensors: tuple[Tensor, ...]  # the logical tensors stacked in it
-    elements: int  # on this rank
+    tensors: tuple[Tensor, ...]  # the logical tensors stacked in the parameter
+    elements: int  # number of elements on this rank
     dtype: str  # name of its dtype
 
 
@@ -50,9 +52,9 @@ class BucketRules:
     sequence: bool
     """Whether tensor ranks split the sequence."""
     shards: Mapping[str, int]
-    """Data axis -> its ranks, each of which owns a span (ZeRO); empty: every rank holds everything."""
+    """Data axis -> number of its ranks, each of which owns a span (ZeRO). Empty if every rank holds everything."""
     least: int | None
-    """Elements from which on a bucket is full; None: one bucket for all parameters with equal reduction."""
+    """Number of elements at which a bucket is full; None for one bucket for all parameters with equal reduction."""
     stages: Mapping[str, tuple[int, ...]]
     """Name of a tensor that several pipeline stages hold -> these stages (`shared_stages`)."""
     matrices: bool = False
@@ -73,18 +75,18 @@ class BucketSpec:
 
     reduction: Reduction
     dtype: str
-    parameters: tuple[int, ...]  # numbers of its parameters; those with weight decay first
+    parameters: tuple[int, ...]  # indices of its parameters; those with weight decay first
     offsets: tuple[tuple[int, int], ...]  # [begin, end) of each parameter
-    length: int  # elements, padding included
-    shard: int  # elements that each data rank owns
+    length: int  # number of elements, padding included
+    shard: int  # number of elements that each data rank owns
     decay_end: int  # end of the parameters with weight decay
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], rules: BucketRules) -> Iterator[BucketSpec]:
     """The buckets of one unit or chunk: neighbouring parameters with equal reduction.
 
-    A bucket has at least `rules.least` elements, unless too few are left. A tied parameter has a bucket of its own, so
-    that it has the same offsets on every stage that holds it.
+    A bucket has at least `rules.least` elements, unless too few are left. A tied parameter has its own bucket, so that
+    its offsets are the same on every stage that holds the parameter.
     """
     open_groups: dict[tuple[Reduction, str], list[int]] = {}
     sizes: Counter[tuple[Reduction, str]] = Counter()
@@ -116,7 +118,7 @@ def _bucket(
 
 
 def shared_stages(tensors: Iterable[Tensor], unit_stages: Mapping[Unit, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Name -> pipeline stages of every tensor that more than one of them holds.
+    """Name -> pipeline stages, for every tensor that several stages hold.
 
     unit_stages: unit -> (stage, chunk), from `unit_stages` in plan/layers.py.
     """

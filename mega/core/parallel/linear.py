@@ -11,10 +11,10 @@ With two ranks, x [tokens, h], and W stored as [out, in]:
 
     RowLinear      x_0 | x_1  [tokens, in/2] each, W_0 | W_1  [h, in/2] each   ->   x_0 W_0^T + x_1 W_1^T  [tokens, h]
 
-Under sequence parallelism each rank holds a part of the tokens between regions: entering a region gathers them,
-leaving it reduce-scatters the sum. The gathered input is not saved; backward gathers it again while it computes the
-input gradient (Korthikanti et al. 2022, section 4.2). If the region has a transport, these exchanges overlap the GEMMs
-that use them, block by block. For a weight that is not trained no wgrad is computed.
+Under sequence parallelism each rank holds a part of the tokens between regions: entering a region gathers the tokens,
+leaving the region reduce-scatters the sum. The gathered input is not saved; the backward pass gathers it again while it
+computes the input gradient (Korthikanti et al. 2022, section 4.2). If the region has a transport, these exchanges
+overlap the GEMMs that use them, block by block. No wgrad is computed for a weight that is not trained.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MatmulState = tuple[LinearGemms, Region, torch.dtype, Any]
 class _ColumnMatmul(torch.autograd.Function):
     """x [tokens, in] -> [tokens, out of this rank]. Under sequence parallelism x holds the tokens of this rank.
 
-    weights: those of the GEMMs, passed as inputs so that autograd sees them.
+    weights: the weights of the GEMMs, which must be inputs so that autograd tracks them.
     """
 
     @staticmethod
@@ -103,10 +103,10 @@ class _ColumnMatmul(torch.autograd.Function):
 
 
 class _RowMatmul(torch.autograd.Function):
-    """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence parallelism the tokens of this
-    rank only.
+    """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence parallelism only the tokens of
+    this rank.
 
-    weights: those of the GEMMs, passed as inputs so that autograd sees them.
+    weights: the weights of the GEMMs, which must be inputs so that autograd tracks them.
     """
 
     @staticmethod
@@ -139,7 +139,7 @@ class _RowMatmul(torch.autograd.Function):
     def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gemms, region, dtype, saved = ctx.state
         axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
-        # First, because it may recompute a whole block: no other tensor of this function is alive yet.
+        # This call comes first, because it may recompute a whole block: no other tensor of this function is alive yet.
         x = kept(ctx) if trained(gemms) else None
         if x is not None and sequence and transport is not None:
             gathered, grad_x = Gather(grad, transport), torch.empty_like(x)
@@ -164,7 +164,7 @@ def column_matmul(
     """Enter the region and multiply: x [tokens, in] -> [tokens, rows of the weight].
 
     Under sequence parallelism x holds the tokens of this rank. bias: added by the GEMM; this function computes no
-    gradient for it. drop: dropout for adapters, for all tokens.
+    gradient for the bias. drop: dropout for adapters, for all tokens.
     """
     if not region.sequence and not torch.is_grad_enabled():  # nothing to save: skip autograd, which costs host time
         return gemms.forward(x, gemms.cast(x.dtype), bias, drop)[0]
@@ -175,8 +175,8 @@ class ColumnLinear(nn.Module):
     """Outputs sharded over the axis; several logical tensors may be stacked (query, key, value).
 
     The next op computes the gradient of the bias in the same pass as its own gradient. `biased` adds the bias in the
-    GEMM; `matmul` leaves that to the next op. gemms: an adapter may wrap it. drop: dropout for adapters, for all tokens
-    of the region.
+    GEMM; `matmul` leaves the addition to the next op. gemms: may be wrapped by an adapter. drop: dropout for adapters,
+    for all tokens of the region.
     """
 
     gemms: LinearGemms
@@ -202,7 +202,7 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     """Inputs sharded over the axis. The bias is added once, after the sum over ranks: `matmul` leaves it to the caller.
 
-    gemms: an adapter may wrap it. drop: dropout for adapters, for all tokens of the region.
+    gemms: may be wrapped by an adapter. drop: dropout for adapters, for all tokens of the region.
     """
 
     gemms: LinearGemms

@@ -1,4 +1,4 @@
-"""The grid of ranks. Every group of ranks is a slice of it.
+"""The grid of ranks. Every group of ranks is a slice of the grid.
 
 Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks are
 
@@ -9,12 +9,12 @@ Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks ar
          dp 1   6     7
 
 Experts use the same ranks as another grid, with the axes etp, ep, edp, pp. The ranks of a stage are numbered in order,
-and etp, the tensor ranks of each expert, runs fastest. Its size defaults to tp. Example: with dp 4 and ep 2, data ranks
-0 and 2 hold copies of the same experts, and 1 and 3 copies of the other experts.
+and etp (the tensor ranks of each expert) runs fastest. The size of etp defaults to tp. Example: with dp 4 and ep 2,
+data ranks 0 and 2 hold copies of the same experts, and data ranks 1 and 3 hold copies of the other experts.
 
 An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
-the same code. `Mesh.at` needs no processes: a layout can be built and checked on a laptop. No mesh is global;
-code that needs an axis gets it as an argument.
+the same code. `Mesh.at` needs no processes: a layout can be built and checked on a laptop. No mesh is global; code that
+needs an axis gets the axis as an argument.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ EXPERT_ORDER = ("etp", "ep", "edp", "pp")
 
 DATA_AXES = {"dp": (("cp", "dp"), ()), "edp": (("edp",), ("ep",))}
 """Data axis of a tensor -> (axes over which its gradient is summed, axes over which different ranks hold different
-tensors of this kind). The tensor axis that belongs to it is in TENSOR_AXES."""
+tensors of this kind). TENSOR_AXES gives the tensor axis that belongs to each data axis."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one direction of the mesh, as seen by one of them."""
+    """The ranks along one direction of the mesh, as seen by one of these ranks."""
 
     name: str
     ranks: tuple[int, ...]  # global ranks in order
@@ -64,30 +64,32 @@ SINGLE = Axis("single", (0,), 0)
 
 @dataclass(frozen=True)
 class DataAxis:
-    """The ranks that hold copies of a weight and have different tokens, and the groups derived from them."""
+    """The ranks that hold copies of a weight and have different tokens, and the groups derived from these ranks."""
 
     name: str
     """The name that tensors use: "dp" or "edp"."""
     tensor: Axis
-    """Tensor ranks: each holds a shard or a copy of the weight, for the same tokens or parts of them."""
+    """Tensor ranks: each holds a shard or a copy of the weight, and all have the same tokens, or parts of the same
+    tokens."""
     axis: Axis
-    """Ranks over which the gradient of a weight is summed; ZeRO assigns a span to each."""
+    """Ranks over which the gradient of a weight is summed; ZeRO assigns a span to each of these ranks."""
     with_tp: Axis
     """`axis` x `tensor`: all ranks that hold a copy of a weight that tensor ranks replicate."""
     parts: Axis
     """Ranks of one stage that together hold a whole logical tensor."""
     model: Axis
-    """Ranks that together hold all such tensors of the model, each once."""
+    """Ranks that together hold all tensors of the model on this data axis, each once."""
 
 
 @dataclass
 class Groups:
     """The process groups of one process, created once for each set of ranks and purpose.
 
-    Every rank of the world must create every group, also those it does not belong to, in the same order. A mesh does:
-    its order depends only on its sizes and the model's inventory. (torch can create a group among its members only, but
-    then names it by the number of groups of each member, which differs between first, middle and last stages.)
-    timeout: of every collective; torch would use its own default for a new group, not that of the first group.
+    Every rank of the world must create every group, even groups without this rank, in the same order. A mesh ensures
+    this, because its order depends only on its sizes and the model's inventory. (torch can create a group among its
+    members only, but then derives the group's name from each member's number of groups, which differs between first,
+    middle and last stages.) timeout: timeout of every collective; for a new group torch would use its own default, not
+    the timeout of the first group.
     """
 
     backend: str | None = None
@@ -95,7 +97,8 @@ class Groups:
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
 
     def create(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
-        """Create a group for each of `parts` that has several ranks and no group yet. backend: None for the default."""
+        """Create a group for each of `parts` with several ranks that has no group yet. backend: None for the default
+        backend."""
         for ranks in parts:
             if len(ranks) > 1 and (ranks, purpose) not in self.groups:
                 self.groups[ranks, purpose] = dist.new_group(
@@ -142,20 +145,21 @@ class Mesh:
         self.world = prod(self.sizes.values())
         assert 0 <= rank < self.world, (rank, self.sizes)
         self._groups = groups
-        # All ranks must create all groups in this order. So axes are created here, even those that a run does not use.
+        # All ranks must create all groups in this order. So axes are created here, even axes that a run does not use.
         self.tp = self.axis("tp")
         self.cp = self.axis("cp")
         self.dp = self.axis("dp")
         self.pp = self.axis("pp")
         self.everyone = self.axis(*ORDER)
         self.tokens = self.axis("cp", "dp")
-        """Ranks with different tokens of the batch: other samples, or other parts of a sample."""
+        """Ranks with different tokens of the batch: different samples, or different parts of a sample."""
         self.model = self.axis("tp", "pp")
         """Ranks that together hold one replica of the model."""
         self.stage = self.axis("tp", "cp", "dp")
         """Ranks that hold the same pipeline stage, or a part of it."""
         self.loss_group = self.axis("cp", "dp", "pp")
-        """Ranks whose losses sum to that of the global batch (stages that do not compute a term contribute zeros)."""
+        """Ranks whose losses sum to the loss of the global batch (stages that do not compute a term contribute
+        zeros)."""
         self.ep = self.axis("ep")
         self.etp = self.axis("etp")
         self.data_axes = {name: self._data_axis(name) for name in DATA_AXES}
@@ -209,7 +213,7 @@ class Mesh:
         )
 
     def stages(self, numbers: Sequence[int]) -> Axis:
-        """The ranks of our pipeline at these stages if ours is one of them, else this rank alone.
+        """The ranks of our pipeline at these stages if our stage is one of them, else this rank alone.
 
         All ranks must call this with the same arguments.
 
@@ -237,7 +241,7 @@ class Mesh:
         return [tuple(part) for part in parts.values()]
 
     def _axis(self, name: str, parts: list[tuple[int, ...]], purpose: str = "") -> Axis:
-        """The axis of the one of `parts` that contains this rank; of this rank alone if none does."""
+        """The axis of the part, one of `parts`, that contains this rank; an axis of this rank alone if no part does."""
         if self._groups is not None:
             self._groups.create(parts, purpose)
         ranks = next((part for part in parts if self.rank in part), (self.rank,))

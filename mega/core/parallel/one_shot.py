@@ -1,18 +1,17 @@
 """Sums and gathers of an inference step over an axis, through memory that all its ranks map.
 
-A decoding step sums 8 KB twice per block, and a collective of this size is nearly all latency. Here every rank writes
-its tensor into memory that the other ranks read, sets a mark, waits for the marks of the others, and sums all tensors
-itself in the order of ranks. So all ranks get the same bits every time.
+A decoding step sums 8 KB twice per block, and nearly all the time of a collective of this size is latency. Here every
+rank writes its tensor into memory that the other ranks read, sets a mark, waits for the marks of the other ranks, and
+sums all tensors in the order of ranks. So the result is bitwise identical on all ranks, every time.
 
     OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py) without NVLink multicast, which a
               CUDA graph can record
     HostSum   ranks of one host on gloo: sums, and gathers of logits, for tensors of any size, in pieces. Each rank
               reads the tensors of all ranks, which is still faster than gloo's sockets
 
-With `OneShot` every rank reads the whole tensors of all ranks, so larger tensors stay with NCCL's collectives, which
-divide the work over ranks; with two ranks there is nothing to divide. All ranks of an axis sum the same tensors in the
-same order. If a CUDA rank ends, the others wait in the middle of a sum, without a timeout, until their launcher stops
-them.
+With `OneShot` every rank reads the whole tensors of all ranks, so larger tensors use NCCL's collectives, which divide
+the work over ranks (with two ranks this saves nothing). All ranks of an axis sum the same tensors in the same order. If
+a CUDA rank ends, the other ranks wait in the middle of a sum, without a timeout, until the launcher stops them.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ ALIGNMENT = 16
 """The size of a tensor in bytes must be a multiple of this: a thread reads 16 bytes at a time."""
 
 HOST_PIECE = 1 << 20
-"""Bytes of a piece in `HostSum`."""
+"""Size of a piece in `HostSum`, in bytes."""
 
 log = logging.getLogger(__name__)
 
 
 class Sum(Protocol):
-    """summed(x) sums x over an axis in place. summed(x, into) adds the sum to `into`; x is undefined afterwards."""
+    """summed(x) sums x over an axis in place. summed(x, into) adds the sum to `into` and leaves x undefined."""
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None: ...
 
 
 def limit_of(ranks: int) -> int:
-    """Bytes of the largest tensor that is summed in one exchange.
+    """Size of the largest tensor that is summed in one exchange, in bytes.
 
     >>> [limit_of(ranks) >> 10 for ranks in (2, 3, 4, 8)]
     [16384, 7232, 4096, 1024]
@@ -57,7 +56,8 @@ def limit_of(ranks: int) -> int:
 
 
 def trial_sizes(limit: int) -> tuple[int, ...]:
-    """Bytes of the tensors in the trial: less than a warp, one block of threads, a few blocks, and the largest.
+    """Sizes of the tensors in the trial, in bytes: less than a warp, one block of threads, a few blocks, and the
+    largest.
 
     Each size is used several times, because the two buffers alternate.
     """
@@ -65,7 +65,8 @@ def trial_sizes(limit: int) -> tuple[int, ...]:
 
 
 class OneShot:
-    """Sums on CUDA ranks of one host. All ranks of the axis construct it together. limit: bytes of the largest tensor.
+    """Sums across CUDA ranks on one host. All ranks of the axis construct it together. limit: maximum bytes of a
+    tensor.
 
     Errors: RuntimeError if memory cannot be mapped.
     """
@@ -77,7 +78,7 @@ class OneShot:
 
         assert axis.group is not None
         self._run, self._rank, self._limit = mapped_sum.mapped_sum, axis.index, limit
-        # Not `symmetric.empty`: that allocates from a pool which another engine may use.
+        # `symmetric.empty` is not used, because it allocates from a pool that another engine may use.
         memory: Any = symmetric._SymmetricMemory
         size = mapped_sum.memory_bytes(axis.size, limit)[1]
         self._buffer: torch.Tensor = memory.empty_strided_p2p((size,), (1,), torch.uint8, device).zero_()
@@ -92,7 +93,7 @@ class OneShot:
 
 
 class HostSum:
-    """Sums on CPU ranks of one host, of contiguous tensors of one dtype and any size. piece: bytes of one exchange."""
+    """Sums contiguous tensors of one dtype, of any size, across CPU ranks on one host. piece: bytes of one exchange."""
 
     def __init__(self, axis: Axis, dtype: torch.dtype, piece: int):
         self._memory = SharedMemory(axis, 2 * axis.size * piece, torch.device("cpu"))
@@ -111,7 +112,8 @@ class HostSum:
             self._add(part, total)
 
     def _add(self, x: torch.Tensor, into: torch.Tensor | None) -> None:
-        # The order of summation does not depend on `into` or on the rank, so all ranks get the same bits.
+        # The order of summation does not depend on `into` or on the rank, so the result is bitwise identical on all
+        # ranks.
         first, second, *rest = self._parts(x)
         total = torch.add(first, second, out=x if into is None else None)
         for part in rest:
@@ -129,7 +131,7 @@ class HostSum:
         return out.view(-1, *x.shape)
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x [n] of every rank. The views stay valid during the next call, and are overwritten by the one after it."""
+        """x [n] of every rank. The views stay valid during the next call; the call after that overwrites them."""
         self._number += 1
         key = self._number % 2, len(x)
         if key not in self._views:
@@ -144,7 +146,7 @@ class HostSum:
 
 
 def takes(x: torch.Tensor, dtype: torch.dtype, limit: int | None) -> bool:
-    """Whether a tensor is summed in one exchange. limit: as of `verified`.
+    """Whether a tensor is summed in one exchange. limit: as in `verified`.
 
     The decision does not depend on the tensor's address, which may differ between ranks.
 
@@ -156,7 +158,7 @@ def takes(x: torch.Tensor, dtype: torch.dtype, limit: int | None) -> bool:
 
 
 def by_group(axis: Axis) -> Sum:
-    """Sums by the group's collective."""
+    """A `Sum` that uses the group's collective."""
 
     def summed(x: torch.Tensor, into: torch.Tensor | None = None) -> None:
         all_reduce(x, axis)
@@ -178,7 +180,7 @@ class RankExchange:
 def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankExchange:
     """Choose how the tensors of an inference step are exchanged over the axis. All its ranks call this together.
 
-    dtype: that of most tensors; others are exchanged by collectives.
+    dtype: dtype of most tensors; tensors of other dtypes use collectives.
     """
 
     def by_collective(x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +201,7 @@ def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankE
 
 
 def by_size(axis: Axis, small: Sum | None, dtype: torch.dtype, limit: int | None) -> Sum:
-    """Sums by `small` for the tensors that it accepts, else by the group's collective."""
+    """A `Sum` that uses `small` for the tensors that `small` accepts, else the group's collective."""
     large = by_group(axis)
     if small is None:
         return large
@@ -215,15 +217,15 @@ def verified(
 ) -> Sum | None:
     """`open_small()` if it works and computes correct sums, else None.
 
-    limit: bytes of the largest tensor that it accepts, None for any size.
+    limit: size of the largest tensor that it accepts, in bytes; None for any size.
 
-        1 check that the ranks are on one host      else some would wait for memory that others cannot share
+        1 check that the ranks are on one host      because ranks on other hosts cannot share the memory
         2 map memory                                on all ranks or on none
         3 compare its sums with those of the group
 
-    After each phase all ranks agree whether to continue. If they do not, a warning is logged with the reason.
+    After each phase all ranks agree whether to continue. If they stop, a warning with the reason is logged.
     """
-    # Every rank takes part in every agreement below, also one that has failed itself; otherwise the others would hang.
+    # Every rank takes part in every agreement below, even a rank that has failed; otherwise the others would hang.
     small, problem = by_group(axis), None
     if len(set(gather_json(socket.gethostname(), axis, device))) > 1:
         problem = "the ranks are on several hosts"
@@ -244,7 +246,7 @@ def verified(
 
 
 def _trial_error(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtype, limit: int) -> float:
-    """The error relative to the group's sums. Errors: RuntimeError if ranks get different bits."""
+    """The error of `small` relative to the group's sums. Errors: RuntimeError if the sums differ between ranks."""
     generator = torch.Generator(device).manual_seed(axis.index)
     sizes = trial_sizes(limit)
     values = [torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype) for size in sizes]

@@ -1,14 +1,14 @@
 """Exchanges that overlap GEMMs: ranks write blocks directly into each other's memory.
 
 NCCL moves data with the multiprocessors, and a GEMM occupies all of them, so an NCCL exchange started next to a GEMM
-runs after it. Here copy engines write the data and streams wait for marks in memory; both need no multiprocessor.
+runs after it. Here copy engines write the data and streams wait for marks in memory; neither needs a multiprocessor.
 
     gather   multiply the tokens of each rank as they arrive, our own first          (all-gather, then a GEMM)
     scatter  send each part of a GEMM's output when it is done, our own last; sum    (a GEMM, then a reduce-scatter)
 
 Both use the same exchange: every rank sends one block to every other rank. `MappedPeers` exchanges through memory that
-all ranks map (CUDA, one host), `MessagePeers` by the group's sends, on any device; otherwise they behave the same. This
-module knows no weights and no layers. All ranks of an axis make the same exchanges in the same order.
+all ranks map (CUDA, one host), `MessagePeers` by the group's sends, on any device; otherwise both behave the same. This
+module does not depend on weights or layers. All ranks of an axis make the same exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class BlockExchange(Protocol):
     """[ranks, rows, columns]: the received blocks, by source rank."""
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
-        """Send blocks, with the values that they have at this point of the current stream.
+        """Send blocks, with their values at this point of the current stream.
 
         Either `blocks` [ranks x rows, columns] holds one block for each rank of a single turn, or it is one block for
-        all ranks of all turns. It is contiguous. The caller may drop it, but must not write to it.
+        all ranks of all turns. It must be contiguous. The caller may drop it, but must not write to it.
         """
 
     def wait(self, ranks: range) -> None:
@@ -52,10 +52,12 @@ class Peers(Protocol):
 
     axis: Axis
     count: int
-    """The number of the last exchange. A replayed graph repeats the numbers of its recording; later ones continue."""
+    """The number of the last exchange. A replayed graph repeats the numbers of its recording; later exchanges
+    continue."""
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
-        """Begin the next exchange; `like` has its dtype and device. At most two are in flight, of the same size."""
+        """Begin the next exchange; `like` has its dtype and device. At most two exchanges, of one size, are in
+        flight."""
 
     def join(self) -> None:
         """Make the current stream wait until all our blocks are sent. The recording of a graph must end with this."""
@@ -95,7 +97,8 @@ class Gather:
                 yield rows, self._whole[rows]
 
     def whole(self, *, keep: bool = False) -> torch.Tensor:
-        """[ranks x rows, columns]. The second exchange after this one overwrites it; keep: return a copy instead."""
+        """[ranks x rows, columns]. The second exchange after this one overwrites the tensor, unless `keep` asks for a
+        copy."""
         self._fill(range(self._axis.size))
         return self._whole.clone() if keep else self._whole
 
@@ -127,9 +130,9 @@ class Scatter:
                 buffer[own_index].copy_(part[_rows(range(ranks.index(own_index), ranks.index(own_index) + 1), rows)])
 
     def blocks(self) -> torch.Tensor:
-        """[ranks, rows, columns]: our rows as computed by every rank, to be summed by the caller.
+        """[ranks, rows, columns]: our rows as computed by every rank; the caller sums them.
 
-        The second exchange after this one overwrites them.
+        The second exchange after this one overwrites these rows.
         """
         self._exchange.wait(range(self._axis.size))
         return self._exchange.buffer
@@ -142,7 +145,7 @@ def _rows(ranks: range, rows: int) -> Rows:
 def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> tuple[range, ...]:
     """Groups of ranks whose blocks are multiplied together, in the order of sending.
 
-    ours_first: begin with our own group, else end with it. coming: the order in which blocks arrive instead.
+    ours_first: begin with our own group, else end with it. coming: return the order in which blocks arrive instead.
 
     >>> axis = Axis("tp", tuple(range(4)), 1)
     >>> _order(axis, 2048, ours_first=True)
@@ -157,7 +160,7 @@ def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> 
 
 @cache
 def _turns(size: int, index: int, count: int, ours_first: bool, coming: bool) -> tuple[range, ...]:
-    """As `_order`. count: ranks in a group."""
+    """As `_order`. count: number of ranks in a group."""
     groups = size // count
     steps = range(groups) if ours_first else range(1, groups + 1)
     begins = [(index // count + (-step if coming else step)) % groups * count for step in steps]
@@ -178,7 +181,7 @@ class MessagePeers:
         return _MessageExchange(self.axis, like.new_empty((self.axis.size, rows, columns)))
 
     def join(self) -> None:
-        """Nothing to do: sends are complete when the receives of the other ranks are."""
+        """Nothing to do: sends are complete when the receives of the other ranks are complete."""
 
     def replay(self, count: int) -> None:
         """Nothing to do: messages have no numbers."""
@@ -223,9 +226,9 @@ class MappedPeers:
 
         buffer 0: n blocks | buffer 1: n blocks | ... BUFFERS in all | marks [BUFFERS, n], int32
 
-    A mark is the number of the last exchange whose block was written to this buffer by this rank. The first exchange
+    Each mark is the number of the last exchange for which one rank wrote its block to one buffer. The first exchange
     allocates the memory, and a larger exchange allocates it again. Because the host is the bottleneck, all arguments of
-    an exchange except its number are cached for the next exchange with the same buffer.
+    an exchange except its number are cached and reused by the next exchange with the same buffer.
     """
 
     def __init__(self, axis: Axis):
@@ -277,7 +280,7 @@ class MappedPeers:
         if key not in self._descriptors:
             self._descriptors[key] = [self._descriptor(ranks, number, size, per_rank) for ranks in turns]
         self._copies.copy(blocks, self._descriptors[key], number)
-        self._sent[number % BUFFERS].append(blocks.untyped_storage())  # not the tensor: it keeps its graph alive
+        self._sent[number % BUFFERS].append(blocks.untyped_storage())  # the tensor would keep its graph alive
 
     def _descriptor(self, ranks: range, number: int, size: int, per_rank: bool) -> CopyDescriptor:
         own_index = self.axis.index
@@ -305,7 +308,7 @@ class MappedPeers:
         return self._begins[rank] + marks + 4 * (number % BUFFERS * self.axis.size + writer)
 
     def _make(self, size: int, device: torch.device) -> None:
-        """Allocate and map memory for blocks of `size` bytes, unless it is large enough."""
+        """Allocate and map memory for blocks of `size` bytes, unless the current memory is large enough."""
         if size <= self._bytes:
             return
         import torch.distributed._symmetric_memory as symmetric
@@ -336,7 +339,7 @@ class MappedPeers:
 
 
 def _barrier(axis: Axis, device: torch.device) -> None:
-    """A barrier on `device`. Without a device torch warns that it uses the current one."""
+    """A barrier on `device`. Without a device argument torch warns that it uses the current device."""
     dist.barrier(axis.group, device_ids=None if device.index is None else [device.index])
 
 
@@ -356,9 +359,9 @@ class _MappedExchange:
 
 
 class MetaPeers(MessagePeers):
-    """Exchanges of meta tensors, which allocate and keep alive what those of `MappedPeers` do.
+    """Exchanges of meta tensors, which allocate and keep alive the same tensors as the exchanges of `MappedPeers`.
 
-    memory: stands for the memory that ranks map, which torch's allocator does not count. mapped: its bytes so far.
+    memory: represents the memory that ranks map, which torch's allocator does not count. mapped: its bytes so far.
     """
 
     def __init__(self, axis: Axis):
@@ -376,7 +379,8 @@ class MetaPeers(MessagePeers):
         return _MetaExchange(self.axis, self.count, buffer, sent)
 
     def settle(self) -> int:
-        """Bytes of sent blocks that only their exchanges keep alive. Storages of equal size replace them."""
+        """Return the bytes of sent blocks that only their exchanges keep alive. Storages of equal size replace these
+        blocks."""
         freed_bytes = 0
         for sent in self._sent:
             alive = [weakref.ref(storage) for storage in sent]

@@ -1,18 +1,19 @@
-"""How a GEMM and the exchange of its rows are split into pieces that overlap (--tp-overlap). Knows no tensors."""
+"""How a GEMM and the exchange of its rows are split into pieces that overlap (--tp-overlap). Does not use tensors."""
 
 from __future__ import annotations
 
 FULL = 512
-"""Least rows of a piece, per tensor rank. A smaller GEMM leaves multiprocessors idle and ends before the host has
-launched the next one. Smaller blocks of several ranks are multiplied together."""
+"""Minimum number of rows of a piece, per tensor rank. A smaller GEMM leaves multiprocessors idle and ends before the
+host has launched the next one. Smaller blocks of several ranks are multiplied together."""
 
 BUFFERS = 4
-"""Exchanges that have a buffer at a time. At most two are in flight, so when a rank begins exchange k + 4, its stream
-has waited for every block of exchange k + 2 at least. So all ranks have begun k + 2, and finished with k before."""
+"""Number of buffers, each for one exchange at a time. At most two exchanges are in flight, so when a rank begins
+exchange k + 4, its stream has waited for every block of exchange k + 2 at least. So all ranks have begun exchange k +
+2, and had finished exchange k before."""
 
 
 def together(ranks: int, rows: int) -> int:
-    """The number of ranks whose blocks are multiplied by one GEMM, on an axis of `ranks` with `rows` each.
+    """The number of ranks whose blocks are multiplied by one GEMM, on an axis of `ranks` ranks with `rows` rows each.
 
     >>> [together(ranks, 1024) for ranks in (2, 4, 8)]
     [1, 2, 4]

@@ -1,8 +1,9 @@
-"""The executor of plans: runs the compute acts of a plan and moves cargo between stages. Knows no schedule, no model.
+"""The executor of plans: runs the compute acts of a plan and moves cargo between stages. It does not depend on the
+schedule or the model.
 
-A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is a tuple of tensors (activations, or their
-gradients). The stage declares their shapes and dtypes, so the number of tensors may differ between model families. Loss
-terms may come from any stage.
+A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is a tuple of tensors (activations or their
+gradients). The stage declares the shapes and dtypes of these tensors, so their number may differ between model
+families. Loss terms may come from any stage.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.plan import Compute, Exchange, Plan, Transfer
 
 MAX_SENDS = 4
-"""The number of sends in flight from which on the oldest one is waited for."""
+"""Maximum number of sends in flight. With more, the executor waits for the oldest send."""
 
 Cargo = tuple[torch.Tensor, ...]
 Key = tuple[str, int, int]
@@ -37,7 +38,7 @@ class StageOutput:
     """The results of a stage for one microbatch."""
 
     cargo: Cargo = ()
-    """For the next stage."""
+    """Tensors for the next stage."""
     terms: Terms = field(default_factory=dict)
     """Losses from which the backward pass begins, by name."""
     metrics: Terms = field(default_factory=dict)
@@ -45,13 +46,13 @@ class StageOutput:
     outputs: torch.Tensor | None = None
     """The outputs of the last stage (logits), if they were requested."""
     auxiliary: Terms = field(default_factory=dict)
-    """Losses whose backward pass begins inside that of the cargo or of `terms`, by name."""
+    """Losses whose backward pass begins inside the backward pass of the cargo or of `terms`, by name."""
 
 
 class Stage(Protocol):
     """One chunk of the model on one rank.
 
-    terms: name of each loss of the model, on any stage -> the factor of its mean in the loss of a step.
+    terms: name of each loss of the model, on any stage -> the factor of the loss's mean in the total loss of a step.
     metrics: names of the values that are only reported.
     """
 
@@ -61,10 +62,10 @@ class Stage(Protocol):
     metrics: tuple[str, ...]
 
     def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Name of each loss term -> weights whose sum is its divisor.
+        """Name of each loss term -> weights whose sum is the term's divisor.
 
-        Known before the first forward pass. The sum must equal that of the `Term.weight` that the stages return: the
-        first divides gradients, the second the reported losses.
+        The weights are known before the first forward pass. Their sum must equal the sum of the `Term.weight` that the
+        stages return: the first divides gradients, the second divides the reported losses.
         """
 
     def __call__(
@@ -72,8 +73,8 @@ class Stage(Protocol):
     ) -> StageOutput:
         """Run the forward pass of one microbatch.
 
-        scales: float64 [terms], the factors of the totals before the backward pass; None if they are not known. A stage
-        that applies the factor of a term itself returns the term with a `root`.
+        scales: float64 [terms], factors by which the totals are multiplied before the backward pass; None if not known.
+        A stage that applies the factor of a term itself returns the term with a `root`.
         """
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -98,13 +99,14 @@ class Pipeline:
         """Execute `plan` over the microbatches.
 
         Returns float64 [microbatches, names, 2], the sums of this rank: total and weight of every term, then of every
-        metric. scales: for each microbatch float64 [terms], the factors of its totals before the backward pass (None in
-        a forward plan).
+        metric. scales: for each microbatch float64 [terms], factors by which its totals are multiplied before the
+        backward pass; None in a forward plan.
         """
         return _Step(self, plan, batches, scales, grads).play()
 
     def outputs(self, plan: Plan, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Execute a forward plan. Returns the outputs of the last stage for every microbatch; empty on other stages."""
+        """Execute a forward plan. Returns the outputs of the last stage for every microbatch; an empty list on other
+        stages."""
         assert plan.kind == "forward"
         step = _Step(self, plan, batches, None, None, wants_outputs=True)
         step.play()
@@ -115,7 +117,8 @@ class Pipeline:
 
 
 def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
-    """float64 [names, 2]: totals and weights of an output's terms and metrics; zeros for those of other stages."""
+    """float64 [names, 2]: totals and weights of an output's terms and metrics; zeros for terms and metrics of other
+    stages."""
     sums = {
         name: torch.stack([term.total.detach(), term.weight]).double()
         for kind in (output.terms, output.metrics, output.auxiliary)
@@ -244,12 +247,13 @@ class _Step:
         for transfer in act.recvs:
             self._receive(transfer)
         # The host runs ahead of the device, so without a limit it would keep the cargo of the whole step alive. The
-        # oldest sends have been received long ago, so waiting for them costs nothing.
+        # oldest sends were received long ago, so waiting for them costs nothing.
         while len(self.sent) > MAX_SENDS:
             wait_for(self.sent.popleft()[0])
 
     def _receive(self, transfer: Transfer) -> None:
-        """Start a receive. The stage declares the shapes of activations; gradients have those of the cargo it sent."""
+        """Start a receive. The stage declares the shapes of activations; gradients have the shapes of the cargo that
+        the stage sent."""
         key = transfer.microbatch, transfer.chunk
         if transfer.kind == "F":
             shapes = self.pipeline.chunks[transfer.chunk].cargo(self.batches[transfer.microbatch])

@@ -1,7 +1,7 @@
-"""Activation recomputation: save only the input of some blocks, and run them again in the backward pass.
+"""Activation recomputation: save only the input of some blocks, and run these blocks again in the backward pass.
 
 Dropout is a function of element positions, so no random state has to be restored. With `share`, tensor ranks that hold
-the same input save a part of it each and gather it again (Megatron's distributed saved activations).
+the same input each save a part of the input and gather it again (Megatron's distributed saved activations).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from mega.core.parallel.mesh import Axis
 
 
 def _own_part(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's part as a copy, because a view would keep the whole tensor alive."""
+    """A copy of this rank's part. A view would keep the whole tensor alive."""
     return local_shard(x, axis).clone()
 
 
 def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, share: Axis | None = None) -> torch.Tensor:
-    """run(x), saving only x [tokens, h] for the backward pass. With `share`, each of its ranks saves a part of x."""
+    """run(x), saving only x [tokens, h] for the backward pass. With `share`, each rank of that axis saves a part of
+    x."""
     if share is None or share.size == 1:
         return recompute(run, x)
     part = conjugate(x, share, _own_part, all_gather)

@@ -16,8 +16,8 @@ from mega.core.parallel.peers import Peers
 class Region:
     """The ranks of a tensor-parallel region.
 
-    sequence: sequence parallelism: outside of regions each rank has its own tokens only (never on one rank).
-    transport: exchanges blocks of tokens while the GEMMs run; None: collectives before or after the GEMMs.
+    sequence: sequence parallelism, in which each rank has only its own tokens outside of regions. False on one rank.
+    transport: exchanges blocks of tokens while the GEMMs run; None for collectives before or after the GEMMs.
     """
 
     axis: Axis = SINGLE

@@ -1,15 +1,16 @@
-"""The forward and backward pass of a microbatch as one CUDA graph: recorded once, then replayed with other tokens.
+"""The forward and backward pass of a microbatch as one CUDA graph, which is recorded once and then replayed with other
+tokens.
 
-The host takes about 2 ms to launch the kernels of a block, and a device that finishes sooner waits. A graph is launched
-as a whole.
+The host takes about 2 ms to launch the kernels of a block, and a device that finishes a block sooner is idle. A graph
+is launched as a whole.
 
     the first step             runs without a graph: kernels are compiled and chosen, memory for exchanges is allocated
     each later microbatch      copy its tokens and loss scale into the graph's buffers; replay; read its sums
     the last one of a step     runs without a graph under data parallelism, because buckets start their reduction as
                                soon as their gradients are complete
 
-Only for a pipeline of one stage and one chunk: otherwise each microbatch in flight would need the memory of a graph.
-Knows no model.
+This module supports only pipelines of one stage and one chunk, because otherwise each microbatch in flight would need
+the memory of a graph. It does not depend on the model.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Replayable(Protocol):
 class ReplayedPipeline(Pipeline):
     """A pipeline of one stage that replays a recorded microbatch.
 
-    peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: the recorder, replaced in
-    tests.
+    peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: the recorder, which tests
+    replace.
     """
 
     def __init__(

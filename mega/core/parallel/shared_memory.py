@@ -3,7 +3,7 @@
     memory = SharedMemory(axis, size, device)     on all ranks together
     memory.bytes                                  the same `size` bytes on all ranks
     memory.mark(number)                           a rank that sees the mark sees all earlier writes
-    memory.wait(rank, number)                     until a rank's mark is `number` or more
+    memory.wait(rank, number)                     wait until a rank's mark is `number` or more
 
 A message through a socket must wake a thread of the other process, which takes longer than a small decoding step. This
 module does not interpret the bytes.
@@ -45,9 +45,9 @@ PATIENCE = 600.0
 
 
 class SharedMemory:
-    """Memory that the ranks of an axis, all on one host, share. size: bytes. device: that of their collectives.
+    """Memory shared by the ranks of an axis, all on one host. size: in bytes. device: device of their collectives.
 
-    Errors: RuntimeError, the same on all ranks, if they are on several hosts or one of them cannot map the file.
+    Errors: RuntimeError, the same on all ranks, if the ranks are on several hosts or one of them cannot map the file.
     """
 
     def __init__(self, axis: Axis, size: int, device: torch.device):
@@ -83,12 +83,13 @@ class SharedMemory:
         self._marks[self.axis.index * LINE // 8] = number
 
     def wait(self, rank: int, number: int, patience: float | None = PATIENCE) -> None:
-        """Wait until the mark of `rank` is `number` or more. patience: timeout in seconds; None: no timeout.
+        """Wait until the mark of `rank` is `number` or more.
 
-        Errors: RuntimeError, as from a collective, if the process of the rank has ended or the timeout is over.
+        patience: timeout in seconds; None for no timeout.
+        Errors: RuntimeError, as from a collective, if the process of the rank has ended or the timeout has expired.
         """
         position, marks = rank * LINE // 8, self._marks
-        # Poll some times before the first look at the clock: in a decoding step the mark is nearly always there.
+        # Poll 200 times before reading the clock, because in a decoding step the mark is nearly always already set.
         for _ in range(200):
             if marks[position] >= number:
                 _fence()
@@ -125,7 +126,7 @@ def is_dead(pid: object) -> bool:
 
 
 def _create_file(size: int) -> str:
-    """Create a file of `size` allocated bytes and return its path; the empty string if no folder has room."""
+    """Create a file of `size` allocated bytes and return its path; the empty string if no folder has enough space."""
     for folder in FOLDERS:
         with contextlib.suppress(OSError):
             number, path = tempfile.mkstemp(prefix="mega-shared-", dir=folder)

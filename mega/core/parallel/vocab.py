@@ -1,7 +1,7 @@
 """The vocabulary sharded over the tensor axis: look-up, logits and cross entropy, without gathering logits.
 
-Rank r owns the ids [r n, (r + 1) n), where n is the padded vocabulary divided by the ranks. The padding at the end
-holds no tokens: its logits are minus infinity, so it has probability 0 and gets no gradient.
+Rank r owns the ids [r n, (r + 1) n), where n is the padded vocabulary size divided by the number of ranks. The padding
+at the end holds no tokens: its logits are minus infinity, so it has probability 0 and gets no gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _LookUp(torch.autograd.Function):
-    """ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks. first: this rank's first id; None: one rank."""
+    """ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks. first: this rank's first id; None on one rank."""
 
     @staticmethod
     def forward(ctx: FunctionContext[Weight], ids: torch.Tensor, weight: Weight, first: int | None) -> torch.Tensor:
@@ -57,7 +57,7 @@ def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 class VocabEmbedding(nn.Module):
-    """Token ids [tokens] -> [tokens, h]; under sequence parallelism the rows of this rank's tokens only.
+    """Token ids [tokens] -> [tokens, h]; under sequence parallelism only the rows of this rank's tokens.
 
     sum_ranks: sums the rows over ranks in place, without a gradient; default: the collective of the region.
     """
@@ -79,7 +79,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LogitShape(NamedTuple):
-    """A function of each logit: divide by `divisor`, then limit to +-softcap by a hyperbolic tangent."""
+    """A function applied to each logit: divide by `divisor`, then limit to +-softcap by a hyperbolic tangent."""
 
     divisor: float = 1.0
     softcap: float | None = None
@@ -112,8 +112,8 @@ def logits(
 class TrainedLogits:
     """The logits of a batch, [tokens, ids of this rank], with a gradient.
 
-    They are computed once. Losses read whole rows of logits, log-probabilities of labels, or both. x: [tokens, h];
-    under sequence parallelism the tokens of this rank.
+    The logits are computed once. Losses read whole rows of logits, log-probabilities of labels, or both. x: [tokens,
+    h]; under sequence parallelism the tokens of this rank.
     """
 
     def __init__(
@@ -137,12 +137,13 @@ class TrainedLogits:
 def _normalised(
     ops: Ops, x: torch.Tensor, local: torch.Tensor, real: int, axis: Axis
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits x [tokens, ids of this rank] -> over all ids: log-sum-exp, the label's logit, the largest logit.
+    """Logits x [tokens, ids of this rank] -> log-sum-exp over all ids, the label's logit, the largest logit; each
+    [tokens].
 
-    Each is [tokens]. Phases:
+    Phases:
         1 largest logit, sum of exponentials and label's logit of this rank's columns
         2 the largest logit of all ranks; rescale the sum of exponentials to it
-        3 sum both over ranks
+        3 sum the exponentials and the label's logit over ranks
     """
     # 1
     largest, total, target = ops.softmax_parts(x, local, real)
@@ -158,7 +159,7 @@ def _normalised(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The negative log-likelihood. Its gradient is the softmax, minus one at the label."""
+    """The negative log-likelihood. Its gradient is the softmax, less one at the label."""
 
     @staticmethod
     def forward(
@@ -188,8 +189,8 @@ class _CrossEntropy(torch.autograd.Function):
 class _WithGradient(torch.autograd.Function):
     """The negative log-likelihood on one rank, together with its gradient.
 
-    The forward pass overwrites the logits with `scale` times the gradient. It returns the values, which are not
-    differentiable, and an empty tensor: the root at which the backward pass begins.
+    The forward pass overwrites the logits with `scale` times the gradient. It returns the negative
+    log-likelihoods, which are not differentiable, and an empty tensor: the root at which the backward pass begins.
     """
 
     @staticmethod
@@ -245,7 +246,7 @@ def token_loss(
 ) -> Term:
     """The negative log-likelihood of labels, weighted by `weights` [tokens], as total and weight.
 
-    scale: the factor of the total before its backward pass, or None if it is not known. If it is known and one rank has
+    scale: the factor of the total before its backward pass; None if not known. If `scale` is known and one rank has
     the whole vocabulary, one pass over the logits computes the loss and its gradient. Other arguments: as in
     `cross_entropy`.
     """
@@ -264,8 +265,8 @@ def token_loss(
 def _shaped_logits(
     x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None, shape: LogitShape
 ) -> torch.Tensor:
-    """Logits with a detached bias. The loss computes the bias's gradient from that of the logits, so a shape is not
-    allowed between them."""
+    """Logits with a detached bias. The loss computes the bias's gradient from the gradient of the logits, so `shape`
+    cannot be combined with a bias."""
     assert bias is None or shape == UNSHAPED, "a bias is added to logits that stay as they are"
     return shape(column_matmul(x, WeightGemms(weight), region, None if bias is None else bias.detach()))
 
@@ -280,7 +281,7 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Negative log-likelihood [tokens] in max(fp32, dtype) under the head `weight`, for the labels int64 [tokens].
 
-    x: [tokens, h], under sequence parallelism the tokens of this rank. bias: of the logits, sharded like the
+    x: [tokens, h], under sequence parallelism the tokens of this rank. bias: bias of the logits, sharded like the
     vocabulary.
     """
     local_logits = _shaped_logits(x, weight, region, bias, shape)
@@ -299,9 +300,10 @@ class TokenScores(NamedTuple):
 def score_labels(
     x: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, ops: Ops, *, greedy: bool = False
 ) -> TokenScores:
-    """Score labels int64 [tokens] under logits x [tokens, ids of this rank]; the same result on every rank of the axis.
+    """Score labels int64 [tokens] under logits x [tokens, ids of this rank]; the result is the same on every rank of
+    the axis.
 
-    vocab: the number of ids without padding. Logits are not gathered: ranks exchange a few numbers for each token.
+    vocab: number of ids without padding. Logits are not gathered: ranks exchange a few numbers per token.
     """
     first = axis.index * x.shape[1]
     local_vocab = min(max(vocab - first, 0), x.shape[1])

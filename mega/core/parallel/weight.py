@@ -4,7 +4,8 @@ Layers may fuse logical tensors (query, key and value; gate and up) by stacking 
 
     weight [out of this rank, in]   | q rows | k rows | v rows |     one segment each
 
-Code that initialises, saves, reduces or compares weights uses the segments' logical names and knows no layers.
+Code that initialises, saves, reduces or compares weights uses the segments' logical names and does not depend on
+layers.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ class Segment:
 
 
 class Weight(nn.Parameter):
-    """A parameter with segments. It requires a gradient if all its tensors are trainable."""
+    """A parameter with segments. The parameter requires a gradient if all its tensors are trainable."""
 
     segments: tuple[Segment, ...]
     ops: Ops
     uses: int
     """The number of gradients in one backward pass (2 for a tied embedding on one stage)."""
     main_grad: torch.Tensor | None
-    """The accumulated gradient, shaped like the weight; None leaves gradients to autograd."""
+    """The accumulated gradient, shaped like the weight; None if autograd handles the gradient."""
     on_main_grad: Callable[[Weight], None] | None
     """Called before a gradient is added while `main_grad` is not set; it may allocate `main_grad`."""
     on_grad_ready: Callable[[Weight], None] | None
     """Called each time a gradient has been added to `main_grad`."""
     on_wgrad: Callable[[Weight, Any, torch.Tensor], None] | None
-    """Defers a wgrad GEMM; None: GEMMs run immediately."""
+    """Defers a wgrad GEMM; None if GEMMs run immediately."""
 
     def __new__(cls, data: torch.Tensor, segments: tuple[Segment, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
@@ -87,7 +88,7 @@ class Weight(nn.Parameter):
         return None
 
     def add_rows(self, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add the gradient of a look-up: grad [n, h] of the rows with numbers `rows` [n]."""
+        """Add the gradient of a look-up: grad [n, h] of the rows with indices `rows` [n]."""
         if not self.requires_grad:
             return None
         main_grad = self.open_main_grad()
@@ -122,7 +123,7 @@ class ParameterFactory:
     recompute: bool = False
     """Whether norms and activations are recomputed in the backward pass instead of saved."""
     embedding: torch.dtype | None = None
-    """The dtype of the embedding tables, if it is not `dtype`."""
+    """The dtype of the embedding tables; None for `dtype`."""
     tied: dict[str, Weight] = field(default_factory=dict)
     """The weights created so far whose tensors belong to several units, by name."""
 
@@ -134,7 +135,7 @@ class ParameterFactory:
     def __call__(self, *tensors: Tensor) -> Weight:
         """One parameter with these tensors stacked along dim 0.
 
-        For a tied tensor that this rank already holds, return the existing parameter and count one more use.
+        For a tied tensor that this rank already holds, return the existing parameter and add one to its `uses`.
         """
         if tensors[0].name in self.tied:
             weight = self.tied[tensors[0].name]
@@ -164,7 +165,7 @@ def weights(module: nn.Module) -> Iterator[Weight]:
 
 
 def initialise(module: nn.Module, seed: int) -> None:
-    """Set every weight to its initial value, which does not depend on the parallel layout."""
+    """Set every weight to its initial value. Initial values do not depend on the parallel layout."""
     with torch.no_grad():
         for weight in weights(module):
             weight.zero_()

@@ -1,10 +1,10 @@
-"""Apply a function to whole matrices, of which every rank holds a part: rows, columns, or a span of a bucket.
+"""Apply a function to whole matrices when every rank holds only a part: rows, columns, or a span of a bucket.
 
     parts of a bucket's matrices  --to their owners-->  whole matrices  --function-->  --back-->  parts
 
 Each matrix has one owner among the ranks that hold the bucket, so the ranks divide the matrices among themselves. If
-several ranks hold the same part, one of them sends it. A matrix is assembled before the function is applied, so the
-result does not depend on the sharding.
+several ranks hold the same part, one of them sends the part. A matrix is assembled before the function is applied, so
+the result does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mega.core.parallel.collectives import exchange, gather_json
 from mega.core.parallel.gradients import Bucket
 
 MatrixFunction = Callable[[torch.Tensor], torch.Tensor]
-"""From a matrix to a matrix of the same shape."""
+"""A function from a matrix to a matrix of the same shape."""
 
 
 class Rectangle(NamedTuple):
     """A rectangle of one of a bucket's matrices."""
 
-    matrix: int  # number of the matrix
+    matrix: int  # index of the matrix
     start: tuple[int, ...]  # first row and column
     size: tuple[int, ...]  # rows and columns
 
@@ -40,7 +40,7 @@ class _Plan(NamedTuple):
     """The exchanges of one bucket. The outer lists have an entry for each rank of the axis."""
 
     shapes: dict[int, tuple[int, ...]]
-    """Shapes of the matrices that this rank owns, by number."""
+    """Index -> shape of each matrix that this rank owns."""
     own: list[Rectangle]
     """The blocks in this rank's span, in order."""
     sent: list[list[Rectangle]]
@@ -89,7 +89,8 @@ class WholeMatrices:
 
 
 def _plan(bucket: Bucket) -> _Plan:
-    """The plan of a bucket. All its ranks compute it from the same table of blocks, so that their plans match."""
+    """The plan of a bucket. All ranks of the bucket compute it from the same table of blocks, so that their plans
+    match."""
     axis = bucket.data.with_tp
     shapes = {shard.name: shard.whole for shard, _ in bucket.runs()}
     names = list(shapes)
@@ -111,8 +112,8 @@ def _plan(bucket: Bucket) -> _Plan:
             holders[block].append(rank)
     elements = [sum(prod(block.size) for block in holders if block.matrix == number) for number in range(len(names))]
     assert elements == [prod(shapes[name]) for name in names], f"{axis.name}: holds no whole matrices"
-    # (sender, owner) -> blocks. Of several holders of a block the owner itself sends it, if it is one of them; else the
-    # choice depends on the matrix, so that the senders share the work.
+    # (sender, owner) -> blocks. If several ranks hold a block and the owner is one of them, the owner sends the block
+    # to itself; else the sender depends on the matrix, so that the ranks share the work.
     table: dict[tuple[int, int], list[Rectangle]] = defaultdict(list)
     for block, ranks in holders.items():
         owner = owners[block.matrix]

@@ -1,1 +1,2 @@
-"""One file a family: how its options become an architecture. A family's names on disk are in checkpoint/forms."""
+"""One file per family: how the family's options become an architecture. A family's names on disk are in
+checkpoint/forms."""

@@ -1,7 +1,8 @@
 """BERT (Devlin et al. 2018): a bidirectional stack, with heads for masked words and for rows.
 
-Norms are placed before each branch, as in Megatron-LM's BERT, or after it, as in the original. The original has a norm
-after the embeddings instead of one after the last layer. The output matrix is the tied table, with a separate bias.
+Norms are placed before each branch, as in Megatron-LM's BERT, or after each branch, as in the original BERT. The
+original has a norm after the embeddings instead of one after the last layer. The output matrix is the tied table, with
+a separate bias.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mega.core.config.sections import ModelConfig
 
 def bert(options: ModelConfig) -> Architecture:
     """A bidirectional stack, and a head for words, for rows or for both."""
-    # If no head predicts words, the table is not tied: a stage would wait for the gradient of a copy it never uses.
+    # If no head predicts words, the table is not tied, because a stage would wait for the gradient of an unused copy.
     words = None
     if options.head == "lm":
         transform = Transform(activation=options.head_activation, norm=parts.norm(options, "lm_head.norm"))

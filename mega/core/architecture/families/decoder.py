@@ -1,4 +1,4 @@
-"""Left-to-right language models: GPT and Llama are values of one decoder."""
+"""Left-to-right language models: GPT and Llama are configurations of one decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega.core.config.sections import ModelConfig
 
 
 def decoder(options: ModelConfig) -> Architecture:
-    """One stack of causal layers, some of which may read neighbours, and logits."""
+    """One stack of causal layers (some may read neighbours), and logits."""
     words = Words(
         tied=options.tied,
         bias=options.head_bias,
@@ -28,7 +28,7 @@ def decoder(options: ModelConfig) -> Architecture:
 
 
 def _ahead(options: ModelConfig) -> Iterator[Ahead]:
-    """Layers for later tokens, equal to the last layer of the stack, with Megatron-LM's names."""
+    """Layers that predict later tokens. They equal the last layer of the stack and have Megatron-LM's names."""
     for number in range(options.mtp_layers):
         name = f"mtp.layers.{number}"
         yield Ahead(

@@ -36,7 +36,7 @@ def norm(options: ModelConfig, name: str, width: int | None = None) -> Norm:
 
 
 def rope(options: ModelConfig, number: int = 0) -> Rope | None:
-    """The rotary positions of layer `number`; None without."""
+    """The rotary positions of layer `number`; None if the layer has none."""
     if options.position != "rope" or not _holds(options.rope_layers, number):
         return None
     width = int(options.head_dim * options.rope_fraction)
@@ -80,7 +80,7 @@ def _rope_scaling(options: ModelConfig) -> RopeScaling | YarnScaling | LongScali
 
 
 def window(options: ModelConfig, number: int) -> int | None:
-    """The attention window of layer `number` in tokens; None: unlimited."""
+    """The attention window of layer `number` in tokens; None if unlimited."""
     return options.window if _holds(options.window_layers, number) else None
 
 
@@ -165,8 +165,8 @@ def branch(
 
 
 def layer(options: ModelConfig, *, number: int = 0, causal: bool = True, memory: bool = False) -> Layer:
-    """Layer `number`: self-attention and feed-forward with their norms; with `memory`, attention to another stack's
-    tokens between them."""
+    """Layer `number`: self-attention and feed-forward with their norms, and between the two, if `memory`, attention to
+    another stack's tokens."""
     attention = self_attention(options, causal=causal, number=number)
     feed_forward = feed_forward_of(options, number)
     first, second = norm(options, "input_layernorm"), norm(options, "post_attention_layernorm")
@@ -206,7 +206,7 @@ def stack(
 ) -> Stack:
     """A stack of `depth` layers with a norm after the last.
 
-    each: creates a layer from its number in the stack. Equal layers become one object, so that comparing them is fast.
+    each: creates a layer from its index in the stack. Equal layers become one object, so that comparing layers is fast.
     """
     check_depth(depth)
     unique: dict[Layer, Layer] = {}

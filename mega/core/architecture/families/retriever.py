@@ -1,8 +1,9 @@
 """Decoder layers that attend to neighbours of each chunk of the text (Retro), and the encoder of the neighbours.
 
-The encoder is part of the first of these layers, because it attends to the output of this layer's attention for the
-chunk. Positions in the encoder are those of the neighbours' tokens: learned positions are rows of the decoder's table;
-Megatron-LM uses no rotary positions there. Cross attention has no positions.
+The encoder is part of the first of these layers, because the encoder attends to the output of this layer's attention
+for the chunk. The encoder uses the positions of the neighbours' tokens: learned positions are rows of the decoder's
+table; rotary positions are used only if `retro_rope` is set (Megatron-LM uses none in this encoder). Cross attention
+has no positions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Encoder-decoder language models: Megatron-LM's T5, which differs from Hugging Face's T5.
 
-Names are those of Hugging Face's BART, whose layers are equal. Encoder, decoder and head share one table of tokens;
+Names follow Hugging Face's BART, whose layers are equal. Encoder, decoder and head share one table of tokens;
 encoder and decoder share one table of positions.
 """
 

@@ -1,8 +1,8 @@
-"""Triton kernels. Most have the name, signature and shapes of a reference in ops/. adamw is used by optim, mapped_sum
-by parallel (over mapped memory of other GPUs); language contains what all kernels share.
+"""Triton kernels. Most have the name, signature and shapes of a reference in ops/. optim uses adamw, and parallel uses
+mapped_sum (over mapped memory of other GPUs); language contains the code that all kernels share.
 
-They compute in fp32 for tensors of any dtype, save only what the backward pass needs, and compute every sum in a fixed
-order, so that equal inputs give equal bits. Imported on CUDA only.
+The kernels compute in fp32 for tensors of any dtype, save only the tensors that the backward pass needs, and compute
+every sum in a fixed order, so that equal inputs give bitwise identical results. This package is imported on CUDA only.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
 ROWS = 256
-"""Rows of one partial sum of the bias's gradient."""
+"""Number of rows in one partial sum of the bias's gradient."""
 TALL, WIDE = 16, 128
-"""Rows and columns of a tile in the backward pass. A tile of the forward pass, which has no sums, is half as tall and
-twice as wide. Measured on H200."""
+"""Rows and columns of a tile in the backward pass. A tile of the forward pass, which computes no sums, has half as many
+rows and twice as many columns. Measured on H200."""
 STAGES = 3
-"""Tiles whose loads are in flight while one tile is computed, in the backward pass."""
+"""Number of tiles whose loads are in flight while one tile is computed, in the backward pass."""
 KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2, "silu": 3, "relu": 4}
 
 
@@ -75,7 +75,7 @@ def _activation_backward(
 ):  # fmt: skip
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     inside = column < width
-    total = tl.zeros([TALL, WIDE], tl.float32)  # sum over rows once, at the end: it crosses warps
+    total = tl.zeros([TALL, WIDE], tl.float32)  # sum over rows once, at the end, because that sum crosses warps
     if BIAS:
         bias = tl.load(bias_at + column, inside, 0.0).to(tl.float32)
     for step in tl.range(0, ROWS, TALL, num_stages=STAGES):
@@ -208,7 +208,7 @@ def _weighted_forward(x_at, weights_at, y_at, width, KIND: tl.constexpr, BLOCK: 
 def _weighted_backward(
     x_at, weights_at, grad_at, out_at, sums_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A program handles a whole row, because the gradient of its weight is a sum along the row."""
+    """A program handles a whole row, because the gradient of the row's weight is a sum along the row."""
     row = tl.program_id(0).to(tl.int64)
     weight, total = tl.load(weights_at + row).to(tl.float32), tl.zeros([BLOCK], tl.float32)
     for begin in range(0, width, BLOCK):

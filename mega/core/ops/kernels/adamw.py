@@ -56,11 +56,11 @@ def adamw(
     beta2: float,
     eps: float,
 ) -> None:
-    """One update in place. All tensors are flat, of equal length; `weights` is not given if the model reads the master
+    """One update in place. All tensors are flat and have equal length. weights: None if the model reads `master`
     itself, which may have any dtype.
 
-    scalars: fp32 [4] on the device: 1 to apply the step, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. Weight decay
-    applies to elements before `decay_end`.
+    scalars: fp32 [4] on the device: 1 to apply the step, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. decay_end:
+    weight decay applies to the elements before this index.
     """
     size = master.numel()
     if size:

@@ -1,9 +1,9 @@
 """Flash attention with any mask: documents, windows, offsets, grouped heads, and dropout by counter inside the kernel.
 
-A program handles a tile of queries and loops over the keys that are visible to it (forward and d(q)), or a tile of keys
-and loops over the queries that see it (d(k), d(v)). So every sum has one order, and scores are never stored (Dao 2023).
-A loop has three ranges. In the middle range tiles are fully visible; in the ranges before and after it each score is
-checked:
+A program handles a tile of queries and loops over the keys visible to these queries (forward and d(q)), or a tile of
+keys and loops over the queries that see these keys (d(k), d(v)). So every sum has one order, and scores are never
+stored (Dao 2023). A loop has three ranges. In the middle range tiles are fully visible; in the other two ranges each
+score is checked:
 
     first ........ whole_first .............. whole_end ........ end
     check scores   all pairs are visible      check scores
@@ -42,8 +42,8 @@ class Heads(NamedTuple):
 class Visibility(NamedTuple):
     """The parts of an `AttentionMask` that hide keys, as a kernel argument."""
 
-    s: int  # queries
-    t: int  # keys
+    s: int  # number of queries
+    t: int  # number of keys
     offset: int  # position of the first query among the keys
     window: int | None
     q_documents: torch.Tensor | None = None  # int64 [b, s]
@@ -57,9 +57,9 @@ class DropoutValues(NamedTuple):
     """An `AttentionDropout` as a kernel argument."""
 
     keys: torch.Tensor  # int64 [b, s], of the query tokens
-    stride: int  # of a row of keys
+    stride: int  # stride of a row of keys
     site: int
-    head: int  # number of the first head
+    head: int  # index of the first head
     threshold: int  # over 2^32
     early: int  # key j has column j + early if j < border, else j + late
     border: int
@@ -94,7 +94,7 @@ def _store(x, batch, head, row, length, value, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @jit
 def _visible(seen, batch, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The visible pairs. query, key: numbers as [n, 1] and [1, n], in either order."""
+    """The visible pairs. query, key: indices as [n, 1] and [1, n], in either order."""
     distance = query + seen.offset - key
     visible = (key < seen.t) & (query < seen.s)
     if CAUSAL:
@@ -121,7 +121,8 @@ def _keys_seen(
     seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the keys for a tile of queries: first visible, first and end of those visible to all, end."""
+    """The bounds of the keys for a tile of queries: first visible key, first and end of the keys visible to all,
+    end."""
     # Positions of the first and last query among the keys. All bounds except `end` are multiples of COLUMNS.
     low = tile * ROWS + seen.offset
     high = tl.minimum(tile * ROWS + ROWS, seen.s) - 1 + seen.offset
@@ -264,8 +265,8 @@ def _attention_prepare(
     out, grad, delta_at, rows_at, seen, dropped, keep, heads,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """For each query: `keep` times the sum of weight x d(weight), which the gradient of softmax subtracts, and the row
-    key."""
+    """For each query: the row key, and `keep` times the sum of weight x d(weight), which the gradient of softmax
+    subtracts."""
     head, batch = tl.program_id(1), tl.program_id(2)
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outs = _load(out, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
@@ -329,7 +330,7 @@ def _attention_backward_keys(
     first, whole_first, whole_end, end = _queries_seeing(seen, batch, tile, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
     grad_k = tl.zeros([COLUMNS, BLOCK], tl.float32)
     grad_v = tl.zeros([COLUMNS, BLOCK], tl.float32)
-    # One program sums over all query heads of its key/value head: a fixed order, and no atomics.
+    # One program sums over all query heads of its key/value head, in a fixed order and without atomics.
     for head in range(kv_head * group, kv_head * group + group):
         grad_k, grad_v = _key_gradients(
             grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
@@ -418,10 +419,11 @@ def _attention_documents(
     own_at, own_stride, other_at, other_stride, bounds_at, own_length, other_length,
     OWN: tl.constexpr, OTHER: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the keys in the documents of a tile of queries, as in `_keys_seen`; or with roles exchanged."""
+    """The bounds of the keys in the documents of a tile of queries, as in `_keys_seen`; or the same with roles
+    exchanged."""
     tile, batch = tl.program_id(0), tl.program_id(1)
     position = tile * OWN + tl.arange(0, OWN)
-    # Beyond the end of the row repeat its last token.
+    # Beyond the end of the row, repeat the row's last token.
     documents = tl.load(own_at + batch * own_stride + tl.minimum(position, own_length - 1))
     low, high = tl.min(documents, 0), tl.max(documents, 0)
     tiles = tl.cdiv(other_length, OTHER)
@@ -438,7 +440,7 @@ def _attention_documents(
         whole_first = tl.minimum(whole_first, tl.min(tl.where(whole, number, tiles), 0))
         whole_end = tl.maximum(whole_end, tl.max(tl.where(whole, number + 1, 0), 0))
         wholes += tl.sum(whole.to(tl.int32), 0)
-    whole_end = tl.where(wholes == whole_end - whole_first, whole_end, 0)  # with a gap check every score
+    whole_end = tl.where(wholes == whole_end - whole_first, whole_end, 0)  # if there is a gap, check every score
     bounds = bounds_at + (batch * tl.num_programs(0) + tile) * 4
     tl.store(bounds, first * OTHER)
     tl.store(bounds + 1, whole_first * OTHER)
@@ -452,10 +454,10 @@ def _attention_documents(
 class Tiles(NamedTuple):
     """The size of tiles and the options of a launch."""
 
-    rows: int  # queries
-    columns: int  # keys
+    rows: int  # number of queries
+    columns: int  # number of keys
     warps: int
-    stages: int  # loads in flight
+    stages: int  # number of loads in flight
 
 
 class TilePlan(NamedTuple):
@@ -482,7 +484,7 @@ class Problem(NamedTuple):
     dropped: DropoutValues | None
     keep: float  # probability that a weight survives dropout
     flags: dict[str, int]  # constants
-    documents: tuple[torch.Tensor, torch.Tensor] | None  # of queries and of keys
+    documents: tuple[torch.Tensor, torch.Tensor] | None  # documents of queries and of keys
 
     def bounded(self, tiles: Tiles, *, keys: bool) -> Visibility:
         """`seen` with the bounds of documents for tiles of queries, or of keys."""
@@ -634,7 +636,7 @@ class _Attention(torch.autograd.Function):
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether to use these kernels: they support the attention, and torch's faster cuDNN kernels do not."""
+    """Whether to use these kernels, that is, they support the attention and torch's faster cuDNN kernels do not."""
     return (
         mask.simple_kind(q.shape[1], k.shape[1]) is None
         and q.element_size() == 2
@@ -645,7 +647,8 @@ def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`ops.attention.plain` without saved weights: by these kernels or cuDNN's; in 32 bits by torch's."""
+    """`ops.attention.plain` without saved weights, by these kernels or cuDNN's kernels; in 32 bits by torch's
+    kernels."""
     if cudnn.applies(q, k, mask) and (out := cudnn.attention(q, k, v, mask)) is not None:
         return out
     if applies(q, k, mask):

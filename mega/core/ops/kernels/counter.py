@@ -1,7 +1,7 @@
 """Dropout masks inside kernels: the generator of `ops.counter`, bit for bit.
 
 One draw of 32 bits gives two elements that are eight apart. With tensor cores a thread holds rows and columns that are
-eight apart, so it needs one draw for two scores, in either orientation of the tile.
+eight apart, so one draw is enough for two scores, in either orientation of the tile.
 """
 
 from __future__ import annotations

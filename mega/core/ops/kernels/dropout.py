@@ -26,7 +26,7 @@ class Values(NamedTuple):
 
 
 def values_of(drop: Dropout | None) -> Values | None:
-    """The kernel argument of a dropout; None without dropout."""
+    """The kernel argument for a dropout; None if dropout is off."""
     if drop is None:
         return None
     return Values(drop.keys.contiguous(), drop.site, drop.threshold << 16, 1.0 / drop.keep)
@@ -34,7 +34,7 @@ def values_of(drop: Dropout | None) -> Values | None:
 
 @jit
 def dropped(x, drop, row, elements):
-    """Apply dropout to elements of one row: scale those that survive, else 0."""
+    """Apply dropout to elements of one row: scale the elements that survive and set the others to 0."""
     key = row_keys(tl.load(drop.keys + row), drop.site, tl.cast(0, tl.int64))
     return tl.where(kept_elements(key, elements, drop.threshold), x * drop.scale, 0.0)
 

@@ -1,10 +1,10 @@
-"""GEMMs with one row, fused with the norm before and the operation after; and storing keys in the cache.
+"""GEMMs with one row, fused with the norm before and the operation after; and a kernel that stores keys in the cache.
 
-A program computes a few outputs. It starts to load their whole rows of the weight first, because these loads do not
-depend on the previous kernel; x is ready when they arrive. For long rows it loads chunks instead. All products and sums
-are in fp32, and each output is computed by one program. With 8-bit weights not only memory is the limit but also
-instructions: converting and multiplying one weight takes two and a half, so other work of a thread should be shared by
-many weights.
+A program computes a few outputs. It first starts to load whole rows of the weight for these outputs, because these
+loads do not depend on the previous kernel; x is ready when the weights arrive. For long rows it loads chunks instead.
+All products and sums are in fp32, and each output is computed by one program. With 8-bit weights the speed is limited
+not only by memory but also by instructions: converting and multiplying one weight takes two and a half instructions, so
+other work of a thread should be shared by many weights.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from mega.core.ops.kernels.language import (
 from mega.core.ops.matmuls import Factor
 
 MOST_INS = 1 << 15
-"""The most inputs of a weight with 16 or more bits: a program keeps x in registers."""
+"""Maximum number of inputs for a weight with 16 or more bits, because a program keeps x in registers."""
 LEAST_REST = 256
-"""The least number of inputs for which a second tile pays off."""
+"""Minimum number of inputs for which a second tile pays off."""
 TOGETHER = 8
-"""Heads stored by one program."""
+"""Number of heads stored by one program."""
 
 
 class RowTile(NamedTuple):
     """The work of one program."""
 
-    outs: int  # outputs: rows of the weight
+    outs: int  # number of outputs (rows of the weight)
     warps: int
-    chunk: int = 0  # inputs multiplied at once; 0: all, with weights loaded before x
-    stages: int = 1  # chunks whose weights are in flight
+    chunk: int = 0  # number of inputs multiplied at once; 0: all inputs, with weights loaded before x
+    stages: int = 1  # number of chunks whose weights are in flight
 
 
 @jit
@@ -78,7 +78,7 @@ def _moments(x_at, ins, eps, CHUNK: tl.constexpr):
 
 @jit
 def _moments_of(x, far_x, part, far, ins, eps, REST: tl.constexpr, CENTRED: tl.constexpr):
-    """The same for an x in registers. RMSNorm (not CENTRED) has no mean."""
+    """As `_moments`, for an x in registers. RMSNorm (not CENTRED) has no mean."""
     mean = 0.0
     if CENTRED:
         total = tl.sum(tl.sum(x, 1), 0)
@@ -125,7 +125,7 @@ def _at_once(
     OFFSET: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply with all inputs in registers: a tile of CHUNK inputs, then a tile of REST."""
-    # A thread must hold 8 neighbours of both weights and x, or Triton moves the weights between threads.
+    # A thread must hold 8 neighbours of both weights and x; otherwise Triton moves the weights between threads.
     part = tl.multiple_of(tl.arange(0, CHUNK), 8)[None, :]
     first = _weights(row_at, part, real, ins, EVEN)
     second, far, far_first, far_second = first, part, first, first
@@ -201,7 +201,7 @@ def _linear(
     EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, OFFSET: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """GATE: the weight has the rows of the gates, then those of up. EVEN: tiles cover the weight exactly."""
+    """GATE: the weight has the rows of the gates, then the rows of up. EVEN: tiles cover the weight exactly."""
     if OVERLAP:
         before_next()
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -229,7 +229,7 @@ def _linear(
 
 
 def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
-    """The tile of a GEMM. size: bytes of a weight. These are the fastest for Llama-2 7B on H200
+    """The tile of a GEMM. size: bytes of a weight. These tiles are the fastest for Llama-2 7B on H200
     (tests/gpu/decoding.py).
 
     >>> tile_of(12288, 4096, 2, False), tile_of(4096, 11008, 1, False)
@@ -238,7 +238,7 @@ def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
     RowTile(outs=8, warps=4, chunk=2048, stages=3)
     """
     if size == 1:
-        if ins > 12288:  # too many for a program's registers
+        if ins > 12288:  # too many inputs for a program's registers
             return RowTile(8, 4, 2048, 3)
         return RowTile(4 if gate or ins > 8192 else 8, 4)
     padded = next_power_of_2(ins)
@@ -248,7 +248,7 @@ def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
 
 
 def cut(ins: int) -> tuple[int, int]:
-    """Tiles CHUNK and REST for `ins` inputs: two powers of two, or one and 0, with little padding.
+    """Tile sizes CHUNK and REST for `ins` inputs: two powers of two, or a power of two and 0, with little padding.
 
     >>> cut(4096), cut(11008), cut(5120), cut(7168)
     ((4096, 0), (8192, 4096), (4096, 1024), (8192, 0))
@@ -259,8 +259,8 @@ def cut(ins: int) -> tuple[int, int]:
 
 
 def takes(rows: int, factor: Factor) -> bool:
-    """Whether `linear` supports this case. From two rows on tensor cores (cuBLAS, fp8_weights.py) are faster: gate and
-    up of a 7B model in bf16 with 4 rows take 47 us, with FMAs 73."""
+    """Whether `linear` supports this case. From two rows on, tensor cores (cuBLAS, fp8_weights.py) are faster: gate and
+    up of a 7B model in bf16 with 4 rows take 47 us, with FMAs 73 us."""
     fits = factor.weight.element_size() == 1 or factor.weight.shape[1] <= MOST_INS
     return rows == 1 and fits and factor.weight.is_contiguous()
 
@@ -305,8 +305,8 @@ def _place(
     HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store heads. A thread reads both components of a pair before it writes one, so queries can be rotated
-    in place."""
+    """Rotate and store heads. A thread reads both components of a pair before it writes either, so queries can be
+    rotated in place."""
     in_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]

@@ -1,6 +1,6 @@
 """GEMMs with fp8 weights: each weight is read once and converted in registers, then multiplied by tensor cores.
 
-For a single row few_rows.py is used instead. A program computes a tile of outputs by rows. If there are too few tiles
+For a single row few_rows.py is used instead. A program computes a tile of outputs and rows. If there are too few tiles
 to occupy the device, each program handles a share of the inputs, and a second kernel sums the shares in a fixed order.
 """
 
@@ -16,9 +16,9 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, t
 from mega.core.ops.matmuls import Factor
 
 WARPS, MOST_SHARES = 8 * 132, 8
-"""Warps that occupy a device, and the most shares of the inputs."""
+"""Number of warps that occupy a device, and the maximum number of shares of the inputs."""
 BLOCK = 1024
-"""Elements of a program that sums shares."""
+"""Number of elements per program that sums shares."""
 
 
 class GemmTile(NamedTuple):
@@ -26,7 +26,7 @@ class GemmTile(NamedTuple):
 
     rows: int
     outs: int
-    ins: int  # inputs of one step
+    ins: int  # number of inputs in one step
     warps: int
     stages: int
 
@@ -36,8 +36,8 @@ def _multiply(
     x_at, narrow_at, scale_at, y_at, rows, outs, ins, x_row, share,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """y: [shares, rows, outs]. share: inputs of a share. Tiles of the same outputs are neighbours: weights stay in
-    L2."""
+    """y: [shares, rows, outs]. share: number of inputs of a share. Tiles of the same outputs are neighbours, so that
+    weights stay in L2."""
     tall = tl.cdiv(rows, ROWS)
     row = tl.program_id(0) % tall * ROWS + tl.arange(0, ROWS)
     out = tl.program_id(0) // tall * OUTS + tl.arange(0, OUTS)

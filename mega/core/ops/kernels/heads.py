@@ -1,5 +1,5 @@
-"""Rotate query and key in place inside the fused projection. The backward pass rotates back while it concatenates the
-three gradients, with one launch for all heads that are rotated and one for the others."""
+"""Rotate query and key in place inside the fused projection. The backward pass reverses the rotation while it
+concatenates the three gradients, with one launch for all heads that are rotated and one launch for the other heads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, t
 from mega.core.ops.kernels.sums import deliver_sums
 
 TOKENS = 32
-"""Tokens of a program."""
+"""Number of tokens per program."""
 SUMMED = 128
-"""Tokens of a program, and of a partial sum, if the gradient of the bias is computed."""
+"""Number of tokens per program, and per partial sum, if the gradient of the bias is computed."""
 
 
 @jit
@@ -45,8 +45,7 @@ def _gather(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     token_mask = (token < tokens)[:, None]
-    # Select the tensor of this head: heads of the second tensor begin at number `second`, those of the third at
-    # `third`.
+    # Select the tensor of this head: heads of the second tensor begin at index `second`, heads of the third at `third`.
     grad_at = first_at
     if head >= third:
         grad_at = third_at
@@ -153,7 +152,7 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads(
     fused: torch.Tensor, bias: torch.Tensor | None, heads: int, kv_heads: int, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ops.heads.split_heads`; it rotates `fused` in place."""
+    """`ops.heads.split_heads`, which rotates `fused` in place here."""
     cos, sin = (None, None) if rotary is None else rotary
     if not torch.is_grad_enabled():  # skip autograd, whose overhead is longer than a launch
         return _split(fused, heads, kv_heads, cos, sin)

@@ -1,6 +1,6 @@
 """Triton imports for kernels, and a fast launch.
 
-On the meta device a launch does nothing but report to observers; Triton need not be installed.
+On the meta device a launch only reports to observers, and Triton need not be installed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ except ImportError:
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, **options: object) -> None:
     """kernel[grid](x, *args, **options).
 
-    Before every launch Triton inspects each argument, its settings and globals. Looking up the compiled kernel here, by
-    the kinds of the arguments, takes as little as half that time.
+    Before every launch Triton inspects each argument, its own settings and globals. Looking up the compiled kernel
+    here, by the kinds of the arguments, can halve that time.
     """
     if x.is_meta:
         observe.kernel(getattr(kernel, "__name__", "kernel"), (x, *args))
@@ -55,7 +55,7 @@ keeps the kernel alive, so its id stays unique."""
 
 
 def _kinds(*args: object) -> list[torch.dtype | str | None] | None:
-    """The properties of arguments that Triton specialises kernels on, on CUDA; None if only Triton can determine them.
+    """The properties of arguments for which Triton specialises kernels on CUDA; None if only Triton can determine them.
 
     >>> _kinds(torch.empty(4), None, 0.5, 1, 2, 32), _kinds(-1), _kinds((1, 2))
     ([torch.float32, None, 'float', '1', 'int', '16'], None, None)
@@ -84,8 +84,8 @@ except ImportError:  # older versions of Triton
     before_next = after_kernel = None
 
 OVERLAP = True
-"""Whether kernels of a decoding step start while the previous kernel ends (programmatic dependent launch). They call
-`before_next` first, and `after_kernel` before they read results of the previous kernel or write anything."""
+"""Whether kernels of a decoding step start while the previous kernel ends (programmatic dependent launch). These
+kernels call `before_next` first, and `after_kernel` before they read results of the previous kernel or write."""
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
@@ -96,7 +96,7 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 
 @jit
 def in_turn(OVERLAP: tl.constexpr):
-    """Call this first in a kernel whose every step needs the results of the previous kernel."""
+    """Call this first in a kernel that can do nothing before the previous kernel has ended."""
     if OVERLAP:
         before_next()
         after_kernel()

@@ -1,13 +1,14 @@
 """The sum of a tensor over devices that map each other's memory, as one kernel.
 
 Every device writes its tensor into a buffer of each other device, sets a mark there, waits for the marks in its own
-memory, and sums the received tensors in the order of ranks, so that all devices get the same bits. A lane is one
-program's share of the tensor, with its own part of the buffers and its own marks.
+memory, and sums the received tensors in the order of ranks, so that the result is bitwise identical on all devices. A
+lane is one program's share of the tensor, with its own part of the buffers and its own marks.
 
     memory of a rank:   buffer 0 [ranks, lanes, lane] | buffer 1 [ranks, lanes, lane] | marks [ranks, lanes], int64
 
 Two buffers alternate. Before a sender writes to a buffer again, it has seen the receiver's mark of the sum in between,
-which the receiver sets after it has read the buffer; so no wait is needed at the end. Knows no process groups.
+which the receiver sets after it has read the buffer; so no wait is needed at the end. This module does not use process
+groups.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 from mega.core.ops.kernels.language import cdiv, in_turn, jit, launch, overlapping, tl
 
 LANES = 128
-"""The most programs of a sum. All of them must be resident on the device at the same time."""
+"""Maximum number of programs of a sum. All of them must be resident on the device at the same time."""
 
 SHORT = 1024
-"""Elements of a block, and the least of a lane. If a lane has several blocks, blocks are four times as large."""
+"""Number of elements of a block, and the minimum for a lane. If a lane has several blocks, they are four times as
+large."""
 
 
 @jit
@@ -29,8 +31,9 @@ def _sum(
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr, MARKS: tl.constexpr,
     BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """memories_at: addresses of each rank's memory. counts_at: number of earlier sums of each lane. share: elements of
-    a lane. MARKS: bytes before the marks. ADD: add the sum to `into`; otherwise it replaces x."""
+    """memories_at: addresses of each rank's memory. counts_at: number of earlier sums of each lane. share: number of
+    elements of a lane. MARKS: number of bytes before the marks. ADD: add the sum to `into`; otherwise the sum replaces
+    x."""
     in_turn(OVERLAP)
     lane, part = tl.program_id(0), tl.arange(0, BLOCK)
     number = tl.load(counts_at + lane) + 1
@@ -76,7 +79,7 @@ def _sum(
 
 
 def memory_bytes(ranks: int, limit: int) -> tuple[int, int]:
-    """Bytes of a rank's memory for tensors of `limit` bytes: those before the marks, and the total.
+    """Bytes of a rank's memory for tensors of `limit` bytes: the bytes before the marks, and the total.
 
     >>> memory_bytes(2, 1 << 20)
     (4194304, 4196352)
@@ -90,7 +93,8 @@ def mapped_sum(
 ) -> None:
     """Sum x over ranks.
 
-    x: contiguous, of a multiple of 16 bytes, at most `limit`. into: the sum is added to it; None: the sum replaces x.
+    x: contiguous, at most `limit` bytes, a multiple of 16. into: the sum is added to `into`, or replaces x if it is
+    None.
     memories: int64 [ranks], addresses of the ranks' memory. counts: int64 [LANES], the counters of this device.
     """
     size = x.numel()

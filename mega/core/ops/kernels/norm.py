@@ -1,7 +1,7 @@
 """Residual addition and norm in one kernel, and their backward pass in one kernel.
 
 Forward: a program handles one row. Backward: a program handles every n-th row and sums its share of the gradients of
-weight, bias and branch bias. It writes them to its row of small tables, which are summed at the end.
+weight, bias and branch bias. It writes these sums to its row of small tables, which are summed at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mega.core.ops.kernels.language import jit, launch, next_power_of_2, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
 STAGES = 3
-"""Rows whose loads are in flight while one row is computed, in the backward pass."""
+"""Number of rows whose loads are in flight while one row is computed, in the backward pass."""
 
 
 @jit
@@ -39,7 +39,7 @@ def _norm_forward(
         if DROP:
             branch = dropped(branch, drop, row, offset)
         x += branch
-        # The norm must use the rounded sum, which is what the backward pass reads.
+        # The norm must use the rounded sum, because the backward pass reads the rounded sum.
         x = x.to(sum_at.dtype.element_ty)
         tl.store(sum_at + row * width + offset, x, mask)
         x = x.to(tl.float32)
@@ -76,7 +76,7 @@ def _norm_backward(
     grad_weight = tl.zeros([BLOCK], tl.float32)
     grad_bias = tl.zeros([BLOCK], tl.float32)
     grad_branch = tl.zeros([BLOCK], tl.float32)
-    # A fixed set of rows for each program, in a fixed order: the sums do not depend on scheduling.
+    # Each program has a fixed set of rows, in a fixed order, so the sums do not depend on scheduling.
     for number in tl.range(program, rows, programs, num_stages=STAGES):
         row = tl.cast(number, tl.int64)
         x = tl.load(x_at + row * width + offset, mask, 0.0).to(tl.float32)
@@ -109,7 +109,7 @@ def _norm_backward(
 
 
 def _shape(width: int) -> tuple[int, int]:
-    """Elements and warps of a program. A thread holds 16 elements of a row; more for long rows."""
+    """Elements and warps of a program. A thread holds 16 elements of a row, or more if the row is long."""
     block = next_power_of_2(width)
     return block, min(8, max(1, block // 512))
 
@@ -201,8 +201,8 @@ def add_norm(
     eps: float,
     form: norm.NormForm = norm.USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.norm.add_norm`. The sum is rounded once, where plain torch rounds after each addition; so is the norm, in
-    every form."""
+    """`ops.norm.add_norm`. The sum is rounded once, whereas plain torch rounds after each addition. The norm is also
+    rounded once, in every form."""
     if drop is not None and drop.rule != RULE:
         x, branch, branch_bias, drop = norm.added(x, branch, branch_bias, drop), None, None, None
     x = x.contiguous()

@@ -2,11 +2,11 @@
 
 Runs of one token: a program handles the query heads of one key/value head of one sequence, for a share of its keys (Dao
 et al. 2023, "Flash-Decoding"). The last program that finishes sums the shares in a fixed order. The launch depends only
-on the number of sequences, and the device reads their lengths from memory, so a CUDA graph can record it. If all runs
-have one token, programs also rotate their queries, and one program per head stores the new key and value in the cache,
-which no other program reads in this step.
+on the number of sequences, and the device reads the lengths from memory, so a CUDA graph can record the launch. If all
+runs have one token, programs also rotate their queries, and one program per head stores the new key and value in the
+cache, which no other program reads in this step.
 
-Runs of several tokens: all new keys are stored in the cache before. The runs are split into tiles of queries; one
+Runs of several tokens: all new keys are stored in the cache beforehand. The runs are split into tiles of queries; one
 program per tile and head loops over the visible keys (Dao 2023, "FlashAttention-2").
 """
 
@@ -26,11 +26,12 @@ from mega.core.ops.paged_attention import Integers, PagedAttention, RaggedGraph
 
 LOG2E = math.log2(math.e)
 KEYS = 64
-"""Keys of a tile."""
+"""Number of keys in a tile."""
 ROWS, WARPS = 64, 4
-"""Queries of a tile in a run of several tokens, and warps of its program."""
+"""Number of queries in a tile of a run of several tokens, and of warps of the tile's program."""
 PROGRAMS, MOST_SHARES = 528, 32
-"""Programs that occupy a device, four on each of 132 multiprocessors; the most shares of a sequence."""
+"""Number of programs that occupy a device, four on each of 132 multiprocessors; maximum number of shares of a
+sequence."""
 
 
 class SingleTokens(NamedTuple):
@@ -39,9 +40,9 @@ class SingleTokens(NamedTuple):
     tables: torch.Tensor
     """int64 [runs, width]: the blocks of each sequence."""
     lengths: torch.Tensor
-    """int64 [runs]: keys of each sequence; 0 for a run that does not have one token."""
+    """int64 [runs]: number of keys of each sequence; 0 for a run that does not have exactly one token."""
     ended: torch.Tensor
-    """From `counters`. A graph must find the counters outside of its own memory."""
+    """Allocated by `counters`. A CUDA graph needs the counters outside its own memory pool."""
     shape: tuple[int, int, int]
     """block, kv_heads, d."""
     window: int | None
@@ -51,12 +52,12 @@ class RaggedRuns(NamedTuple):
     """Runs of any number of tokens."""
 
     singles: SingleTokens | None
-    """The leading runs of one token, if there are any; their lengths are 0 from the first longer run on."""
+    """The leading runs of one token, or None; lengths are 0 from the first longer run on."""
     tables: torch.Tensor
     """int64 [runs, width]: the blocks of each sequence."""
     tiles: torch.Tensor
-    """int64 [tiles, 4]: the run, the first token of the tile, the number of its tokens, and the position of the first;
-    all 0 for an unused tile."""
+    """int64 [tiles, 4]: index of the run, index of the tile's first token, number of tokens in the tile, and position
+    of the first token; all 0 for an unused tile."""
     shape: tuple[int, int, int]
     """block, kv_heads, d."""
     window: int | None
@@ -151,7 +152,7 @@ def _put(
 
 @jit
 def _kept(key_at, head_size, to_at, part, cos_at, sin_at, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """Rotate the new key of one head, and store it and the new value in the cache."""
+    """Rotate the new key of one head, and store this key and the new value in the cache."""
     key = _turned(key_at, part, part < WIDTH, cos_at, sin_at, HALF)
     value = tl.load(key_at + KV * head_size + part, part < WIDTH, 0.0)
     tl.store(to_at + part, key, part < WIDTH)
@@ -276,7 +277,8 @@ def _tile_keys(
 
 @jit
 def _is_last(ended_at, programs):
-    """Whether all other programs have written their shares, so that this one may read them. Resets the counter to 0."""
+    """Whether all other programs have written their shares, so that this program may read the shares. Resets the
+    counter to 0."""
     tl.debug_barrier()  # one thread counts, after all threads have written
     last = tl.atomic_add(ended_at, 1, sem="acq_rel", scope="gpu") == programs - 1
     tl.debug_barrier()
@@ -306,8 +308,8 @@ def _add_up(
 
 @cache
 def counters(device: torch.device, count: int) -> torch.Tensor:
-    """int32 [count], zeros: counters of finished programs, one for each sum of shares. Each is reset to 0 when all its
-    programs have finished. Shared by all steps, because a device runs one step at a time."""
+    """int32 [count], zeros: counters of finished programs, one for each sum of shares. A counter is reset to 0 when all
+    its programs have finished. All steps share the counters, because a device runs one step at a time."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
@@ -329,7 +331,7 @@ def _pages(
 
 
 def _singles(lengths: torch.Tensor, tables: torch.Tensor, pool: torch.Tensor, window: int | None) -> SingleTokens:
-    ended = counters(pool.device, PROGRAMS)  # enough: with several shares there are fewer sums than PROGRAMS
+    ended = counters(pool.device, PROGRAMS)  # enough, because with several shares there are fewer sums than PROGRAMS
     return SingleTokens(tables, lengths, ended, (pool.shape[1], *pool.shape[3:]), window)
 
 
@@ -403,7 +405,7 @@ def _attend_singles(
     (rows, heads, d), (block, kv_heads, _) = q.shape, runs.shape
     heads -= 2 * kv_heads if new else 0
     rows = min(rows, len(runs.lengths))
-    # Enough shares to occupy the device. Their number depends only on the number of runs, as a graph requires.
+    # Enough shares to occupy the device. The number of shares depends only on the number of runs, as a graph requires.
     shares = min(cdiv(PROGRAMS, rows * kv_heads), MOST_SHARES)
     assert shares == 1 or rows * kv_heads <= len(runs.ended)
     part, stats, (cos, sin) = None, None, rotary or (None, None)

@@ -1,4 +1,4 @@
-"""Sums of rows selected by number: a program sums a block of columns over one token's rows."""
+"""Sums of rows selected by index: a program sums a block of columns over one token's rows."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from mega.core.ops.autograd import deliver
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 PARTS, COLUMNS, WARPS = 256, 16, 8
-"""Partial sums read at once, columns of a program, and warps of a program."""
+"""Number of partial sums read at once, of columns per program, and of warps per program."""
 MOST = 3
-"""The most weights of one launch."""
+"""Maximum number of weights in one launch."""
 
 
 @jit
@@ -42,7 +42,7 @@ def _add_up(
 def deliver_sums(weights: Sequence[Any], tables: torch.Tensor) -> list[torch.Tensor | None]:
     """`deliver(weight, table.sum(0))` for each weight, [width], and its table. tables: fp32 [weights, parts, width].
 
-    A weight may be None; its table is ignored.
+    The table of a weight that equals None is ignored.
     """
     trained = [(number, weight) for number, weight in enumerate(weights) if weight is not None and weight.requires_grad]
     targets = [weight.open_main_grad() if hasattr(weight, "open_main_grad") else None for _, weight in trained]

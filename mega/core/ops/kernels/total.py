@@ -1,4 +1,4 @@
-"""The sum of a few blocks, and accumulation into an fp32 tensor. A program handles the same elements of each."""
+"""The sum of a few blocks, and accumulation into an fp32 tensor. A program handles the same elements of each block."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _accumulate(main_at, x_at, size, BLOCK: tl.constexpr):
 
 
 def accumulate(main: torch.Tensor, x: torch.Tensor) -> None:
-    """As the reference. torch's kernel for different dtypes accesses single elements; this one is vectorised."""
+    """As the reference. torch's kernel for different dtypes accesses single elements; this kernel is vectorised."""
     if not main.is_contiguous():
         main.add_(x)
         return
