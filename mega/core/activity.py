@@ -1,8 +1,8 @@
 """What this process is doing, in plain attributes: the training step sets them without a lock, a watchdog thread reads
 them.
 
-There is one value per process, because a process is one rank. This file knows no ranks and no training: the code that
-works sets the attributes, and `processes/roll_call.py` reports them to ranks that wait.
+There is one value per process, because a process is one rank. This module depends neither on ranks nor on training: the
+working code sets the attributes, and `processes/roll_call.py` reports them to waiting ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from functools import cache
 from typing import Any
 
 TRAINING = ("starting", "building caches", "loading", "compiling", "training", "evaluating", "saving", "ending")
-"""The phases of a training. Other verbs have one phase, such as "serving"."""
+"""The phases of a training run. Other verbs have one phase, such as "serving"."""
 
 PATIENT = frozenset({"building caches", "loading", "evaluating", "saving"})
-"""Phases that may keep other ranks waiting for longer than a step: they read or write disks, or run a held-out set."""
+"""Phases that may keep other ranks waiting for longer than a step: they read or write disks, or evaluate held-out
+data."""
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Activity:
     """The current work of one process."""
 
     phase: str = "starting"
-    """A phase in `TRAINING`, or that of another verb."""
+    """A phase in `TRAINING`, or the phase of another verb."""
     step: int = 0
     """The newest step that has started."""
     act: Any = None
@@ -36,11 +37,11 @@ class Activity:
     moves: int = 0
     """A counter of steps, acts and batches: while it changes, the process makes progress."""
     writer: int | None = None
-    """Native id of the thread that saves in the background, while it saves."""
+    """Native id of the thread that saves in the background; None if no save is in progress."""
     saved: tuple[int, float, float] | None = None
     """The newest saved step, the seconds that the save took, and time.monotonic() at its end."""
     waited: float = 0.0
-    """Seconds (`unqueued_time`) for which the main thread has waited on the host for other ranks."""
+    """Seconds (by `unqueued_time`) that the main thread has spent on the host waiting for other ranks."""
     began: float = field(default_factory=time.time)
     """time.time() at the start of the process."""
 
@@ -81,7 +82,7 @@ ACTIVITY = Activity()
 def unqueued_time() -> float:
     """time.monotonic() minus the time in which this thread was runnable but had no core.
 
-    Only Linux reports that time; elsewhere nothing is subtracted.
+    Only Linux reports that time; on other systems nothing is subtracted.
     """
     file = _schedule(os.getpid(), threading.get_native_id())
     queued = 0 if file is None else int(os.pread(file, 100, 0).split()[1])
@@ -90,7 +91,8 @@ def unqueued_time() -> float:
 
 @cache
 def _schedule(process: int, thread: int) -> int | None:
-    """Open the kernel's scheduling figures of a thread and keep them open; None if the system has none."""
+    """Open the kernel's scheduling statistics of a thread and keep the file open; None if the system has no such
+    file."""
     with contextlib.suppress(OSError):
         return os.open(f"/proc/{process}/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     return None

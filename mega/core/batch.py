@@ -1,6 +1,6 @@
 """The inputs of a model: the protocol of a batch, and one dataclass for each family.
 
-Tensors only: `data` reads the samples, and the model computes the loss.
+A batch contains tensors only: `data` reads the samples, and the model computes the loss.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Term(NamedTuple):
     """One loss or metric as two sums over tokens or rows: its mean is total / weight.
 
     root: the tensor at which the backward pass begins, for a loss whose gradient was computed in the forward pass and
-    already includes the loss scale; `total` is then only a number. It has no elements, so that no caller can scale it
-    again: the gradient would not follow. None: the backward pass begins at `total`.
+    already includes the loss scale; `total` is then only a number. `root` has no elements, so that no caller can scale
+    the loss again, which would not change the gradient. None if the backward pass begins at `total`.
     """
 
     total: torch.Tensor
@@ -37,7 +37,7 @@ class Batch(Protocol):
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Name of each loss term of the head -> weights whose sum is the divisor of that term."""
+        """Name of each loss term of the head -> the weights whose sum divides that term."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, by field."""
@@ -57,7 +57,8 @@ class _Tensors:
     """A dataclass of tensors, some of which may be None."""
 
     def to(self, device: torch.device) -> Self:
-        """Copy to `device`; to a GPU from pinned memory, because the host waits for a copy from pageable memory."""
+        """Copy to `device`; copies to a GPU use pinned memory, because the host would wait for a copy from pageable
+        memory."""
         if device.type != "cuda":
             return self.map(lambda value: value.to(device))
         # Rows may share the memory of their positions (`expand`), which cannot be pinned.
@@ -80,7 +81,7 @@ class _Tensors:
 class DecoderBatch(_Tensors):
     """One microbatch of a left-to-right model: b rows of s tokens.
 
-    Under context parallelism a rank holds some columns of its rows only.
+    Under context parallelism a rank holds only some columns of its rows.
     """
 
     tokens: torch.Tensor
@@ -94,13 +95,13 @@ class DecoderBatch(_Tensors):
     samples: torch.Tensor
     """int64 [b], global sample numbers."""
     documents: torch.Tensor | None = None
-    """int64 [b, whole row], number of each token's document within its row; None if attention may cross documents.
-    It covers the whole row on every context rank, because tokens attend to columns of other ranks."""
+    """int64 [b, whole row], index of each token's document within its row; None if attention may cross documents. The
+    tensor covers the whole row on every context rank, because tokens attend to columns of other ranks."""
     columns: torch.Tensor | None = None
-    """int64 [s], the columns that this rank holds, ascending; None: all."""
+    """int64 [s], the columns that this rank holds, ascending; None if the rank holds all."""
     ahead_tokens: torch.Tensor | None = None
-    """[b, s, depths], tokens further ahead in the whole row, if the model predicts tokens after the next one and this
-    rank does not hold all columns (model/ahead.py)."""
+    """[b, s, depths], tokens further ahead in the whole row; set if the model predicts tokens beyond the next one and
+    this rank does not hold all columns (model/ahead.py)."""
     ahead_labels: torch.Tensor | None = None
     """[b, s, depths], the labels of `ahead_tokens`."""
     ahead_weights: torch.Tensor | None = None
@@ -125,11 +126,12 @@ class DecoderBatch(_Tensors):
 class PreferenceBatch(DecoderBatch):
     """b pairs of answers as 2 b rows: the chosen row of each pair, then its rejected row.
 
-    Fields of `DecoderBatch`; loss_weights is 1 where the label is a token of an answer.
+    The fields of `DecoderBatch`; loss_weights is 1 where the label is a token of an answer.
     """
 
     reference: torch.Tensor | None = None
-    """float64 [b, 2], log-probabilities of both answers under the initial weights; None while these are computed."""
+    """float64 [b, 2], log-probabilities of both answers under the initial weights; None while these log-probabilities
+    are computed."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -142,12 +144,13 @@ class PreferenceBatch(DecoderBatch):
 
 @dataclass(frozen=True)
 class NeighbourBatch(DecoderBatch):
-    """Rows whose chunks have neighbours: texts that were retrieved for them. Fields of `DecoderBatch`, and two more."""
+    """Rows whose chunks have neighbours: texts that were retrieved for the chunks. Adds two fields to
+    `DecoderBatch`."""
 
     neighbours: torch.Tensor = field(kw_only=True)
     """int64 [b, l, k, r], the r tokens of each of the k neighbours of each of the l chunks of a row."""
     found: torch.Tensor | None = None
-    """bool [b, l, k], which neighbours exist; None: all."""
+    """bool [b, l, k], which neighbours exist; None if all exist."""
 
     def split(self, index: int, size: int) -> NeighbourBatch:
         assert size == 1, "chunks are of whole rows"
@@ -159,7 +162,7 @@ class MaskedBatch(_Tensors):
     """One microbatch of a masked model (BERT): b rows of s tokens, padded on the right."""
 
     tokens: torch.Tensor
-    """int64 [b, s], with masks."""
+    """int64 [b, s], tokens of which some are replaced with masks."""
     labels: torch.Tensor
     """int64 [b, s], the original token of each mask, 0 elsewhere."""
     loss_weights: torch.Tensor
@@ -167,21 +170,22 @@ class MaskedBatch(_Tensors):
     types: torch.Tensor
     """int64 [b, s], 0 for the first part of a row and 1 for the second."""
     lengths: torch.Tensor
-    """int64 [b], tokens of each whole row that are not padding, also if this rank holds some columns only."""
+    """int64 [b], number of tokens in each whole row that are not padding, even if this rank holds only some columns."""
     pairs: torch.Tensor
-    """int64 [b], 1 if the two parts are in the wrong order and 0 if not, or the class of the row; -1 if it is unknown,
-    or if another context rank holds the first token and computes the loss. Multiple choice: int64 [questions], the
-    index of the right row among the consecutive rows of a question."""
+    """int64 [b], 1 if the two parts are in the wrong order and 0 if not, or the class of the row; -1 if the order or
+    class is unknown, or if another context rank holds the first token and computes the loss. For multiple choice: int64
+    [questions], the index of the right row among the consecutive rows of a question."""
     samples: torch.Tensor
     """int64 [b], global sample numbers."""
     columns: torch.Tensor | None = None
-    """int64 [s], the columns that this rank holds, ascending; None: all."""
+    """int64 [s], the columns that this rank holds, ascending; None if the rank holds all."""
     predicted: torch.Tensor | None = None
-    """int64 [b, k], columns of each row that include all tokens to be predicted; None: any column may be."""
+    """int64 [b, k], columns of each row that include all tokens to be predicted; None if any column may be
+    predicted."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The loss of masked tokens and the losses of rows have divisors of their own."""
+        """Separate weights for the loss of masked tokens and for the losses of rows."""
         return {"lm": self.loss_weights, "pair": self.pair_weights, "class": self.pair_weights}
 
     @property
@@ -216,15 +220,15 @@ class EncoderDecoderBatch(_Tensors):
     encoder_tokens: torch.Tensor
     """int64 [b, e]"""
     encoder_lengths: torch.Tensor
-    """int64 [b], encoder tokens that are not padding."""
+    """int64 [b], number of encoder tokens that are not padding."""
     tokens: torch.Tensor
-    """int64 [b, d] of the decoder."""
+    """int64 [b, d], tokens of the decoder."""
     labels: torch.Tensor
     """int64 [b, d]; label i is the token after token i, 0 after the end."""
     loss_weights: torch.Tensor
     """float32 [b, d]"""
     lengths: torch.Tensor
-    """int64 [b], decoder tokens that are not padding."""
+    """int64 [b], number of decoder tokens that are not padding."""
     samples: torch.Tensor
     """int64 [b], global sample numbers."""
 
@@ -241,7 +245,8 @@ def zigzag(rows: torch.Tensor, index: int, size: int) -> torch.Tensor:
     """[b, s, ...] -> [b, s / size, ...]: the columns that rank `index` of a context axis of `size` ranks holds.
 
     A row is cut into 2 size chunks, and rank `index` holds chunks index and 2 size - 1 - index. Under causal attention
-    early chunks attend to few keys and late chunks to many: each rank holds one of both, so all ranks have equal work.
+    early chunks attend to few keys and late chunks to many. Each rank holds one early and one late chunk, so all ranks
+    have equal work.
 
         size 2      chunk 0    1    2    3
                     rank  0    1    1    0

@@ -1,4 +1,4 @@
-"""The device that a run executes on: one CPU with gloo or one CUDA device with NCCL. The only file with torch.cuda."""
+"""The device that a run executes on: one CPU with gloo or one CUDA device with NCCL. No other file uses torch.cuda."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class Device:
                     f"--device cuda: local rank {local_rank} needs {local_rank + 1} CUDA devices, this node has {count}"
                     " (valid: fewer local ranks, or --device cpu)"
                 )
-            # Tensors of many sizes fragment fixed segments: by 3 GiB for Llama-2 7B.
+            # Tensors of many sizes fragment fixed segments, which wastes 3 GiB for Llama-2 7B.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-            # NCCL would register the buffers of a captured graph with its peers as one segment each; expandable
-            # segments consist of several, and context ranks would deadlock.
+            # NCCL would register each buffer of a captured graph with its peers as one segment. An expandable segment
+            # consists of several segments, so context ranks would deadlock.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             # mega does not use NVLink multicast. torch would set it up for all symmetric memory, which some hosts
             # refuse.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             torch.cuda.set_device(local_rank)
-            # torch warns once about autograd's own thread, and then sets the context itself.
+            # torch warns once that autograd's own thread has no context, and then sets the context itself.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
             return cls(torch.device("cuda", local_rank), "nccl" if backend == "auto" else backend)
         return cls(torch.device("cpu"), "gloo" if backend == "auto" else backend)
@@ -118,7 +118,7 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
     def resident(self) -> int:
-        """Bytes that this rank holds: allocated on CUDA, resident on a CPU."""
+        """Bytes that this rank holds: allocated memory on CUDA, resident memory on a CPU."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.torch)
         try:
@@ -128,7 +128,7 @@ class Device:
             return 0
 
     def room(self) -> int:
-        """Bytes available to this process, including those that it holds; on a CPU the host's memory."""
+        """Bytes available to this process, including those that the process holds; on a CPU, the host's memory."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch)[0] + torch.cuda.memory_reserved(self.torch)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -162,7 +162,7 @@ def restored_settings() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        # Only after a change: the call imports torch's compiler, which takes seconds and writes a folder to TMPDIR.
+        # Only after a change: the call imports torch's compiler, which takes seconds and creates a folder in TMPDIR.
         if _deterministic_algorithms() != deterministic:
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         cudnn.deterministic, cudnn.benchmark = cudnn_settings
@@ -174,7 +174,7 @@ def current_stream(device: torch.device) -> int:
 
 
 class Timestamp:
-    """The time at which a device completes all work submitted so far; on a CPU, now."""
+    """The time at which a device completes all work submitted so far; on a CPU, the current time."""
 
     def __init__(self, device: torch.device):
         self._host, self._event = time.monotonic(), None
@@ -195,10 +195,9 @@ class Timestamp:
 
 
 class Reading:
-    """An asynchronous copy of named numbers to the host, which may submit more work before it reads them.
-
-    `float(tensor)` would instead copy after all work submitted since: the host would wait for that work, and then the
-    device for the host.
+    """An asynchronous copy of named numbers to the host, which may submit more work before it reads the numbers.
+    `float(tensor)` would instead copy after all work that was submitted later: the host would wait for that work, and
+    the device would then wait for the host.
     """
 
     def __init__(self, values: Mapping[str, torch.Tensor]):
@@ -231,7 +230,7 @@ class HostArray:
 
 
 class Upload:
-    """An int64 tensor on a device that the host fills repeatedly without waiting.
+    """An int64 tensor on a device; the host fills the tensor repeatedly without waiting.
 
     upload.array()[...] = ...       the buffer's old content is undefined
     upload.send()                   work submitted from here on reads the new content in `there`
@@ -269,7 +268,7 @@ class Recording:
     """A CUDA graph of `work`, captured once and replayed with `play`.
 
     Nothing is computed during capture. A replay uses the addresses of the captured tensors; memory allocated during
-    capture stays allocated. memory: the pool of a `Recorder`.
+    capture stays allocated. memory: the memory pool of a `Recorder`.
     """
 
     def __init__(self, work: Callable[[], None], memory: Any = None):
@@ -319,7 +318,7 @@ class HostCopy:
     ALIGNMENT = 64
 
     def __init__(self, device: Device, size: int, memory: torch.Tensor | None = None):
-        """memory: uint8 [size] of the host to use instead of new memory; its content is kept until the first copy."""
+        """memory: uint8 [size], host memory to use instead of new memory; its content is kept until the first copy."""
         self._memory = torch.empty(size, dtype=torch.uint8) if memory is None else memory
         self._stream = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -331,7 +330,7 @@ class HostCopy:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._fetching.set()
         elif memory is None:
-            self._memory.fill_(0)  # the system maps pages at the first access: not during the first copy
+            self._memory.fill_(0)  # so that the system maps the pages now, not during the first copy
 
     @classmethod
     def room(cls, tensors: Sequence[torch.Tensor]) -> int:
@@ -377,13 +376,13 @@ class HostCopy:
         torch.cuda.set_device(self._stream.device)
         try:
             if any(not x.is_cuda for _, x in self._copies):
-                self._now.synchronize()  # the host copies these itself, and the device may still be writing them
+                self._now.synchronize()  # the host copies these tensors; the device may still be writing them
             self._stream.wait_event(self._now)
             with torch.cuda.stream(self._stream):
                 self._fetch()
                 self._done.record()
         finally:
-            self._fetching.set()  # after an error, too: `settle` must not wait for ever
+            self._fetching.set()  # even after an error, so that `settle` does not wait forever
         self._done.synchronize()
 
     def _fetch(self) -> None:
@@ -446,9 +445,9 @@ class CopyDescriptor(NamedTuple):
 class CopyStream:
     """Copies that overlap the kernels of a CUDA device, and marks in its memory that streams write and wait for.
 
-    Copy engines copy and streams handle the marks, so neither needs a multiprocessor that a GEMM occupies. The driver
-    is called through ctypes, with many marks per call: a layer makes dozens of these calls, and the host must finish
-    them in the time in which the device computes the layer's GEMMs.
+    Copy engines do the copies and streams handle the marks, so neither takes multiprocessors from a GEMM. The driver
+    is called through ctypes, with many marks per call: a layer needs dozens of marks, and the host must submit them
+    while the device computes the layer's GEMMs.
     """
 
     def __init__(self) -> None:
@@ -458,7 +457,7 @@ class CopyStream:
     def copy(self, x: torch.Tensor, ways: Sequence[CopyDescriptor], value: int) -> None:
         """Copy pieces of the contiguous `x` after the work of the current stream, then write `value` to the marks.
 
-        The caller keeps `x` alive and unchanged until it has been copied.
+        The caller keeps `x` alive and unchanged until the copy has ended.
         """
         self._ready.record()
         self._stream.wait_event(self._ready)
@@ -532,7 +531,7 @@ def has_cuda() -> bool:
 
 def multiprocessors(device: torch.device) -> int:
     """How many programs of a persistent kernel run in parallel; 1 on a CPU, where kernels are interpreted. The meta
-    device reports those of an H200."""
+    device returns the number for an H200."""
     if device.type == "meta":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

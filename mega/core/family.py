@@ -1,7 +1,6 @@
-"""A model family as one record, for all higher floors; the only module that chooses code by family.
-
-Other rooms hold their part under the family's name: config the options, architecture the tensors, checkpoint the names
-on disk. This file adds the stage and the batches.
+"""A model family as one record, for all higher layers of packages; the only module that chooses code by family. Other
+packages hold their part under the family's name: `config` the options, `architecture` the tensors, `checkpoint` the
+names on disk. This file adds the stage and the batches.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ from mega.core.parallel.weight import ParameterFactory
 class ModelStage(Stage, Protocol):
     """A pipeline stage of a model.
 
-    units: the units of the model that it holds. options: how it was built; a resumed run may replace the dropout rule.
-    A stage for ZeRO 3 also has `with_full_params: UnshardHook | None`, which gathers the weights of a unit while that
+    units: the units of the model that the stage holds. options: how the stage was built; a resumed run may replace the
+        dropout rule.
+    For ZeRO 3 a stage also has `with_full_params: UnshardHook | None`, which gathers the weights of a unit while that
     unit runs. A stage whose layers need more columns of other context ranks than a batch contains also has
     `split(batch, index, size)`.
     """
@@ -72,12 +72,12 @@ class Synthetic(Protocol):
 
 class Prompt(Protocol):
     def __call__(self, ids: torch.Tensor) -> Batch:
-        """Return a batch of `ids` int64 [b, s], rows to continue or to score."""
+        """Return a batch of `ids`, int64 [b, s]: rows to continue or to score."""
 
 
 class Collate(Protocol):
     def __call__(self, samples: Sequence[Any], first: int) -> Batch:
-        """Collate samples of a dataset. first: global number of the first sample."""
+        """Collate samples of a dataset. first: global index of the first sample."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Family:
     prompt: Prompt | None = None
     """Makes a batch of token ids; None if the family does not continue text."""
     collate: Collate | None = None
-    """Collates rows of token ids, each int64 [seq_length + 1]; None: rows are read from left to right."""
+    """Collates rows of token ids, each int64 [seq_length + 1]; None if rows are read from left to right."""
     decodes: bool = False
-    """A sample has a second text for the decoder; `synthetic` and `collate` take its `decoder_length`."""
+    """Whether a sample has a second text for the decoder; `synthetic` and `collate` then take a `decoder_length`."""
 
 
 DECODER = Family(DecoderStage, synthetic.decoder_batch, synthetic.decoder_prompt)
@@ -113,13 +113,14 @@ def family(model: ModelConfig) -> Family:
 def synthetic_batch(
     run: RunConfig, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
 ) -> Batch:
-    """Return a batch with the sizes of a resolved run that depends on the sample numbers alone. samples: int64 [b]."""
+    """Return a batch with the sizes of a resolved run; its content depends on the sample numbers alone. samples: int64
+    [b]."""
     length, make = run.batch.seq_length, family(run.model).synthetic
     return make(run.model, length, samples, seed=seed, ragged=ragged, documents=documents, **_second_length(run))
 
 
 def collate(run: RunConfig) -> Callable[[Sequence[Any], int], Batch] | None:
-    """Return the function that collates a run's rows of token ids; None: rows are read from left to right."""
+    """Return the function that collates a run's rows of token ids; None if rows are read from left to right."""
     collate_rows = family(run.model).collate
     arguments = {"model": run.model} if run.model.retriever else _second_length(run)
     return None if collate_rows is None else partial(collate_rows, **arguments)

@@ -1,4 +1,4 @@
-"""Atomic writes: a file is written to a temporary name, synced to the disk, then renamed. Also file locks."""
+"""Atomic writes: a file is written under a temporary name, synced to the disk, then renamed. Also file locks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ POINTER = "latest"
 """A file next to the checkpoints of a run; it holds the name of the newest one."""
 
 WHOLE_BYTES, PARTS, PART_BYTES = 1 << 24, 64, 1 << 14
-"""A content digest reads whole files of up to WHOLE_BYTES; of larger ones it reads PARTS parts of PART_BYTES."""
+"""A content digest reads whole files of up to WHOLE_BYTES; from each larger file it reads PARTS parts of PART_BYTES."""
 
 _URL = re.compile(r"([a-z][a-z0-9+]+):/{1,2}([^/].*)")
 
 
 def url_of(place: Path | str) -> str | None:
-    """Return `place` as a URL, also if a `Path` removed one of its slashes; None for a path in the file system.
+    """Return `place` as a URL, even if a `Path` removed one of its slashes; None for a path in the file system.
 
     >>> url_of("s3://bucket/run"), url_of(Path("s3://bucket/run")), url_of("runs/first")
     ('s3://bucket/run', 's3://bucket/run', None)
@@ -92,7 +92,7 @@ def _check_outside(flag: str, value: object, folder: Path) -> None:
 
 
 def check_save_dir(place: Path) -> None:
-    """Check that `--save-dir` can be a folder; one in an object store is not checked. Errors: ValueError."""
+    """Check that `--save-dir` can be a folder; a folder in an object store is not checked. Errors: ValueError."""
     if url_of(place) is None:
         check_folder("--save-dir", place, place)
 
@@ -133,7 +133,7 @@ def check_source(flag: str, place: Path | str) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that is renamed to `path` when the block succeeds and removed when it fails.
 
-    A device or a pipe, such as /dev/null, is written directly: a rename would replace it by a plain file.
+    A device or a pipe, such as /dev/null, is written directly: a rename would replace the device with a plain file.
     """
     if path.exists() and not path.is_file():
         with open(path, "wb") as file:
@@ -173,7 +173,7 @@ def sync_directory(directory: Path) -> None:
 def locked_alone(descriptor: int) -> bool:
     """Take an exclusive lock on an open file until it is closed; False if another process holds it.
 
-    The lock of a killed process is released. A file system without locks admits every process.
+    The lock of a killed process is released. A file system without locks grants the lock to every process.
     """
     import fcntl  # Unix only: verbs that take no lock must run elsewhere
 

@@ -1,7 +1,7 @@
 """Floating-point operations of a model.
 
-Only matmuls are counted, a multiply and an add as two operations; norms, softmax and activations are not. This file
-knows no device and no time.
+Only matmuls are counted, with a multiply and an add as two operations; norms, softmax and activations are not counted.
+This module does not depend on devices or durations.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def _matmul_tensors(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def model_flops_per_token(run: RunConfig) -> float:
-    """Operations of one token's forward and backward pass in a resolved `run`: 6 N + 4 F + 12 L h s.
+    """Operations for the forward and backward pass of one token in a resolved `run`: 6 N + 4 F + 12 L h s.
 
     N: elements of the trained matrices, each weighted by the share of a sample's tokens that it multiplies.
     F: the same for frozen matrices, which have no weight gradient.
-    L h: layers x heads x head_dim. s: keys of one token; attention counts the full square, although half of it is
-    masked, as published utilisations do (Chowdhery et al. 2022, appendix B). A layer with a window counts the most
-    keys that one token attends to.
-    An encoder-decoder model gives the mean over the tokens of both stacks.
+    L h: layers x heads x head_dim. s: number of keys of one token. Attention counts the full square, although half of
+    the square is masked, as published utilisations do (Chowdhery et al. 2022, appendix B). For a layer with a window, s
+    is the maximum number of keys that one token attends to. For an encoder-decoder model the result is the mean over
+    the tokens of both stacks.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -56,7 +56,7 @@ def model_flops_per_token(run: RunConfig) -> float:
 
 
 def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
-    """Attention operations (scores, and scores times values) of one sample. lengths: tokens of each stack."""
+    """Attention operations (scores, and scores times values) of one sample. lengths: number of tokens in each stack."""
     return (
         sum(
             12.0 * attention.width * length * attention.most_keys(length if attention.source == "self" else lengths[0])
@@ -111,7 +111,7 @@ def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predi
         if encodes != of_memory:
             return lengths[0] // reading.chunk * reading.neighbours * reading.width
         return lengths[0]
-    if f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name:  # of the memory
+    if f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name:  # of the encoder's output
         return lengths[0]
     # A norm between two stacks belongs to the first unit of the second stack, but acts on the first stack's tokens.
     stack_lengths = (length for stack, length in zip(model.stacks, lengths, strict=True) if unit in stack.numbers)

@@ -1,6 +1,6 @@
 """The block of a logical tensor that a rank holds: always one rectangle, plus padding at its end.
 
-Arithmetic on shapes and axis coordinates only: no torch, no process group, no file.
+This module uses only shapes and axis coordinates; it does not depend on torch, process groups or files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shard:
 
     @property
     def elements(self) -> int:
-        """Elements in memory, padding included."""
+        """Number of elements in memory, including padding."""
         return prod(self.local)
 
 
@@ -75,7 +75,7 @@ def on_tensor_rank(index: int, tp: int) -> dict[str, tuple[int, int]]:
 def span_rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return elements [begin, end) of a row-major block as at most three rectangles (start, size), in order.
 
-    A flat range (an optimizer shard) of a matrix is: the tail of a row, whole rows, the head of a row.
+    A flat range (an optimizer shard) of a matrix consists of the tail of a row, whole rows, and the head of a row.
 
     >>> span_rectangles((4, 3), 2, 10)
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]

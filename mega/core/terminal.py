@@ -1,7 +1,6 @@
-"""stdout and stderr that may fail while the program runs: the reader of a pipe has exited, a terminal was closed, a
-disk is full. The program continues without them and keeps its exit code.
-
-This file does not know the content of the output.
+"""stdout and stderr that may fail while the program runs, because the reader of a pipe has exited, a terminal was
+closed, or a disk is full. The program continues without output and keeps its exit code. This module does not depend on
+the content of the output.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def stderr_console() -> Console:
 
 class BrokenStdout(Exception):
     """Writing to stdout failed. After a large text the buffer is empty, so a later flush would not report the error.
-
-    Not a subclass of OSError, because Typer ends the process at an OSError of a closed pipe.
+    This class is not a subclass of OSError, because Typer ends the process at an OSError from a closed pipe.
     """
 
     def __init__(self, reason: OSError):
@@ -79,7 +77,7 @@ class BrokenStdout(Exception):
 
 
 def discard(line: str) -> None:
-    """Print nothing: takes the place of a function that reports lines to the user."""
+    """Print nothing; used in place of a function that reports lines to the user."""
 
 
 def print_whole(text: str) -> None:

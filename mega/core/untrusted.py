@@ -4,7 +4,7 @@ may crash (compiled libraries) or never end (templates, which are programs).
     with Confined("mega.core.text.probe", "--tokenizer-model a.json", seconds=10, memory=1 << 30) as child:
         child.ask({"path": "a.json"})      the module's `answer`, or a ValueError that begins with the second argument
 
-This file knows neither the meaning of files nor that of questions.
+This module depends neither on the meaning of files nor on the meaning of questions.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-"""A value of JSON or TOML. Callers narrow it by `isinstance`, or by `below`, before they use it."""
+"""A value of JSON or TOML. Callers narrow such a value with `isinstance` or `below` before they use it."""
 
 WAIT_SECONDS = 20.0
-"""How long a reader waits for data from a pipe."""
+"""Seconds for which a reader waits for data from a pipe."""
 START_SECONDS = 120.0
-"""Wall-clock limit for the start of a child and for its answers; generous, for busy machines."""
+"""Wall-clock limit, in seconds, for the start of a child and for each answer; generous, for busy machines."""
 MOST_DIGITS = 100
-"""Digits of an integer: a conversion of a longer one to float may overflow."""
+"""Maximum number of digits of an integer, because the conversion of a longer integer to float may overflow."""
 RAW = "raw"
-"""Key of an answer whose value is bytes; they are sent after the JSON line, unencoded."""
+"""Key of an answer whose value is bytes; the bytes are sent unencoded after the JSON line."""
 _BLOCK = 1 << 20
 
 
@@ -87,8 +87,8 @@ def _wait(descriptor: int, deadline: float) -> None:
 
 
 def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Json:
-    """Parse untrusted JSON. Refused: NaN, infinite floats, integers of over MOST_DIGITS, lone surrogates, nesting that
-    is too deep; with `unique`, a key that occurs twice in an object.
+    """Parse untrusted JSON. NaN, infinite floats, integers of over MOST_DIGITS digits, lone surrogates and nesting that
+    is too deep are refused; with `unique`, also a key that occurs twice in an object.
 
     what: flag and file, for messages. Errors: ValueError.
 
@@ -131,7 +131,7 @@ def _whole(text: str) -> int:
 
 
 def below(value: object, *keys: str) -> dict[str, Json]:
-    """Return the nested object under `keys`; an empty one if any of them is absent or not an object.
+    """Return the nested object under `keys`; an empty object if any of the keys is absent or does not hold an object.
 
     >>> below({"config": {"model": {"layers": 2}}}, "config", "model"), below({"config": None}, "config", "model")
     ({'layers': 2}, {})
@@ -159,9 +159,10 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 class Confined:
     """A child process that answers questions. It runs `module`, which calls `serve(answer)`.
 
-    what: flag and file, the beginning of error messages. seconds: processor time for an answer. memory: bytes of
-    address space. answer_bytes: limit of an answer's size. The child starts with the first question and ends with
-    `close`, with this object, or with the parent process. A process forked from the parent starts its own child.
+    what: flag and file, as the beginning of error messages. seconds: limit of processor time per answer. memory: limit
+    of address space in bytes. answer_bytes: limit of an answer's size. The child starts with the first question and
+    ends with `close`, with this object, or with the parent process. A process forked from the parent starts its own
+    child.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class Confined:
         return reply["answer"]
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the child; start it if this process has none."""
+        """Return the child; start a child if this process has none."""
         if self._child is None or self._owner != os.getpid():
             root = str(Path(__file__).resolve().parents[2])
             paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -229,9 +230,9 @@ class Confined:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # signals to the process group of the run must not reach it
+                start_new_session=True,  # signals to the process group of the run must not reach the child
             )
-            self._line(self._child)  # the first line reports that it has started
+            self._line(self._child)  # the first line reports that the child has started
         return self._child
 
     def _line(self, child: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -257,7 +258,7 @@ class Confined:
         return reply
 
     def _lost(self, error: OSError) -> ValueError:
-        """Close the child and return the reason why it gave no answer."""
+        """Close the child and return the reason why there is no answer."""
         child, reason = self._child, str(error)
         if child is not None and reason in ("has ended", "[Errno 32] Broken pipe"):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -272,13 +273,13 @@ class Confined:
 _ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MALLOC_ARENA_MAX"), "1"
 ) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
-"""Each thread reserves address space, which the child's limit counts."""
+"""A child runs without threads of tokenizers, because each thread reserves address space that the child's limit
+counts."""
 
 
 def serve(answer: Callable[[Any], object]) -> None:
-    """Answer the questions on standard input until it ends: the main function of a child of `Confined`.
-
-    Errors of `answer` become messages to the user, also the panic of a Rust library, which is a BaseException.
+    """Answer the questions on standard input until the input ends. This is the main function of a child of `Confined`.
+    Errors of `answer` become messages to the user, including the panic of a Rust library, which is a BaseException.
     """
     import resource
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _NAMED = 8
-"""A message names this many ranks and counts the rest."""
+"""Number of ranks that a message names; the remaining ranks are only counted."""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

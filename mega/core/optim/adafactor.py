@@ -6,7 +6,7 @@
     p       p - rate u - lr decay p
 
 Source: Shazeer and Stern 2018, algorithms 4 and 5, without momentum. Means cover whole logical tensors, across all
-ranks that hold parts. The rate is lr; or, relative to the size of weights, max(eps, rms p) x min(lr, 1 / sqrt step).
+ranks that hold parts. The rate is lr or, if `relative`, max(eps, rms p) x min(lr, 1 / sqrt step).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mega.core.optim.rule import Allocator, FlatState, Ranks, ShardState, StepAr
 from mega.core.shard import Shard
 
 SMALLEST = 1e-30
-"""Added to squares, to avoid a division by zero in a row without gradient (the paper's first epsilon)."""
+"""Added to squares, to avoid a division by zero in a row whose gradient is zero (the paper's first epsilon)."""
 
 LEAST_SIZE = 1e-3
-"""Lower limit of the RMS of weights, for relative steps (the paper's second epsilon)."""
+"""Lower limit of the RMS of weights, for relative rates (the paper's second epsilon)."""
 
 ROWS, COLUMNS = "factors/rows", "factors/columns"
 
@@ -80,7 +80,8 @@ class Adafactor:
             step_factors[f"{COLUMNS}/{shard.name}"][column : column + part.shape[1]] += squares.sum(0)
         sums = ranks.sums(owned.bucket, torch.cat(list(step_factors.values())))
         totals = torch.split(sums, [len(one) for one in step_factors.values()])
-        # A row of [n, m] sums m squares and a column n: `factors` holds rows first, so the lengths are m, n.
+        # The mean of a row of [n, m] has m squares, that of a column n. `factors` holds rows first, so the lengths are
+        # m, n.
         lengths = (length for shard, _ in _matrices(owned) for length in reversed(shard.whole))
         for factor, total, length in zip(owned.factors.values(), totals, lengths, strict=True):
             factor.mul_(decay).add_(total / length + SMALLEST, alpha=1 - decay)
@@ -102,5 +103,5 @@ class Adafactor:
 
 
 def _matrices(owned: ShardState) -> Iterator[tuple[Shard, slice]]:
-    """All logical matrices of the bucket, also those without elements in this rank's span."""
+    """All logical matrices of the bucket, including those without elements in this rank's span."""
     return ((shard, run) for shard, run in owned.bucket.runs() if len(shard.whole) == 2)

@@ -23,7 +23,7 @@ class AdamW(Elementwise):
     eps: float
     """Added to the root of the second moment."""
     plain: bool = False
-    """Compute by `reference`, not by torch's fused kernel."""
+    """Whether to compute by `reference` instead of torch's fused kernel."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -57,7 +57,8 @@ class AdamW(Elementwise):
         master.sub_(args.lr * (direction + args.decay * master))
 
     def direction(self, grad: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, *, step: int) -> torch.Tensor:
-        """Update the moments with a gradient; return Adam's update before rate and decay."""
+        """Update the moments with a gradient; return Adam's update before it is multiplied by the rate and before
+        decay."""
         moment1.mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
         moment2.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         first = moment1 / (1 - self.beta1**step)

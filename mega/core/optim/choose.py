@@ -1,4 +1,4 @@
-"""From the options to the update rule."""
+"""Builds the update rule that the options name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mega.core.optim.sgd import SGD
 
 
 def rule_of(options: OptimizerConfig, *, plain: bool = False) -> Rule:
-    """The rule that `options` name. plain: AdamW in unfused operations."""
+    """The rule that `options` name. plain: whether AdamW uses unfused operations."""
     adam = AdamW(options.adam_beta1, options.adam_beta2, options.adam_eps, plain)
     if options.optimizer == "adam":
         return adam

@@ -1,4 +1,4 @@
-"""Muon: each matrix of the momentum is made nearly orthogonal, so that all its directions take steps of equal size.
+"""Muon: the momentum of each matrix is made nearly orthogonal, so that the steps in all directions have equal size.
 
     m <- mu m + (1 - mu) g                          Nesterov: u = mu m + (1 - mu) g, else u = m
     X <- u / |u|;  steps of  A = X X';  X <- a X + (b A + c A A) X          singular values towards 1
@@ -6,7 +6,7 @@
 
 Source: Jordan et al. 2024, Liu et al. 2025; coefficients and scales of Megatron-core. Muon updates the matrices of
 layers, which have their own buckets; AdamW updates embeddings, the output layer, biases and norms. Each logical matrix
-is made orthogonal separately, also queries, keys, values, gate and up that are fused in memory or cut over ranks.
+is made orthogonal separately, even queries, keys, values, gate and up that are fused in memory or split across ranks.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ COEFFICIENTS: dict[str, Coefficients] = {
     ),
 }
 REPEATS_LAST = ("polar_express",)
-"""Lists whose last coefficients are repeated when there are more steps than entries; other lists start over."""
+"""Names of the lists whose last entry is repeated if there are more steps than entries; other lists start over."""
 
 SMALLEST_NORM = 1e-7
-"""Lower limit of the norm that a matrix is divided by: a matrix of zeros stays zero."""
+"""Lower limit of the norm that a matrix is divided by, so that a matrix of zeros stays zero."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Muon:
     coefficients: str = "quintic"
     """A key of `COEFFICIENTS`."""
     steps: int = 5
-    """Newton-Schulz steps."""
+    """Number of Newton-Schulz steps."""
     scale: str = "spectral"
     """Scale of the update of a matrix [out, in]: "spectral" sqrt max(out, in), "shape_scaling" sqrt max(1, out / in),
     "unit_rms_norm" sqrt(out / in)."""
     factor: float = 1.0
-    """A factor of every update of a matrix."""
+    """A factor applied to every update of a matrix."""
     dtype: torch.dtype = torch.bfloat16
     """The dtype of the matmuls, unless masters are float64."""
 
@@ -89,7 +89,7 @@ class Muon:
         master.mul_(1 - args.lr * args.decay).sub_(update, alpha=args.lr)
 
     def direction(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[out, in]: the update of a matrix, before the rate."""
+        """The update [out, in] of a matrix, before it is multiplied by the rate."""
         out, columns = matrix.shape
         ratio = out / columns
         square: float = {"spectral": max(out, columns), "shape_scaling": max(1.0, ratio), "unit_rms_norm": ratio}[

@@ -6,8 +6,8 @@
     4 write back                     weights from masters; all ranks gather all spans (ZeRO)
 
 Weights in fp32 or fp64 are their own masters. Without masters an update reads and writes the 16-bit weights. With
-offloading, masters and moments are in page-locked host memory, and the host computes the updates. This file knows no
-model, no schedule and no disk.
+offloading, masters and moments are in page-locked host memory, and the host computes the updates. This module does not
+depend on the model, the schedule or the disk.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mega.core.parallel.whole_matrices import WholeMatrices
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one step, as device values: the host need not wait for them.
+    """The result of one step, as device values, so that the host need not wait.
 
-    grad_norm: before clipping. finite: 0 if the step was skipped because gradients were not finite.
+    grad_norm: the norm before clipping. finite: 0 if the step was skipped because gradients were not finite.
     """
 
     grad_norm: torch.Tensor
@@ -47,10 +47,11 @@ class GradNorm(NamedTuple):
 
 
 class Optimizer:
-    """Applies a rule to the buckets of a `GradBuffer`: AdamW by a fused kernel of `ops`, other rules by their own step.
+    """Applies a rule to the buckets of a `GradBuffer`: AdamW with a fused kernel of `ops`, other rules with their own
+    `step`.
 
-    masters: keep fp32 masters of 16-bit weights. offload: keep masters and moments on the host, and update there.
-    decays_all: biases and norms decay, too.
+    masters: whether to keep fp32 masters of 16-bit weights. offload: whether to keep masters and moments on the host,
+    and to update there. decays_all: whether biases and norms decay, too.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Steps that were not skipped. Reading it waits for the device."""
+        """Number of steps that were not skipped. Reading this property waits for the device."""
         return int(self._updates)
 
     @updates.setter
@@ -98,8 +99,8 @@ class Optimizer:
         norm: torch.Tensor | None = None,
         allowed: torch.Tensor | None = None,
     ) -> Outcome:
-        """Update the weights once. norm: of `grad_norm`, if the caller has it. allowed: bool [], false skips the step;
-        equal on all ranks."""
+        """Update the weights once. norm: the result of `grad_norm`, if the caller has called it. allowed: bool [],
+        equal on all ranks; false skips the step."""
         # 1 norm
         if norm is None:
             norm = self.grad_norm(scale).norm
@@ -115,18 +116,18 @@ class Optimizer:
         elif bool(finite):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
         else:
-            return Outcome(norm, finite)  # no gather: it would overwrite a damaged replica before an audit finds it
+            return Outcome(norm, finite)  # without a gather, which would hide a damaged replica from an audit
         self.grads.start_param_gather()
         return Outcome(norm, finite)
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
-        """Update by the rule's own operations."""
+        """Update with the rule's own operations."""
         args = StepArgs(self.updates, lr, decay)
-        # Rules call collectives. Stages that share a tied tensor hold it at different positions, so a common order by
-        # its name avoids a deadlock.
+        # Rules call collectives. Stages that share a tied tensor hold the tensor at different positions, so a common
+        # order by its name avoids a deadlock.
         for owned in sorted(self.shards, key=lambda owned: owned.bucket.tied_name()):
             weights = owned.bucket.own_weights
-            # Without masters, or with fp32 weights, the master is temporary, or the weights themselves.
+            # Without a stored master, the master is a temporary copy of 16-bit weights, or the fp32 weights themselves.
             master = weights.to(_master_dtype(weights)) if owned.master is None else owned.master
             grad = owned.bucket.own_grads
             if self._host_grads is not None:
@@ -147,7 +148,7 @@ class Optimizer:
         lr: float,
         decay: float,
     ) -> None:
-        """Update by one kernel per bucket. The kernel reads from the device whether to skip, so the host does not
+        """Update with one kernel per bucket. The kernel reads from device memory whether to skip, so the host does not
         wait."""
         # Computed in float64 on the device: 1 - beta^t loses digits in float32, and `t` is a device value, because only
         # the device knows which steps were skipped.

@@ -1,7 +1,7 @@
 """The interface of update rules: a rule keeps state for this rank's span of a bucket, and updates the span's weights.
 
-An elementwise rule need not know the limits of tensors in the span. A rule on whole tensors communicates with the ranks
-that hold other parts: for sums (LAMB, Adafactor) or for whole matrices (Muon).
+An elementwise rule does not depend on the boundaries of tensors in the span. A rule on whole tensors communicates with
+the ranks that hold the other parts, to obtain sums (LAMB, Adafactor) or whole matrices (Muon).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from mega.core.parallel.whole_matrices import MatrixFunction
 
 
 class Ranks(NamedTuple):
-    """Collectives of a rule over all ranks that hold parts of a bucket's logical tensors. All of them must call."""
+    """Collectives of a rule over all ranks that hold parts of a bucket's logical tensors. All these ranks must call
+    them."""
 
     sums: Callable[[Bucket, torch.Tensor], torch.Tensor]
     """Sums over whole tensors from each rank's sums over its own parts (`bucket_sums.whole_sums`)."""
     matrices: Callable[[Bucket, torch.Tensor, MatrixFunction], torch.Tensor]
-    """Applies a function to whole matrices: this rank's span in, this rank's span out (`WholeMatrices.mapped`)."""
+    """Applies a function to whole matrices; takes and returns this rank's span (`WholeMatrices.mapped`)."""
 
 
 class StepArgs(NamedTuple):
-    """The scalars of one update: its number from 1, the learning rate, the weight decay."""
+    """The scalars of one update: its number, counted from 1, the learning rate, the weight decay."""
 
     step: int
     lr: float
@@ -35,7 +36,8 @@ class StepArgs(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """State of consecutive elements of a bucket: the index of the first one in the bucket, and one value for each."""
+    """State of consecutive elements of a bucket: the index of the first element in the bucket, and one value per
+    element."""
 
     begin: int
     values: torch.Tensor
@@ -61,9 +63,10 @@ class ShardState:
     master: torch.Tensor | None
     """A copy of the weights in addition to the model's, or None."""
     moments: dict[str, FlatState] = field(default_factory=dict)
-    """Kind -> one value for each element."""
+    """Kind -> one value per element."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Key "kind/name" -> a vector for a whole logical tensor; all ranks that hold parts of the tensor have it."""
+    """Key "kind/name" -> a vector for a whole logical tensor; all ranks that hold parts of the tensor hold the whole
+    vector."""
     decays_all: bool = False
     """Whether biases and norms decay, too."""
 
@@ -74,7 +77,7 @@ class ShardState:
 
     @property
     def decay_end(self) -> int:
-        """The end of the decayed weights, relative to the span; they come first."""
+        """The end of the decayed weights, which come first, relative to the span."""
         begin, end = self.bucket.span
         if self.decays_all:
             return end - begin

@@ -1,4 +1,5 @@
-"""The dynamic loss scale of fp16: it halves at overflows and doubles after a number of steps without one.
+"""The dynamic loss scale of fp16: the scale halves at overflows and doubles after a number of steps without an
+overflow.
 
 Losses are multiplied by the scale before the backward pass, gradients are divided by it before clipping. The state is
 three device scalars, so that the host never waits to learn whether a step overflowed.
@@ -10,10 +11,11 @@ import torch
 
 
 class LossScaler:
-    """scale: the current factor. clean: steps since the last overflow or growth. patience: overflows until it halves.
+    """scale: the current factor. clean: steps since the last overflow or growth. patience: overflows until the scale
+    halves.
 
-    The patience is reset when the scale doubles, not when it halves: once it is used up, every overflow halves the
-    scale.
+    The patience is reset when the scale doubles, not when it halves. Once the patience is used up, every overflow
+    halves the scale.
 
     >>> scaler = LossScaler(initial=2.0**32, window=3, hysteresis=2)
     >>> seen = []
@@ -33,7 +35,7 @@ class LossScaler:
         least: float = 1.0,
         device: torch.device | str = "cpu",
     ):
-        self.window, self.hysteresis, self.least = window, hysteresis, least  # window None: a constant scale
+        self.window, self.hysteresis, self.least = window, hysteresis, least  # the scale is constant if window is None
         self.scale = torch.tensor(initial, dtype=torch.float64, device=device)
         self.clean = torch.tensor(0, device=device)
         self.patience = torch.tensor(hysteresis, device=device)
@@ -48,7 +50,7 @@ class LossScaler:
         self.patience = torch.where(finite | ignored, self.patience, self.patience - 1)
         backs_off = ~finite & ~ignored & (self.patience <= 0)
         self.scale = torch.where(backs_off, (self.scale / 2).clamp(min=self.least), self.scale)
-        grows = self.clean >= self.window  # it is greater if a run resumes with a shorter window
+        grows = self.clean >= self.window  # `clean` is greater if a run resumes with a shorter window
         self.scale = torch.where(grows, self.scale * 2, self.scale)
         self.clean = torch.where(grows, 0, self.clean)
         self.patience = torch.where(grows, self.hysteresis, self.patience)

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples consumed. Arithmetic on Python numbers only."""
+"""Learning rate and weight decay as functions of the samples consumed. Computed with Python numbers only."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class LearningRate:
     least: float
     """The final rate."""
     warmup: int
-    """Samples of the warm-up."""
+    """Number of samples of the warm-up."""
     decay: int
-    """Samples until the final rate, the warm-up included."""
+    """Number of samples until the final rate, including the warm-up."""
     style: str
     """The curve of the decay."""
     initial: float = 0.0
     """The rate at the start of the warm-up."""
     batch: int | None = None
-    """Samples of a step, for a logarithmic warm-up by ln(step + 1) / ln(steps of the warm-up), as in DeepSpeed;
-    None: the warm-up is linear."""
+    """Number of samples per step, for a logarithmic warm-up by ln(step + 1) / ln(steps of the warm-up), as in
+    DeepSpeed; None if the warm-up is linear."""
     anneal: int = 0
-    """Samples of the decay of "wsd"."""
+    """Number of samples over which "wsd" decays."""
     anneal_style: str = "exponential"
-    """The curve of the decay of "wsd"."""
+    """The curve of that decay."""
 
     def __call__(self, samples: int) -> float:
         if self.warmup > 0 and samples <= self.warmup:
@@ -86,7 +86,7 @@ class WeightDecay:
     end: float
     """The value from sample `total` on."""
     total: int
-    """Training samples of the change."""
+    """Number of training samples over which the value changes."""
     style: str = "constant"
     """constant, linear or cosine."""
 

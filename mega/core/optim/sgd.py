@@ -1,4 +1,4 @@
-"""SGD with momentum, as in torch: v <- momentum v + g + decay p, p <- p - lr v. Without momentum v does not exist."""
+"""SGD with momentum, as in torch: v <- momentum v + g + decay p, p <- p - lr v. Without momentum v is g + decay p."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Pipeline schedules as data: the computes, sends and receives of every rank in one step. No torch.
+"""Pipeline schedules as data: the compute steps, sends and receives of every rank in one step. Does not import torch.
 
     types      Compute, Transfer, Exchange, Plan: the types. Read this first
-    kinds      the schedules, each as an order of computes: SCHEDULES, and forward for evaluation
-    exchange   when cargo moves between the computes, for any schedule
+    kinds      the schedules, each as an order of compute steps: SCHEDULES, and forward for evaluation
+    exchange   when cargo moves between the compute steps, for any schedule
     play       a clock that plays a plan
-    prove      every act once, nothing missing, no deadlock even under blocking sends
+    prove      every act once, nothing missing, no deadlock even with blocking sends
     simulate   length, bubble, live microbatches; the lower bound for any plan
     layers     which blocks of the model each stage holds
     draw       the picture of a simulation: text, SVG, PNG (imported on demand)

@@ -1,6 +1,7 @@
-"""The picture of a simulated plan as text, SVG or PNG: one line per rank, time to the right.
+"""Draws a simulated plan as text, SVG or PNG: one line per rank, with time to the right.
 
-Only PNG needs matplotlib, which is imported on demand. This file draws a `Simulation` and knows no schedules.
+Only PNG needs matplotlib, which is imported on demand. This module draws a `Simulation` and does not depend on
+schedules.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def draw_text(simulation: Simulation, width: int = 100) -> str:
-    """Draw the simulation as one line per rank, of at most `width` characters, and a line of figures.
+    """Draw the simulation as one line of at most `width` characters per rank, and a line of figures.
 
-    A cell shows kind and microbatch ("F3"; "F3b" is of the second chunk), or the kind alone if there is no
-    space; `.` is a rank that waits.
+    A cell shows the kind and the microbatch ("F3"; "F3b" for the second chunk), or only the kind if the label does not
+    fit; `.` means that the rank waits.
 
     >>> from mega.core.plan import plan, simulate
     >>> print(draw_text(simulate(plan("1f1b", stages=2, microbatches=2)), 60))
@@ -46,7 +47,8 @@ def draw(simulation: Simulation, path: Path) -> None:
 
 
 def _scale(simulation: Simulation, room: int) -> float:
-    """Characters per unit of time: enough for labels; else a whole number per act; else as many as fit `room`."""
+    """Characters per unit of time: enough for labels if they fit `room`; else a whole number per act if that fits; else
+    as many as fit."""
     spans = [span for row in simulation.rows for span in row]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     labelled = max(len(_label(simulation, span)) for span in spans) + 1
@@ -81,7 +83,7 @@ def _figures(simulation: Simulation) -> str:
 
 
 _ROW, _TOP, _LEFT, _PICTURE = 28, 34, 64, 1400
-"""Pixels: height of a rank's row, margins above and left of the rows, width of the time axis."""
+"""In pixels: height of a rank's row, margins above and to the left of the rows, width of the time axis."""
 
 
 def _svg(simulation: Simulation) -> bytes:

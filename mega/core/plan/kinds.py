@@ -1,16 +1,17 @@
 """The schedules: the order in which each rank computes.
 
 Each schedule is one function from (rank, stages, chunks, microbatches) to a list of `Compute`s. `exchange`
-decides for all of them when the cargo moves. In the drawings F2 is the forward of microbatch 2, B2 its
-backward, `.` a rank that waits; F and B take one slot each:
+decides for all schedules when the cargo moves. In the drawings F2 is the forward of microbatch 2, B2 is its backward,
+and `.` is a rank that waits; F and B take one slot each:
 
-    gpipe, 3 stages, 3 microbatches: all forwards, then all backwards. Holds every microbatch.
+    gpipe, 3 stages, 3 microbatches: all forwards, then all backwards. Every rank holds all microbatches.
 
         rank 0   F0 F1 F2  .  .  .  . B0 B1 B2
         rank 1    . F0 F1 F2  .  . B0 B1 B2  .
         rank 2    .  . F0 F1 F2 B0 B1 B2  .  .
 
-    1f1b, the same sizes: each backward as soon as it can run. Equally long, but rank r holds at most stages - r.
+    1f1b, the same sizes: each backward as soon as it can run. Equally long, but rank r holds at most stages - r
+        microbatches.
 
         rank 0   F0 F1 F2  .  . B0  . B1  . B2
         rank 1    . F0 F1  . B0 F2 B1  . B2  .
@@ -39,9 +40,9 @@ Order = list[Compute]
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """order: (rank, stages, chunks, microbatches) -> the computes of that rank, in order.
+    """order: (rank, stages, chunks, microbatches) -> the compute steps of that rank, in order.
 
-    interleaves: a rank has two or more chunks; else exactly one.
+    interleaves: whether each rank has two or more chunks; otherwise each rank has exactly one.
     """
 
     order: Callable[[int, int, int, int], Order]
@@ -52,7 +53,7 @@ def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan
     """Return the plan of one step: every rank's acts, with the exchanges between them.
 
     kind: one of `SCHEDULES`, or "forward", which runs no backward pass (evaluation; any number of chunks).
-    stages: ranks of the pipeline, >= 1. One stage is not a special case: it has no exchanges.
+    stages: ranks of the pipeline, >= 1. A single stage is not a special case; its plan has no exchanges.
     chunks: model chunks on each rank, >= 1. microbatches: any number >= 1.
 
     Raises ValueError naming the flag if the combination does not exist.
@@ -69,7 +70,7 @@ def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan
 
 @lru_cache(maxsize=64)
 def _cached_plan(kind: str, stages: int, chunks: int, microbatches: int) -> Plan:
-    """Cached, because a layout search, and every step of a training, request the same few plans repeatedly."""
+    """Cached, because a layout search and every step of a training run request the same few plans repeatedly."""
     order = forward_only if kind == "forward" else SCHEDULES[kind].order
     orders = [order(rank, stages, chunks, microbatches) for rank in range(stages)]
     return Plan(kind, stages, chunks, microbatches, with_exchanges(orders, stages, chunks))
@@ -107,13 +108,13 @@ def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: 
 
 
 def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """1F1B over several chunks a rank: filling the pipeline takes shorter steps, so the bubble shrinks.
+    """1F1B over several chunks per rank: the steps that fill the pipeline are shorter, so the bubble is smaller.
 
     Microbatches form groups (see `_groups`): a rank runs a whole group through its first chunk, then
     through its second, and so on; backwards run from the last chunk to the first. The warm-up of rank r is
-    2 (stages - r - 1) forwards, until a microbatch has passed the later ranks and its gradient has come back,
-    and a group through every chunk but the last: 10, 8, 6, 4 for 4 stages, 2 chunks and 8 microbatches, whose
-    forward chunks are 0000 1111 0000 1111.
+    2 (stages - r - 1) forwards, until a microbatch has passed the later ranks and its gradient has come back, plus the
+    forwards of one group through every chunk but the last. For 4 stages, 2 chunks and 8 microbatches the warm-up is 10,
+    8, 6, 4, and the forwards run in chunks 0000 1111 0000 1111.
 
         2 stages, 2 chunks, 2 microbatches (a, b are the chunks; a slot is half as long as above)
         rank 0   F0a F1a F0b F1b  .  B0b  .  B1b B0a B1a
@@ -158,9 +159,9 @@ def forward_only(rank: int, stages: int, chunks: int, microbatches: int) -> Orde
 def _groups(stages: int, microbatches: int) -> list[range]:
     """Divide microbatches into groups for interleaving: nearly equal, each of at least `stages` if there are enough.
 
-    With a smaller group rank 0 would need its next chunk's input before the last rank has sent it, and ranks
-    could deadlock; a larger one holds more activations. The larger groups come first: the first group sets the
-    warm-up, and after it a larger group would need backwards before their forwards.
+    With a smaller group, rank 0 would need its next chunk's input before the last rank has sent that input, and ranks
+    could deadlock; a larger group holds more activations. The larger groups come first, because the first group sets
+    the warm-up; after a smaller first group, a larger group would need backwards before their forwards.
 
     >>> _groups(4, 8), _groups(4, 13), _groups(4, 3)
     ([range(0, 4), range(4, 8)], [range(0, 5), range(5, 9), range(9, 13)], [range(0, 3)])
@@ -197,12 +198,12 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 
 
 def interleaving() -> str:
-    """The names of the schedules with several chunks per rank, for messages."""
+    """The names, for messages, of the schedules with several chunks per rank."""
     return " or ".join(name for name, one in SCHEDULES.items() if one.interleaves)
 
 
 def splits_backward(kind: str) -> bool:
-    """Whether the gradients of weights are separate acts (W), later than those of inputs.
+    """Whether gradients of weights are computed in separate acts (W), later than gradients of inputs.
 
     >>> splits_backward("zb-h1"), splits_backward("1f1b")
     (True, False)

@@ -1,4 +1,4 @@
-"""Which chunk of which pipeline rank holds each block of the model. Knows units by name or number only."""
+"""Which chunk of which pipeline rank holds each block of the model. Units are identified only by name or number."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def stage_layers(
 ) -> tuple[tuple[range, ...], ...]:
     """The blocks of every chunk of every rank, as `[rank][chunk] -> range` of global block numbers.
 
-    layers: blocks of the whole model. stages: pipeline ranks. chunks: model chunks of each rank.
-    explicit: blocks of each global stage (chunk * stages + rank) in the model's order, for stages of unequal
+    layers: number of blocks in the whole model. stages: number of pipeline ranks. chunks: number of model chunks per
+        rank.
+    explicit: number of blocks of each global stage (chunk * stages + rank) in the model's order, for stages of unequal
         size: `stages * chunks` numbers whose sum is `layers`. A stage with an embedding or the head may have
         0 blocks.
 
@@ -38,7 +39,7 @@ def stage_layers(
 
 
 def _equal(layers: int, stages: int, chunks: int) -> Sequence[int]:
-    """Equal numbers of blocks. Errors: ValueError if they do not divide."""
+    """The same number of blocks for every stage. Errors: ValueError if the blocks do not divide equally."""
     pieces = stages * chunks
     if layers < 1 or layers % pieces:
         raise ValueError(
@@ -64,9 +65,8 @@ def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) ->
 
 
 def split_layers(encoder: int, decoder: int, stages: int, split: int) -> tuple[int, ...]:
-    """The blocks of each stage if the stages before `split` hold the encoder and the others the decoder.
-
-    Raises ValueError if the encoder or the decoder has no stage, or does not divide by its stages.
+    """The number of blocks of each stage if the stages before `split` hold the encoder and the others hold the decoder.
+    Raises ValueError if the encoder or the decoder has no stage, or if its blocks do not divide equally.
 
     >>> split_layers(6, 8, stages=4, split=2), split_layers(6, 8, stages=3, split=1)
     ((3, 3, 4, 4), (6, 4, 4))
@@ -94,8 +94,8 @@ def _to(stages: int) -> str:
 def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dict[Unit, tuple[int, int]]:
     """Return unit -> (pipeline rank, chunk) that holds it. units: in the order of the forward pass, blocks by number.
 
-    layers: of `stage_layers`. Units before the first block belong to the first stage, those after the last block to the
-    last stage, and others to the stage of the next block.
+    layers: the result of `stage_layers`. Units before the first block belong to the first stage, units after the last
+    block to the last stage, and other units to the stage of the next block.
 
     >>> unit_stages(["embedding", 0, 1, "head"], stage_layers(2, stages=2))
     {'embedding': (0, 0), 0: (0, 0), 1: (1, 0), 'head': (1, 0)}
@@ -107,7 +107,8 @@ def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dic
     stage = len(layers) - 1, len(layers[0]) - 1
     for unit in reversed(units):
         stage = stages[unit] = block_stages.get(unit, stage)
-    # The first stage may have no block: without this its embedding would move to the stage of the first block.
+    # The first stage may have no block. Without this loop the embedding would then move to the stage of the first
+    # block.
     for unit in itertools.takewhile(lambda unit: unit not in block_stages, units):
         stages[unit] = 0, 0
     return dict(reversed(stages.items()))

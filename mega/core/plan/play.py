@@ -1,7 +1,6 @@
-"""A clock for plans: plays every rank's acts in parallel and reports when each compute ran.
-
-It follows the `Exchange`s exactly and decides nothing: a plan that it cannot play, no executor can play.
-`prove` uses it to find deadlocks, `simulate` to compute the length.
+"""A clock for plans: plays every rank's acts in parallel and reports when each compute step ran. The clock follows the
+`Exchange`s exactly and decides nothing, so a plan that cannot be played here cannot be played by any executor. `prove`
+uses `play` to find deadlocks, and `simulate` uses it to compute the length.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .types import Compute, Exchange, Plan, PlanError
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One compute and the time, in the unit of the costs, at which it started and ended."""
+    """One compute step, and the times, in the unit of the costs, at which it started and ended."""
 
     act: Compute
     start: float
@@ -23,15 +22,15 @@ class Interval:
 
 
 Duration = Callable[[Compute, int], float]
-"""(compute, its global stage) -> its duration."""
+"""(compute step, its global stage) -> its duration."""
 
 
 def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) -> tuple[tuple[Interval, ...], ...]:
-    """Return every rank's computes with their times, in order. Runs in time linear in the number of acts.
+    """Return every rank's compute steps with their times, in order. Runs in time linear in the number of acts.
 
     transfer: duration of one transfer, counted from the time at which both ranks have reached their exchange.
-    overlap: True: a rank does not stop in exchanges; it waits for a piece of cargo only before the compute
-        that needs it, and never for its sends. False: it stops in each exchange until all transfers are over,
+    overlap: if True, a rank does not stop in exchanges; it waits for a piece of cargo only before the compute step that
+        needs the cargo, and never for its sends. If False, it stops in each exchange until all transfers have ended:
         the strictest case, in which a send lasts until it is received.
 
     Raises PlanError at a deadlock.
@@ -40,7 +39,8 @@ def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) 
 
 
 class _Playing:
-    """The state of one playing. A rank runs until it must wait; the awaited cargo makes it runnable again."""
+    """The state of one call of `play`. A rank runs until it must wait; the awaited cargo makes the rank runnable
+    again."""
 
     def __init__(self, plan: Plan, duration: Duration, transfer: float, overlap: bool) -> None:
         self.plan, self.duration, self.transfer, self.overlap = plan, duration, transfer, overlap
@@ -61,7 +61,7 @@ class _Playing:
         return tuple(map(tuple, self.spans))
 
     def _run(self, rank: int) -> None:
-        """Play `rank` until its end, or until it has to wait for the other rank of a transfer."""
+        """Play the acts of `rank` until their end, or until `rank` has to wait for the other rank of a transfer."""
         acts = self.plan.acts[rank]
         while self.next[rank] < len(acts):
             act = acts[self.next[rank]]
@@ -78,7 +78,8 @@ class _Playing:
         return self.overlap or all(self._wait(cargo, rank) for cargo in sends + recvs)
 
     def _enter(self, side: dict[Cargo, float], cargoes: list[Cargo], rank: int) -> None:
-        """Record the time at which `rank` is ready to send, or receive, and make a rank that waits for it runnable."""
+        """Record the time at which `rank` is ready to send or receive, and make a rank that waits for `rank`
+        runnable."""
         for cargo in cargoes:
             side.setdefault(cargo, self.now[rank])
             if cargo in self.waiting:

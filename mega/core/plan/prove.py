@@ -1,12 +1,13 @@
-"""The proof of a plan: properties that every plan must have before it is played. Knows no schedule.
+"""The proof of a plan: properties that every plan must have before it is played. The proof does not depend on the
+schedule.
 
     1  every rank computes every (kind, microbatch, chunk) exactly once, F before B before W
-    2  no compute runs before its cargo has arrived; no cargo is sent before it is produced
+    2  no compute step runs before its cargo has arrived; no cargo is sent before it is produced
     3  every piece of cargo is sent once and received once, between the right two ranks
     4  between two ranks cargoes of one kind arrive in the order in which they are sent (no tags needed)
-    5  no rank waits for ever, even if a send lasts until its receive has started
+    5  no rank waits forever, even if a send lasts until its receive has started
 
-It runs at the start of every training, in time linear in the number of acts.
+The proof runs at the start of every training run, in time linear in the number of acts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Route = tuple[int, int, str]
 """(sending rank, receiving rank, kind of cargo)."""
 
 _EARLIER = {"F": None, "B": "F", "W": "B"}
-"""The compute of the same microbatch and chunk that must come before."""
+"""Kind of a compute step -> the kind that must come before it for the same microbatch and chunk."""
 
 
 def prove(plan: Plan) -> None:
@@ -33,8 +34,8 @@ def prove(plan: Plan) -> None:
     recvs: dict[Route, list[Cargo]] = defaultdict(list)
     for rank in range(plan.stages):
         _Rank(plan, rank, sends, recvs).check()
-    # Every compute had its cargo, so all needed cargo is received; the sends of each route are equal to its receives,
-    # so no cargo is lost either.
+    # Every compute step had its cargo, so all needed cargo is received. The sends of each route are equal to its
+    # receives, so no cargo is lost.
     for route in sends.keys() | recvs.keys():
         _same_order(route, sends[route], recvs[route])
     play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)
@@ -75,7 +76,7 @@ class _Rank:
             raise self._error("does not compute exactly what it should", self.done ^ expected)
 
     def _expected(self) -> set[Cargo]:
-        """(kind, microbatch, global stage) of every compute of this rank."""
+        """(kind, microbatch, global stage) of every compute step of this rank."""
         split = any(isinstance(act, Compute) and act.kind == "W" for act in self.plan.acts[self.rank])
         kinds = "F" if self.plan.kind == "forward" else "FBW" if split else "FB"
         stages = range(self.rank, self.last + 1, self.plan.stages)
@@ -117,7 +118,7 @@ class _Rank:
             self.recvs[transfer.peer, self.rank, transfer.kind].append(cargo)
 
     def _destination(self, cargo: Cargo) -> int | None:
-        """The rank that needs the output of a compute; None if no rank does."""
+        """The rank that needs the output of a compute step; None if no rank needs it."""
         kind, _, stage = cargo
         to = stage + {"F": 1, "B": -1, "W": 0}[kind]
         return to % self.plan.stages if kind != "W" and 0 <= to <= self.last else None

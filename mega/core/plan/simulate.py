@@ -1,6 +1,6 @@
-"""The cost of a plan: its length, its bubble, and how many microbatches each rank holds. Knows only numbers.
+"""The cost of a plan: its length, its bubble, and how many microbatches each rank holds.
 
-The **bubble** is the share of all ranks' time in which they wait: 1 - (sum of computes) / (ranks * length).
+The **bubble** is the share of all ranks' time in which they wait: 1 - (total compute time) / (ranks * length).
 With p equal stages, m microbatches and v chunks per rank:
 
     gpipe, 1f1b     (p - 1) / (m + p - 1)
@@ -18,7 +18,7 @@ from .play import Interval, play
 from .types import Compute, Plan
 
 PerStage: TypeAlias = float | Sequence[float]
-"""One number for every global stage (chunk * stages + rank), or one for all."""
+"""One number per global stage (chunk * stages + rank), or one number for all stages."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,15 @@ class Costs:
 
     forward: PerStage = 1.0
     backward: PerStage = 1.0
-    """The gradient of the input alone."""
+    """The duration of the gradient of the input alone."""
     weight: PerStage = 1.0
-    """The gradient of the weights; part of the "B" act in a plan without "W" acts, so the same costs fit all plans."""
+    """The duration of the gradient of the weights; part of the "B" act in a plan without "W" acts, so the same costs
+    fit all plans."""
     transfer: float = 0.0
-    """One piece of cargo from one rank to another."""
+    """The duration of sending one piece of cargo from one rank to another."""
 
     def of(self, act: Compute, stage: int, split: bool) -> float:
-        """The time of `act` on global stage `stage`; `split`: the plan has "W" acts."""
+        """The duration of `act` on global stage `stage`. split: whether the plan has "W" acts."""
         if act.kind == "F":
             return _at(self.forward, stage)
         if act.kind == "W":
@@ -50,22 +51,22 @@ class Simulation:
     makespan: float
     """Time from the start of the first act to the end of the last one."""
     busy: tuple[float, ...]
-    """Time for which each rank computes."""
+    """The time for which each rank computes."""
     bubble: float
-    """Share of the ranks' time in which they wait, 0 <= bubble < 1."""
+    """The share of the ranks' time that is spent waiting, 0 <= bubble < 1."""
     live: tuple[int, ...]
     """Peak number of microbatches whose activations each rank holds; each chunk of a microbatch counts as one. A rank
     holds activations from F to B, or to W if there are W acts; in a plan without backward pass only during F."""
     rows: tuple[tuple[Interval, ...], ...]
-    """Every compute with its times."""
+    """Every compute step with its times."""
 
 
 def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Simulation:
     """Play `plan` on a clock.
 
     costs: by default 1 each for forward, input gradient and weight gradient, and 0 for transfers.
-    overlap: True: a rank waits for cargo only before the compute that needs it, and not for its sends;
-        False: it waits in each exchange until all transfers are over (see `play`).
+    overlap: if True, a rank waits for cargo only before the compute step that needs the cargo, and not for its sends.
+        If False, it waits in each exchange until all transfers have ended (see `play`).
 
     >>> from mega.core.plan import plan
     >>> result = simulate(plan("1f1b", stages=4, microbatches=8))
@@ -89,11 +90,11 @@ def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Si
 
 
 def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
-    """A lower bound for the length of any plan with these computes, in any order.
+    """A lower bound for the length of any plan with these compute steps, in any order.
 
     The largest of: the time of one microbatch through all stages and back; and for every rank, the sum of the time
-    until the first microbatch can reach it, its work, and the time of the last gradient from it back to stage 0.
-    (The weight gradients of a split backward can overlap with that last time.)
+    until the first microbatch can reach the rank, the rank's work, and the time in which the last gradient returns from
+    the rank to stage 0. (The weight gradients of a split backward can overlap with the third term.)
     """
     costs = costs or Costs()
     split = _splits(plan)
@@ -122,7 +123,8 @@ def _splits(plan: Plan) -> bool:
 
 
 def _peak(row: Sequence[Interval], frees: str) -> int:
-    """The most microbatches held at once: each from the start of its F to the end of its act `frees`."""
+    """The maximum number of microbatches held at once. Each is held from the start of its F to the end of its act
+    `frees`."""
     live = peak = 0
     for span in row:
         if span.act.kind == "F":

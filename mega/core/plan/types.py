@@ -12,8 +12,8 @@ its backward pass (the cargo is the gradient of that activation). With several c
 cargo for the next chunk to rank 0. If one rank holds both global stages (a single stage with several
 chunks), the cargo stays there, and no `Transfer` exists for it.
 
-This file knows no schedule, no tensor and no process group: a plan is a value, made once, equal on all ranks,
-and played by `core.parallel.pipeline`.
+This module does not depend on schedules, tensors or process groups. A plan is a value that is made once, is equal on
+all ranks, and is played by `core.parallel.pipeline`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Compute:
     """One microbatch through one chunk of this rank.
 
     kind: "F" runs the forward pass. "B" runs the backward pass: in a plan without "W" acts it computes the
-        gradients of the weights and of the input; in a plan with them only that of the input, and a later
-        "W" computes that of the weights.
+        gradients of the weights and of the input; in a plan with "W" acts it computes only the gradient of the input,
+        and a later "W" computes the gradient of the weights.
     microbatch: 0 .. microbatches - 1.
-    chunk: which of this rank's chunks, 0 .. chunks - 1.
+    chunk: index of the chunk on this rank, 0 .. chunks - 1.
     """
 
     kind: Literal["F", "B", "W"]
@@ -40,7 +40,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer of one piece of cargo from one rank to another, from the view of one of the two.
+    """A transfer of one piece of cargo from one rank to another, as seen by one of the two ranks.
 
     Between any two ranks the cargoes of one kind are sent and received in the same order, so no tag is needed.
     """
@@ -50,7 +50,7 @@ class Transfer:
     microbatch: int
     chunk: int
     """The chunk **of the rank that holds this act**: in a send the chunk that produced the cargo, in a receive the
-    chunk that will consume it. (They differ between the last rank and rank 0.)"""
+    chunk that will consume it. (The two chunks differ in a transfer between the last rank and rank 0.)"""
     peer: int
     """The other rank, 0 .. stages - 1."""
 
@@ -73,11 +73,11 @@ class Plan:
     kind: str
     """The name of the schedule, one of `SCHEDULES` in kinds.py, or "forward", which has no backward pass."""
     stages: int
-    """Ranks of the pipeline."""
+    """Number of ranks in the pipeline."""
     chunks: int
-    """Model chunks on each rank."""
+    """Number of model chunks on each rank."""
     microbatches: int
-    """Microbatches of one step."""
+    """Number of microbatches in one step."""
     acts: tuple[tuple[Act, ...], ...]
 
 

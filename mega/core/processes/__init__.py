@@ -1,13 +1,14 @@
-"""The life of ranks: start, rendezvous, detection of lost ranks, end. This room does not know what ranks compute.
+"""The life of ranks: start, rendezvous, detection of lost ranks, end. This package does not depend on what ranks
+compute.
 
 world                    rank and world size of this process, from its launcher's variables
 launch, pool, signals    local ranks for one job or for many, and signals that ask them to stop
 restarts                 restarts of a job after a transient failure
-hosts, leader, wire      restarts on several hosts, where a spare replaces a lost host: the part of each host, the part
+hosts, leader, wire      restarts on several hosts, where a spare replaces a lost host: the code of each host, the code
                          of the leader, and their connection
 scripts, options         scripts and manifests that start a run on several hosts, for schedulers
 connect, rendezvous, interface   process groups, the store in which ranks find each other, and the network interface
-roll_call, questions, position   which rank the others wait for: the watchdog, its messages, and the answers
-flight                   the collective in which ranks wait, from torch's flight recorder
+roll_call, questions, position   finding the rank that the others wait for: the watchdog, its messages, and the answers
+flight                   the collective in which ranks wait, read from torch's flight recorder
 exit_reports             why a rank failed, and its exit code; the codes are in launch
 """

@@ -1,6 +1,6 @@
 """Join and leave the process group, under torchrun, mpirun, srun, `launch` or as a single process.
 
-This file does not know the jobs of ranks.
+This module does not depend on the jobs of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mega.core.processes.roll_call import RollCall, in_time
 from mega.core.processes.world import MEETING_FILE, World, cores, world_from_env
 
 _CALLS: list[RollCall] = []
-"""The roll call of this process while it is in a process group; else empty."""
+"""The roll call of this process while the process is in a process group; else empty."""
 
 
 def connect(
@@ -38,7 +38,7 @@ def connect(
 
     phase_timeout_minutes: how long ranks that answer may keep others waiting in a phase that may take long. After this
     time, or after timeout_minutes in any other phase, the roll call ends the run, so the timeout of exchanges is the
-    sum of both. None: only the timeout of exchanges, 1.25 timeout_minutes, applies to ranks that answer.
+    sum of both. If None, only the timeout of exchanges, 1.25 timeout_minutes, applies to ranks that answer.
     A single rank has no group, and every axis has size 1. Errors: ValueError if the device is absent, the backend does
     not support it, or the environment has no rendezvous address; OSError, naming the missing ranks, if not all join.
     """
@@ -49,7 +49,7 @@ def connect(
     if world.size > 1 and not dist.is_initialized():
         if device.backend == "nccl" and not device.is_cuda:
             raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
-        # On a single host the loopback interface always works, also without a network.
+        # On a single host the loopback interface always works, even without a network.
         if world.local_size == world.size and device.backend == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if device.backend == "gloo":
@@ -94,8 +94,9 @@ def _naming_interface() -> Iterator[None]:
 
 
 def _answer_others(store: dist.Store, world: World, minutes: float, phase_minutes: float | None) -> None:
-    """Start a thread that answers for this rank until `disconnect`, also while its main thread waits."""
-    # A connection of its own: calls on one TCPStore client are serialized, and the main thread may block in one.
+    """Start a thread that answers for this rank until `disconnect`, even while the main thread is blocked."""
+    # The thread has its own connection, because calls on a TCPStore client are serialized and the main thread may block
+    # in a call.
     client = store if MEETING_FILE in os.environ else store.clone()  # type: ignore[attr-defined]
     hosted = hosts_store(replace(world, rank=0))
     kind = hosted, MEETING_FILE not in os.environ
@@ -107,7 +108,7 @@ def _answer_others(store: dist.Store, world: World, minutes: float, phase_minute
 
 
 def keep_asking(lost: Callable[[str], None] | None = None) -> None:
-    """Make this rank ask the others regularly whether they live (`RollCall.keep_asking`)."""
+    """Make this rank regularly ask the other ranks whether they are alive (`RollCall.keep_asking`)."""
     for call in _CALLS:
         call.keep_asking(lost)
 
@@ -121,7 +122,7 @@ def silent_ranks(seconds: float) -> list[int]:
 
 
 def end_together(rank: int, timeout_minutes: float) -> None:
-    """On rank 0, after its work: check that every other rank has ended or answers. A launcher would wait for ever for a
+    """On rank 0, after its work: check that every other rank has ended or answers. A launcher would wait forever for a
     stopped rank. Errors: TimeoutError naming the rank."""
     for call in _CALLS if rank == 0 else ():
         silent = silent_ranks(60 * timeout_minutes)
@@ -130,7 +131,8 @@ def end_together(rank: int, timeout_minutes: float) -> None:
 
 
 def threads(ranks: int) -> int:
-    """CPU threads of one of `ranks` on this host: OMP_NUM_THREADS, else its share of the cores."""
+    """Number of CPU threads for each of `ranks` ranks on this host: OMP_NUM_THREADS, else the rank's share of the
+    cores."""
     variable = os.environ.get("OMP_NUM_THREADS", "")
     return int(variable) if variable.isdecimal() and int(variable) else max(1, cores() // ranks)
 

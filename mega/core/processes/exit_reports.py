@@ -1,18 +1,19 @@
-"""Reports of failed ranks: under any launcher the user reads each reason once.
+"""Reports of failed ranks: with any launcher, each reason is printed once.
 
-    1 every failed rank publishes its report         in the store of the rendezvous, also if that is not complete yet
-    2 the first one waits for the others             until all have reported, GRACE seconds are over, or a SIGTERM shows
-                                                     that the launcher knows of the failure already
-    3 it prints                                      a reason of all ranks once, a reason of some ranks with their
-                                                     numbers. A consequence of another rank's error, such as its loss,
+    1 every failed rank publishes its report         in the store of the rendezvous, even if the rendezvous is not
+                                                     complete
+    2 the first such rank waits for the others       until all have reported, GRACE seconds are over, or a SIGTERM shows
+                                                     that the launcher already knows of the failure
+    3 it prints                                      each reason once, with the numbers of the ranks unless all ranks
+                                                     report it. A consequence of another rank's error, such as its loss,
                                                      is printed only if no rank reports a cause, and the launcher has
                                                      not ended this rank. The first rank of every other host prints the
-                                                     same in the log of that host
+                                                     same text in the log of that host
     4 the others exit with the same exit code        a later rank prints only what is new; rank 0, which may host the
                                                      store, exits last
 
-None of this may block a rank: it prints its own report if the store is lost, or does not answer within LIMIT seconds.
-With MEGA_DEBUG=1 every rank prints its own traceback at once. A single rank does not import torch.
+These phases must not block a rank: a rank prints its own report if the store is lost, or does not answer within LIMIT
+seconds. With MEGA_DEBUG=1 every rank prints its own traceback at once. A single rank does not import torch.
 """
 
 from __future__ import annotations
@@ -42,27 +43,28 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 GRACE = 2.0
-"""Seconds within which ranks with the same fault report it."""
+"""Seconds within which ranks with the same fault report that fault."""
 
 COMING = 5 * GRACE
-"""The same before the rendezvous is complete: each rank imports torch first, from a disk that all of them read."""
+"""The same before the rendezvous is complete, when each rank first imports torch from a disk that all ranks read."""
 
 LIMIT = 10 * GRACE
-"""Seconds for all phases: the store of a stopped or disconnected host neither answers nor closes its connections."""
+"""Timeout in seconds for all phases together, because the store of a stopped or disconnected host neither answers nor
+closes its connections."""
 
 ANSWER = 4 * GRACE
-"""Seconds for the first answer of the store, if ranks have used it before."""
+"""Timeout in seconds for the first answer of the store, if ranks have used the store before."""
 
 _PEER_IS_GONE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError"),
-    "Connection was likely closed",  # of the store, which went with its host
+    "Connection was likely closed",  # the store's connection, lost with its host
 )
 
 
 @dataclass(frozen=True)
 class ExitReport:
-    """Why a rank ends, and its exit code. kind: "line", "trace", "diverged", "verdict" (of all ranks), or "consequence"
-    (of the end of another rank)."""
+    """Why a rank ends, and its exit code. kind: "line", "trace", "diverged", "verdict" (about all ranks), or
+    "consequence" (of the end of another rank)."""
 
     code: int
     text: str
@@ -75,8 +77,8 @@ class ExitReport:
 
 
 def report_of(error: BaseException) -> ExitReport:
-    """Make the report of an exception: exit code 2 for a mistake of the user, else 1. An error that is neither the
-    user's nor the machine's has a traceback.
+    """Make the report of an exception: exit code 2 for a mistake of the user, else 1. The report of an error that is
+    neither the user's nor the machine's has a traceback.
 
     >>> report_of(ValueError("--lr -1: must be positive"))
     ExitReport(code=2, text='--lr -1: must be positive', kind='line')
@@ -91,7 +93,8 @@ def report_of(error: BaseException) -> ExitReport:
         kind = "diverged" if isinstance(error, FloatingPointError) else "line"
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else kind)
     if type(error).__name__ == "OutOfMemoryError" or _CPU_IS_FULL in str(error):
-        # torch's message continues with figures of this process; on a CPU it begins with a line of its source.
+        # torch's message continues with figures of this process; on a CPU the message begins with a line of torch's
+        # source.
         text = ". ".join(str(error)[max(0, str(error).find(_CPU_IS_FULL)) :].split(". ")[:2])
         return ExitReport(
             code, f"{text}; mega memory-estimate shows what a run needs, and MEGA_DEBUG=1 shows where it was"
@@ -120,11 +123,11 @@ class Explains(Protocol):
 
 
 _EXPLANATIONS: list[Explains] = []
-"""The explainer of this process, while it has a process group."""
+"""The explainer of this process while the process has a process group; else empty."""
 
 
 def explain_exchanges_by(group: Explains | None) -> None:
-    """Set the object that explains failed exchanges; None without a process group."""
+    """Set the object that explains failed exchanges; None before and after the life of a process group."""
     _EXPLANATIONS[:] = [] if group is None else [group]
 
 
@@ -149,13 +152,12 @@ def explain_timeout(error: RuntimeError) -> str | None:
 
 
 def report_exit(report: ExitReport, *, together: bool = True) -> int:
-    """Print a report on stderr, unless another rank does; returns the exit code. It must be the last call of a rank.
-
-    together: agree with the other ranks through their store.
+    """Print a report on stderr, unless another rank prints it; returns the exit code. This must be the last call of a
+    rank. together: whether to agree with the other ranks through their store.
     """
     try:
         world = world_from_env()
-    except ValueError:  # the launcher's variables are invalid, so no rank can report for all: each does
+    except ValueError:  # the launcher's variables are invalid, so each rank reports for itself
         world = World(0, 1, 0, 1, "alone")
     _note(report, world.rank)
     if together and world.size > 1 and not _debugging():
@@ -167,13 +169,14 @@ def report_exit(report: ExitReport, *, together: bool = True) -> int:
 
 
 def _note(report: ExitReport, rank: int) -> None:
-    """Write the report for the launcher of this host, if mega launched the ranks: it decides whether to restart."""
+    """Write the report for the launcher of this host, if mega launched the ranks; the launcher decides whether to
+    restart."""
     with contextlib.suppress(OSError, KeyError), open(f"{os.environ[LAUNCHER_FILE]}.exit-{rank}", "w") as note:
         json.dump(asdict(report), note)
 
 
 def exit_notes(prefix: str) -> dict[int, ExitReport]:
-    """Rank -> the report that it has written for its launcher. prefix: of LAUNCHER_FILE."""
+    """Rank -> the report that the rank has written for its launcher. prefix: the value of LAUNCHER_FILE."""
     reports = {}
     for path in Path(prefix).parent.glob(Path(prefix).name + ".exit-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):  # the rank was killed while it wrote
@@ -215,7 +218,7 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
             codes.append(_report_together(report, world, stopped, answered))
         answered.set()
 
-    # On another thread: a call to a store that does not answer can be interrupted neither by a timer nor by a signal.
+    # On another thread, because neither a timer nor a signal can interrupt a call to a store that does not answer.
     exchange = threading.Thread(target=meet, name="exit-reports", daemon=True)
     main = threading.current_thread() is threading.main_thread()  # only this thread may set signal handlers
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set()) if main else None
@@ -230,7 +233,8 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
 
 
 def _report_together(report: ExitReport, world: World, stopped: threading.Event, answered: threading.Event) -> int:
-    """Phases 1 to 4. stopped: set when the launcher knows of the failure. answered: set at the store's first answer.
+    """Phases 1 to 4. stopped: set when a SIGTERM shows that the launcher knows of the failure. answered: set at the
+    store's first answer.
     Errors: any error of the store."""
     import torch.distributed as dist
 
@@ -268,7 +272,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
 
 
 def _of_host(world: World, reported: str) -> str:
-    """A line for the log of one of several hosts: what its first rank was doing when the run ended."""
+    """A line for the log of one of several hosts, about what the host's first rank was doing when the run ended."""
     if world.size == world.local_size or not reported:
         return ""
     return f"mega: rank {world.rank}, on host {socket.gethostname()}, was at: {ACTIVITY}\n"
@@ -289,7 +293,7 @@ def write_error(text: str) -> None:
 
 
 def printable(line: str, encoding: str | None) -> str:
-    """Replace characters that the encoding cannot represent, as in a path that is not UTF-8, by escapes.
+    """Replace characters that the encoding cannot represent, as in a path that is not UTF-8, with escapes.
 
     >>> printable("runs/\\udcff", "utf-8")
     'runs/\\\\udcff'
@@ -329,7 +333,7 @@ def _hosting(world: World) -> bool:
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait until `done()`, at most `seconds`; returns whether it is done."""
+    """Wait until `done()` is true, at most `seconds`; returns the last result of `done()`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
 """The collective in which ranks wait, and which ranks have called it, from the flight recorder of torch's process
-groups. Each rank reports its own newest calls (position.py); this file makes one line of all reports.
+groups. Each rank reports its own newest calls (position.py); this module combines all reports into one line.
 
 The recorder is a ring buffer of the newest exchanges of each group; NCCL and gloo add an entry at each call.
 """
@@ -21,7 +21,7 @@ EXCHANGES = 200
 
 
 class RecordedExchange(TypedDict, total=False):
-    """One entry of a dump: the fields that are read here."""
+    """The fields of one entry of a dump that are read here."""
 
     process_group: list[str]
     pg_id: int
@@ -32,7 +32,7 @@ class RecordedExchange(TypedDict, total=False):
 
 
 class Dump(TypedDict, total=False):
-    """A dump of the recorder: the fields that are read here. pg_status: keyed by the number of a group."""
+    """The fields of a dump of the recorder that are read here. pg_status: keyed by the number of a group."""
 
     entries: list[RecordedExchange]
     pg_status: dict[str, dict[str, int | str]]
@@ -46,7 +46,7 @@ class CalledExchange(NamedTuple):
     number: int
     """Sequence number in the group."""
     what: str
-    """Name and sizes."""
+    """Name of the collective, and sizes."""
     done: int = -1
     """Number of the newest exchange that has ended; -1 if unknown."""
 
@@ -91,7 +91,7 @@ def newest(dump: Dump) -> list[CalledExchange]:
 def missing(exchanges: Mapping[int, tuple[CalledExchange, ...]], silent: tuple[int, ...] = ()) -> str:
     """Report the exchange that some ranks have called and others have not; "" if all have called the same.
 
-    exchanges: of each rank that answers. silent: the ranks that do not answer.
+    exchanges: rank -> its newest exchanges, for each rank that answers. silent: the ranks that do not answer.
 
     >>> ahead = CalledExchange("ranks 0-3", 57, "allreduce of [3]", 56)
     >>> behind = CalledExchange("ranks 0-3", 56, "broadcast of [1]", 56)
@@ -110,7 +110,7 @@ def missing(exchanges: Mapping[int, tuple[CalledExchange, ...]], silent: tuple[i
         number = max(one.number for one in ranks.values())
         callers = sorted(rank for rank, one in ranks.items() if one.number == number)
         behind = sorted(rank for rank, one in ranks.items() if one.number < number)
-        # An exchange that has ended on all of its callers does not keep any rank waiting.
+        # An exchange that has ended on all its callers does not keep any rank waiting.
         if all(ranks[rank].done >= number for rank in callers) or not (behind or silent):
             continue
         line = f"exchange {number} of {group} ({ranks[callers[0]].what}) was called by {name_ranks(callers)}"

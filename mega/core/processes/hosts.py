@@ -3,13 +3,16 @@
 Each host runs the same command once; it starts --nproc ranks whenever the leader orders it.
 
     1 a host joins         it connects to the leader, which listens at MASTER_ADDR, MASTER_PORT
-    2 an attempt           once --hosts have joined, each gets a seat: its block of ranks. Further hosts wait as spares
-    3 an ending            a host reports how its ranks ended; then the ranks of all other hosts are ended
+    2 an attempt           once --hosts have joined, each gets a seat, which is its block of ranks. Further hosts wait
+                           as spares
+    3 an ending            a host reports how its ranks ended; then the ranks of all other hosts are stopped
     4 a lost host          its connection broke, or it was silent for some seconds
-    5 the next attempt     as restarts.py decides; surviving hosts keep their seats, a spare gets that of a lost host
-    6 a lost leader        its hosts join the next leader of a list that all have, and give it the count of restarts
+    5 the next attempt     as restarts.py decides; surviving hosts keep their seats, and a spare gets the seat of a lost
+                           host
+    6 a lost leader        its hosts join the next leader in a list that all hosts have, and send it the count of
+                           restarts
 
-The leader is leader.py. This file does not restore the memory of a lost host.
+The leader is in leader.py. This module does not restore the memory of a lost host.
 """
 
 from __future__ import annotations
@@ -49,25 +52,27 @@ ORDERS = frozenset({"start", "stop", "finish", "move"})
 """Orders of a leader. Each of them also ends the running ranks."""
 
 FAITHFUL = 2.0
-"""Seconds for which a host tries to reach its old leader before it joins another one."""
+"""Seconds for which a host tries to reach its old leader before it joins another leader."""
 
 
 def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job) -> int:
     """Run a job on `hosts` hosts of `nproc` ranks each; this host is one of them or a spare. Returns the exit code.
 
-    minutes: time to wait for hosts. Errors: OSError if no leader is reached; ValueError if it refuses this host.
+    minutes: time to wait for hosts. Errors: OSError if no leader is reached; ValueError if the leader refuses this
+        host.
     """
     first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     size = Size(hosts, nproc, minutes, limit, __version__, job.alike)
     with stopping_on_signals(), memory(job) as folder:
-        fork_server(job.target.__module__)  # imports torch while this host waits, as a spare too
+        fork_server(job.target.__module__)  # imports torch while this host waits, even as a spare
         server = _listen(first)
         elsewhere = None if server.getsockname()[1] == first[1] else first
         leader = Leader(server, size, lambda: (job.saved(), noted_step(folder)), elsewhere).start()
         host = Supervisor(size, job, folder, leader.port)
 
         def look() -> None:
-            """Listen at MASTER_ADDR once its name resolves to this host: that of a Kubernetes pod may do so late."""
+            """Listen at MASTER_ADDR once its name resolves to this host; the name of a Kubernetes pod may do so
+            late."""
             if elsewhere is not None and is_own(first[0]) and (first_server := _bound(first[1])) is not None:
                 listen_first(leader, first_server)
 
@@ -83,8 +88,8 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
 
 
 def _listen(first: Place) -> socket.socket:
-    """The listening socket of this host's leader: at MASTER_ADDR, MASTER_PORT if that is this host and the port is
-    free, else at any free port."""
+    """The listening socket of this host's leader: at MASTER_ADDR, MASTER_PORT if that address is this host and the port
+    is free, else at any free port."""
     for port in (first[1], 0) if is_own(first[0]) else (0,):
         if (server := _bound(port)) is not None:
             return server
@@ -105,7 +110,7 @@ def _bound(port: int) -> socket.socket | None:
 
 
 class Supervisor:
-    """One host of a job: it follows the orders of a leader. port: of this host's own leader."""
+    """One host of a job, which follows the orders of a leader. port: the port of this host's own leader."""
 
     def __init__(self, size: Size, job: Job, folder: Path | None, port: int):
         self._size, self._job, self._folder, self._port = size, job, folder, port
@@ -114,9 +119,9 @@ class Supervisor:
         self._leaders: list[Place] = []
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._bell, self._ring = multiprocessing.Pipe(duplex=False)
-        """A pipe with one byte for each order, so that a wait for ranks can also wait for orders."""
+        """A pipe with one byte per order, so that a wait for ranks can also wait for orders."""
         self._moved: dict[str, Any] | None = None
-        """While this host moves to another leader: the state of the leader that ordered the move."""
+        """While this host moves to another leader, the state of the leader that ordered the move."""
         self._seat: int | None = None
         self._attempted = -1
         self._restarts: Restarts | None = None
@@ -213,7 +218,7 @@ class Supervisor:
         """Phases 2 and 3: run the ranks of this host and report their ending."""
         self._seat, self._restarts = seat, Restarts.from_message(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
-            # This host has missed an attempt, in which others may have saved newer copies.
+            # This host has missed an attempt, in which other hosts may have saved newer copies.
             for path in self._folder.glob("rank-*"):
                 path.unlink()
         self._attempted = self._restarts.number
@@ -236,7 +241,8 @@ class Supervisor:
         self._wire.send({"ended": asdict(ending), "meet": _free_port()})
 
     def _rejoin(self) -> None:
-        """Phase 6: try the old leader again, then all others, including that of this host. Errors: OSError."""
+        """Phase 6: try the old leader again, then all other leaders, including the leader on this host. Errors:
+        OSError."""
         former, leaders = self._leader, [place for place in self._leaders if place != self._leader]
         at_once, patiently = [(place, 0.0) for place in leaders], [(place, FAITHFUL) for place in leaders]
         for place, seconds in ((former, FAITHFUL), *at_once, *patiently):
@@ -247,11 +253,11 @@ class Supervisor:
         raise OSError(f"host {self._leader_name}, which led the others, was lost, and no other host is reached")
 
     def _move(self, state: dict[str, Any], place: Place) -> None:
-        """Join another leader, by order of the current one. state: for the new leader."""
+        """Join another leader, by order of the current leader. state: the state to give to the new leader."""
         former, self._moved = self._wire, state
         try:
             self._join(place)
-        except OSError:  # the new leader is lost already: stay
+        except OSError:  # the new leader is already lost, so stay
             return
         finally:
             self._moved = None

@@ -1,9 +1,8 @@
-"""The network interface by which gloo reaches the ranks of other hosts.
+"""The network interface through which gloo reaches the ranks of other hosts.
 
 torch uses the address of the host's name, which on many systems is a loopback address (Debian's 127.0.1.1): ranks of
-other hosts then connect to themselves. This file chooses the interface of the route to MASTER_ADDR; on the host of
-MASTER_ADDR, that of the route to a rank of another host. A GLOO_SOCKET_IFNAME of the user has precedence. It knows no
-collectives.
+other hosts then connect to themselves. This module chooses the interface of the route to MASTER_ADDR; on the host of
+MASTER_ADDR, the interface of the route to a rank on another host. A GLOO_SOCKET_IFNAME set by the user has precedence.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def choose_interface(store: Store, world: World) -> None:
 
 
 def own_address(other: str) -> str:
-    """The source address of this host for packets to another one; "" if the name cannot be resolved."""
+    """The source address of this host for packets to the host `other`; "" if the name cannot be resolved."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, target in socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as connection:
@@ -61,7 +60,7 @@ def is_own(name: str) -> bool:
     >>> is_own("localhost"), is_own("127.0.1.1"), is_own("192.0.2.1")
     (True, True, False)
     """
-    address = own_address(name)  # for an address of this host this is the same address
+    address = own_address(name)  # the result for an address of this host is the same address
     with contextlib.suppress(OSError, UnicodeError):
         addresses = {str(target[0]) for *_, target in socket.getaddrinfo(name, 1)} if address else set()
         return address in addresses or any(map(_is_loopback, addresses))  # the source for 127.0.1.1 is 127.0.0.1
@@ -93,7 +92,7 @@ def interface_of(address: str) -> str | None:
 def _addresses(name: str) -> list[str]:
     """The IPv4 and IPv6 addresses of an interface."""
     addresses = list[str]()
-    request = array.array("B", struct.pack("256s", name.encode()[:15]))  # struct ifreq; its address is at byte 20
+    request = array.array("B", struct.pack("256s", name.encode()[:15]))  # struct ifreq, with the address at byte 20
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         fcntl.ioctl(query.fileno(), _ADDRESS_OF, request)
         addresses.append(socket.inet_ntoa(request.tobytes()[20:24]))

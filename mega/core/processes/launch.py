@@ -1,10 +1,10 @@
 """Start local ranks for one job, and supervise them until it ends.
 
-    launch       run a function on N new local ranks; a failure of one ends all
-    run_ranks    the same, on the ranks of a launcher if there is one
+    launch       run a function on N new local ranks; a failure of one rank ends all ranks
+    run_ranks    the same, on the ranks of a launcher if there is a launcher
     run_attempt  the same in given environments; restarts.py may restart the ranks
 
-New ranks are forked from a small server process that has already imported torch, so eight of them start as fast as one.
+New ranks are forked from a small server process that has already imported torch, so eight ranks start as fast as one.
 The store of ranks on one host is a file, not a port, so two runs cannot conflict.
 """
 
@@ -44,26 +44,28 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
 _MARK = "mega-launcher"
-"""A file in the folder of a launcher: it contains the host's name, and is locked while the launcher lives."""
+"""A file in the folder of a launcher; it contains the host's name, and is locked while the launcher lives."""
 
 _OWNED: list[IO[str]] = []
 
 Args = TypeVarTuple("Args")
 
 PATIENCE = 1.0
-"""Seconds that the other ranks have to end by themselves when one has failed."""
+"""Seconds that the other ranks have to end by themselves when a rank has failed."""
 
 _LONGEST = 75
-"""Maximum bytes of the path of the temporary folder: the path of a socket has at most 107, and its name needs 32."""
+"""Maximum number of bytes in the path of the temporary folder: the path of a socket has at most 107 bytes, of which the
+socket's name needs 32."""
 
 _REPORTED = (1, 2)
 """Exit codes of ranks that have reported their error."""
 
 _UNKNOWN = 255
-"""Exit code of all ranks after their fork server has died: their own codes cannot be read any more."""
+"""Exit code of all ranks after their fork server has died, because their own codes can no longer be read."""
 
 INTERRUPTED = 254
-"""Exit code of a rank that Ctrl-C interrupted at once, such as before the first step: its peers cannot continue."""
+"""Exit code of a rank that Ctrl-C interrupted at once, such as before the first step, so that its peers cannot
+continue."""
 
 STOPPED = tuple(128 + number for number in STOPPING)
 """Exit codes of ranks that have stopped together after a signal."""
@@ -81,9 +83,10 @@ class Ending:
     """How the ranks of one host ended."""
 
     code: int
-    """0; 128 + the signal that killed a rank or asked all to stop; or the exit code of the first rank that failed."""
+    """0; 128 + the signal that killed a rank or asked all ranks to stop; or the exit code of the first rank that
+    failed."""
     reason: str = ""
-    """One line."""
+    """The reason in one line."""
     cause: bool = False
     """Whether `reason` is the original error, not a consequence of another rank's end."""
     here: bool = False
@@ -95,8 +98,9 @@ class Ending:
 def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
-    `target` must be importable by name. The first rank that fails ends the others; the code is its exit code, or 128 +
-    signal if it was killed. Signals of STOPPING are forwarded to every rank; a second SIGINT kills all of them.
+    `target` must be importable by name. When a rank fails, the other ranks are ended; the code is the exit code of the
+    first rank that failed, or 128 + signal if it was killed. Signals of STOPPING are forwarded to every rank; a second
+    SIGINT kills all of them.
     """
     ending = run_attempt(local_environments(nproc), target, args)
     assert ending is not None
@@ -106,7 +110,7 @@ def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> i
 
 
 def local_environments(nproc: int) -> list[dict[str, str]]:
-    """Environment variables of each rank, for a world on this host alone."""
+    """Environment variables of each rank, for ranks on this host alone."""
     folder, meeting = launcher_folder(), f"meeting-{uuid.uuid4().hex[:8]}"
     return [rank_environment(rank, nproc, folder, meeting) for rank in range(nproc)]
 
@@ -118,10 +122,9 @@ def run_attempt(
     bell: Connection | None = None,
     patience: float = 5.0,
 ) -> Ending | None:
-    """Run `target(*args)` on new local ranks, one in each environment, until they have ended.
-
-    Returns None if `bell` had data to read before their end. patience: seconds that the other ranks have to end after
-    one has failed.
+    """Run `target(*args)` on new local ranks, one in each environment, until the ranks have ended. Returns None if
+    `bell` had data to read before their end. patience: seconds that the other ranks have to end after a rank has
+    failed.
     """
     heeded, server = handled_signals(), fork_server(target.__module__)
     prefix = environments[0][LAUNCHER_FILE]
@@ -134,7 +137,7 @@ def run_attempt(
             process.start()
         return _supervise(ranks, _Endings(prefix, min(patience, PATIENCE)), bell)
     finally:
-        with delayed_signals():  # an interrupt here would leave ranks, and multiprocessing waits for them at exit
+        with delayed_signals():  # an interrupt here would leave ranks that multiprocessing waits for at exit
             end_ranks(ranks, patience)
         for path in glob.glob(glob.escape(prefix) + "*"):
             with contextlib.suppress(OSError):
@@ -150,9 +153,9 @@ def run_ranks(
 ) -> int:
     """Run `target(*args)` on the tp x pp = `size` ranks of an inference; returns the exit code.
 
-    The ranks are those of a launcher, which all call this function, or new local ones; a single rank is this process.
-    nproc: the flag. first: called before local ranks start, so that a mistake is reported once. Errors: those of
-    `first`; ValueError if the number of ranks is not `size`.
+    The ranks are those of a launcher, which all call this function, or new local ranks; a single rank is this process.
+    nproc: the value of --nproc. first: called before local ranks start, so that a mistake is reported once. Errors:
+    those of `first`; ValueError if the number of ranks is not `size`.
     """
     world = world_from_env()
     alone = world.source == "alone"
@@ -166,8 +169,8 @@ def run_ranks(
 
 
 def fork_server(*modules: str) -> ForkServerContext:
-    """Start the server from which ranks are forked, if it does not run yet. It ignores signals to the whole job: the
-    exit codes of ranks are read through it.
+    """Start the server from which ranks are forked, if it is not already running. The server ignores signals sent to
+    the whole job, because the launcher reads the exit codes of ranks through it.
 
     modules: modules that the server imports once for all ranks. Errors: ValueError.
     """
@@ -189,7 +192,7 @@ def fork_server(*modules: str) -> ForkServerContext:
 def launcher_folder() -> str:
     """The folder for the socket of this process's fork server and the store of its ranks; removed with the process.
 
-    If a process was killed with all its ranks, the next launcher removes its folder: the lock was released.
+    If a process was killed with all its ranks, the next launcher removes its folder, whose lock was released.
     """
     folder = multiprocessing.util.get_temp_dir()
     if not os.path.exists(os.path.join(folder, _MARK)):
@@ -198,11 +201,11 @@ def launcher_folder() -> str:
 
 
 def lock_folder(folder: str) -> None:
-    """Mark a folder as owned by this process, so that the next launcher removes it if this one is killed. Also remove
-    the folders of killed launchers."""
+    """Mark a folder as owned by this process, so that the next launcher removes the folder if this process is killed.
+    Also remove the folders of killed launchers."""
     _remove_abandoned(os.path.dirname(folder))
     mark = os.path.join(folder, _MARK)
-    owned = open(f"{mark}.tmp", "w")  # noqa: SIM115 - open, and locked, for as long as this process lives
+    owned = open(f"{mark}.tmp", "w")  # noqa: SIM115 - stays open and locked while this process lives
     locked_alone(owned.fileno())
     owned.write(socket.gethostname())
     owned.flush()
@@ -211,7 +214,7 @@ def lock_folder(folder: str) -> None:
 
 
 def _remove_abandoned(place: str) -> None:
-    """Remove the folders of dead launchers of this host. Errors are ignored, because nothing depends on it."""
+    """Remove the folders of dead launchers of this host. Errors are ignored, because nothing depends on the removal."""
     for mark in glob.glob(os.path.join(glob.escape(place), "*", _MARK)):
         with contextlib.suppress(OSError, UnicodeDecodeError), open(mark, opener=_open_at_once) as file:
             folder = os.path.dirname(mark)
@@ -223,7 +226,7 @@ def _remove_abandoned(place: str) -> None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without following a link and without waiting for the writer of a pipe."""
+    """Open a file without following a link and without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -274,11 +277,11 @@ def _follow_parent() -> None:
 
 
 def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | None) -> Ending | None:
-    """Wait until all ranks have succeeded, one has failed, or `bell` has data to read. After a forwarded signal the
-    bell is ignored: the ranks save, also if other hosts have ended.
+    """Wait until all ranks have succeeded, one has failed, or `bell` has data to read. After a forwarded signal `bell`
+    is ignored, so that the ranks save even if other hosts have ended.
 
-    A rank that fails has reported its error (exit_reports.py). For a killed rank this process reports, before its
-    peers, whose exchange with it breaks; they have PATIENCE seconds to report their own errors.
+    A rank that fails has reported its error (exit_reports.py). For a killed rank this process reports, before the
+    rank's peers report a broken exchange; the peers have PATIENCE seconds to report their own errors.
     """
     running = {process.sentinel: process for process in ranks}
     with _passing_signals(ranks) as signals:
@@ -286,7 +289,7 @@ def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | N
             seconds = None if endings.deadline == math.inf else max(0.0, endings.deadline - time.monotonic())
             ready = wait([*running, *([] if bell is None else [bell])], seconds)
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
-            for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
+            for process in sorted(ended, key=lambda process: process.exitcode or 0):  # killed ranks first
                 if process.exitcode == _UNKNOWN and (server_ending := _server_ending()) is not None:
                     write_error(f"mega: {server_ending}\n")
                     _kill(ranks)
@@ -304,8 +307,8 @@ def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | N
 class _Endings:
     """The endings of the ranks of one host so far, and the common ending that follows from them.
 
-    prefix: of LAUNCHER_FILE. A file reports a killed rank to the others, because a rank whose device waits for it does
-    not notice otherwise. patience: seconds that the others have for their reports.
+    prefix: the value of LAUNCHER_FILE. A file reports a killed rank to the other ranks, because a rank whose device
+    waits for the killed rank would not notice its end. patience: seconds that the other ranks have for their reports.
     """
 
     def __init__(self, prefix: str, patience: float):
@@ -320,7 +323,7 @@ class _Endings:
         if code == INTERRUPTED:
             self._interrupted, self.deadline = True, min(self.deadline, time.monotonic() + PATIENCE)
             return
-        if code in STOPPED:  # its peers stop at the same step
+        if code in STOPPED:  # the other ranks stop at the same step
             self._stopped = code
             return
         if code and code not in _REPORTED and (ending := _ending(code)) not in [each for _, each in self._killed]:
@@ -355,14 +358,14 @@ class _Endings:
 
 
 def _server_ending() -> str | None:
-    """How the fork server has ended; None while it lives, or if the system does not report it."""
+    """How the fork server has ended; None while the server lives, or if the system does not report its end."""
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or not hasattr(os, "waitid"):
         return None
     for _ in range(20):  # its pipes close shortly before the system reports its end
         with contextlib.suppress(ChildProcessError):
-            # WNOWAIT: multiprocessing must still be able to wait for it.
+            # WNOWAIT, because multiprocessing must still be able to wait for the server.
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -409,7 +412,7 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[RepeatedSignal]:
 
 
 def _kill(ranks: list[BaseProcess]) -> None:
-    """Kill ranks that multiprocessing cannot signal any more, because their fork server has died."""
+    """Kill ranks that multiprocessing can no longer signal, because their fork server has died."""
     for process in ranks:
         with contextlib.suppress(OSError, TypeError):
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The leader of several hosts: it accepts hosts, assigns ranks to them, and decides how to continue after an attempt.
 
-Every host has a leader that listens, so that another one can take over when the first is lost; all but one have no
-members. A leader starts no process: the launcher of each host does (hosts.py).
+Every host has a leader that listens, so that another leader can take over when the first is lost; all leaders but one
+have no members. A leader does not start processes; the launcher of each host does (hosts.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mega.core.processes.restarts import Restarts, at_launch, exit_code
 from mega.core.processes.wire import BEAT, Wire
 
 ENDING = 30.0
-"""Seconds within which a host must end its ranks; after them the host counts as lost."""
+"""Seconds within which a host must end its ranks; after this time the host counts as lost."""
 
 REPORTING = 1.0
 """Seconds that ranks of other hosts have to report their errors and end, when the run ends with a failure."""
@@ -39,7 +39,7 @@ CALL = 5.0
 Place = tuple[str, int]
 
 Events = queue.Queue[tuple[Wire, dict[str, Any] | None]]
-"""Messages of members; None when a member is lost."""
+"""(connection of a member, its message); None takes the place of a message when the member is lost."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Size:
     """The values that must be equal on all hosts of a run."""
 
     hosts: int
-    """Hosts that run ranks."""
+    """Number of hosts that run ranks."""
     nproc: int
     """Ranks per host."""
     minutes: float
     """Time to wait for hosts."""
     limit: int
-    """Maximum of consecutive restarts."""
+    """Maximum number of consecutive restarts."""
     version: str
     alike: Mapping[str, str] = field(default_factory=dict)
     """`Job.alike`."""
@@ -69,23 +69,24 @@ class _Member:
     port: int
     """The port of the host's own leader, at `address`."""
     meet: int
-    """A free port for the store of its ranks."""
+    """A free port for the store of the ranks."""
     seat: int | None
-    """Its index among the hosts that run ranks; a surviving host keeps it. None: a spare."""
+    """The host's index among the hosts that run ranks; a surviving host keeps its index. None for a spare."""
     running: bool = False
-    """Whether its ranks have started and it has not reported their end."""
+    """Whether the host's ranks have started and the host has not reported their end."""
     spare: bool = False
-    """Whether it has been informed that it is a spare."""
+    """Whether the host has been informed that it is a spare."""
 
     def listens_here(self, port: int) -> bool:
-        """Whether it is the host of the leader at `port`."""
+        """Whether this host is the host of the leader at `port`."""
         return self.port == port and self.wire.here == self.wire.there
 
 
 class Leader:
     """Leads the hosts that join it, until the job ends.
 
-    server: a listening socket. saved: returns the newest saved step, and the newest step in this host's memory.
+    server: a listening socket. saved: a function that returns the newest saved step, and the newest step in this host's
+        memory.
     """
 
     def __init__(self, server: socket.socket, size: Size, saved: Callable[[], tuple[int, int]], first: Place | None):
@@ -120,11 +121,11 @@ class Leader:
                 with contextlib.suppress(queue.Empty):
                     self._handle(*self._events.get(timeout=1.0))
                 self._advance()
-        except Exception as error:  # without this all hosts would wait for ever
+        except Exception as error:  # without this all hosts would wait forever
             self._finish(1, f"the host that leads the others failed: {error!r}")
 
     def _handle(self, wire: Wire, message: dict[str, Any] | None) -> None:
-        """Handle a message of a host, or its loss."""
+        """Handle a message of a host, or the loss of the host."""
         member = self._members.get(wire)
         if message is None:
             if member is not None:
@@ -135,7 +136,7 @@ class Leader:
                     self._called_by(wire, **message["led"])
                 else:
                     self._join(wire, **message["join"])
-            except (KeyError, TypeError, ValueError, OSError):  # not a message of a host, or the host is lost already
+            except (KeyError, TypeError, ValueError, OSError):  # not a message of a host, or the host is already lost
                 wire.close()
         else:
             member.meet = int(message["meet"])
@@ -144,13 +145,14 @@ class Leader:
                 self._ended(member.name, Ending(**message["ended"]))
 
     def _called_by(self, wire: Wire, port: int, runs: bool) -> None:
-        """Answer another leader. runs: whether its ranks run; then the members of this one move to it."""
+        """Answer another leader. runs: whether that leader's ranks run; if so, the members of this leader move to
+        it."""
         wire.send({"come": bool(self._members) and not runs})
         if runs and self._endings is None:
             self._move((wire.there, port))
 
     def _join(self, wire: Wire, size: dict[str, Any], known: dict[str, Any], **found: Any) -> None:
-        """Phase 1: accept a host. known: the state from its former leader, if it had one."""
+        """Phase 1: accept a host. known: the state from the host's former leader, if there was one."""
         leader_size = asdict(self._size)
         differ = _differ(size.get("alike", {}), leader_size["alike"]) or _differ(size, leader_size)
         if differ:
@@ -206,7 +208,7 @@ class Leader:
                 for member in running:
                     member.wire.send({"stop": ""})
             if running and self._stopping and time.monotonic() > self._since + ENDING:
-                for member in running:  # closed connections count as lost hosts, so the next attempt can start
+                for member in running:  # a host with a closed connection counts as lost, so the next attempt can start
                     member.wire.close()
             elif not running:
                 self._decide(self._endings)
@@ -251,7 +253,7 @@ class Leader:
         if restarts is None:
             return
         self._restarts, free, waiting = restarts, set(range(self._size.hosts)), list[_Member]()
-        # Surviving hosts keep their seats: the copies in their memory belong to their ranks.
+        # Surviving hosts keep their seats, because the copies in their memory belong to their ranks.
         for member in self._members.values():
             if member.seat in free:
                 free.discard(member.seat)
@@ -285,15 +287,15 @@ class Leader:
         return following
 
     def _move(self, place: Place) -> None:
-        """Order all members to join another leader, with the state of this one."""
+        """Order all members to join another leader, with the state of this leader."""
         restarts = None if self._restarts is None else self._restarts.to_message()
         state = {"restarts": restarts, "failed": self._takes_over, "reason": self._reason}
         for member in self._members.values():
             member.wire.send({"move": place, "known": state})
 
     def _call_first(self) -> None:
-        """Call the leader at MASTER_ADDR, if a host has come back there. If ranks run here, its members move here; else
-        all members of this leader move there."""
+        """Call the leader at MASTER_ADDR, if a host has come back there. If the ranks of this leader run, the members
+        of that leader move here; otherwise all members of this leader move there."""
         first = self._first
         if first is not None and self._members and time.monotonic() > self._called + CALL:
             if _is_to_come(first, self.port, self._endings is not None):
@@ -329,14 +331,14 @@ def _differ(joining: Mapping[str, object], leading: Mapping[str, object]) -> lis
 
 
 def listen_first(leader: Leader, server: socket.socket) -> None:
-    """Listen at MASTER_ADDR as well, once that has turned out to be this host."""
+    """Listen at MASTER_ADDR as well, once MASTER_ADDR has turned out to be this host."""
     leader._first = None
     threading.Thread(target=_accept, args=(server, leader._events), name="accept-first", daemon=True).start()
 
 
 def outlast(leader: Leader, seconds: float) -> None:
-    """Wait, at most `seconds`, until no other member runs ranks. Without this leader they would join another one and
-    restart a run that was asked to stop."""
+    """Wait, at most `seconds`, until no other member runs ranks. Without this leader those members would join another
+    leader and restart a run that was asked to stop."""
     deadline = time.monotonic() + seconds
     while any(member.running and not member.listens_here(leader.port) for member in list(leader._members.values())):
         if time.monotonic() > deadline:
@@ -349,7 +351,7 @@ def _accept(server: socket.socket, events: Events) -> None:
         try:
             connection, _ = server.accept()
             wire = Wire(connection)
-        except OSError:  # the host has closed the connection already, or no descriptor is free at the moment
+        except OSError:  # the host has already closed the connection, or no descriptor is free at the moment
             time.sleep(0.1)
             continue
         _listen_to(wire, events)

@@ -1,4 +1,4 @@
-"""The section of `mega launch`. No torch."""
+"""The section of `mega launch`. Does not import torch."""
 
 from __future__ import annotations
 

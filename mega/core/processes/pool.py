@@ -27,8 +27,8 @@ class Pool:
     """Up to `size` local gloo ranks that live until `close`.
 
     Jobs are functions `job(groups, rank, *args)`, importable by name; a job on `world` ranks has a process group of
-    exactly these. A job that fails on any rank ends all ranks (the others may be stuck in a collective); the next job
-    starts new ranks.
+    exactly these ranks. A job that fails on any rank ends all ranks (the others may be stuck in a collective); the next
+    job starts new ranks.
     """
 
     def __init__(self, size: int):
@@ -103,7 +103,7 @@ class Pool:
                 target=_pool_rank, args=(child_end, self.size), name=f"pool rank {rank}", daemon=True
             )
             process.start()
-            child_end.close()  # so that the parent reads an end of file when the rank dies
+            child_end.close()  # so that the parent reads end of file when the rank dies
             self._ranks.append(process)
             self._pipes.append(parent_end)
 
@@ -122,7 +122,8 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
                 disconnect()
                 os.environ.update(environment)
                 _, _, groups = connect("cpu")
-                # Also in a job for one rank: threads that spin for each other starve on a busy machine.
+                # Even in a job for one rank, because threads that spin while they wait for each other starve on a busy
+                # machine.
                 torch.set_num_threads(threads(size))
                 meeting = environment[MEETING_FILE]
             pipe.send((True, job(groups, int(environment["RANK"]), *args)))

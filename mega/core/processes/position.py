@@ -1,7 +1,8 @@
-"""The current position of a rank in the code, and messages about ranks that keep others waiting. It knows no store.
+"""The current position of a rank in the code, and messages about ranks that keep others waiting. This module does not
+depend on the store.
 
-A rank waits if its main thread is in an exchange, or waits for its device, which may be in one. Any other rank that
-answers is working, and the others wait for it.
+A rank waits if its main thread is in an exchange, or waits for its device, which may be in an exchange. Any other rank
+that answers is working, and the waiting ranks wait for it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Position:
     doing: str = ""
     """The phase and its progress, for messages."""
     place: str = "elsewhere"
-    """The innermost line of mega's source that the main thread executes, or the saving thread while the main thread
-    waits for it; "elsewhere" outside of mega's source."""
+    """The innermost line of mega's source that the main thread executes, or that the saving thread executes while the
+    main thread waits for that thread; "elsewhere" outside of mega's source."""
     waits: bool = True
-    """Whether it waits for other ranks."""
+    """Whether the rank waits for other ranks."""
     background: str = ""
-    """The line of a thread that saves while the main thread trains."""
+    """The line that a thread which saves in the background executes."""
     exchanges: tuple[CalledExchange, ...] = ()
     """The newest exchange of each group that this rank has called."""
 
@@ -58,7 +59,7 @@ class Position:
 
 
 def own_position(failed_at: str | None = None) -> Position:
-    """The position of this process. failed_at: the line at which an exchange of its main thread has failed."""
+    """The position of this process. failed_at: the line at which an exchange of the main thread has failed."""
     frames, doing, phase = sys._current_frames(), str(ACTIVITY), ACTIVITY.phase
     main = _walk(frames.get(threading.main_thread().ident or 0))
     writer = _walk(frames.get(ACTIVITY.writer)) if ACTIVITY.writer is not None else None
@@ -71,7 +72,7 @@ def own_position(failed_at: str | None = None) -> Position:
 
 
 def own_place(frame: FrameType) -> str | None:
-    """The line of a frame, such as `mega/core/data/batches.py:80 (take)`; None outside of mega's source."""
+    """The current line of a frame, such as `mega/core/data/batches.py:80 (take)`; None outside of mega's source."""
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(_SOURCE / "mega"):
         return None
@@ -79,7 +80,7 @@ def own_place(frame: FrameType) -> str | None:
 
 
 def _walk(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of mega's source in a stack, and whether it waits there for other ranks."""
+    """The innermost line of mega's source in a stack, and whether the thread waits there for other ranks."""
     outside = 0
     while frame is not None:
         if (place := own_place(frame)) is not None:
@@ -89,11 +90,11 @@ def _walk(frame: FrameType | None) -> tuple[str, bool]:
     return "elsewhere", False
 
 
-# -- lines
+# -- messages
 
 
 def silence(silent: list[int], minutes: float, hosts: Mapping[int, str] | None = None) -> str:
-    """The message about ranks that do not answer. hosts: their names, if there are several.
+    """The message about ranks that do not answer. hosts: rank -> name of its host, if there are several hosts.
 
     >>> silence([1], 10)
     'rank 1 has not answered for 10 minutes (--timeout-minutes): it is stopped, or its host cannot be reached'

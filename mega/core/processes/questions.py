@@ -1,11 +1,11 @@
 """Messages of ranks in their store while they run: questions, answers, ranks that have left, and the verdict.
 
-    question/N  answer/N/RANK    each question has the next number; an answer is a `Position`
+    question/N  answer/N/RANK    questions are numbered in order; an answer is a `Position`
     host/RANK                    name and addresses of the rank's host, if there are several hosts
-    left/RANK                    the rank ends because it has lost another rank
+    left/RANK                    written by a rank that ends because it has lost another rank
     verdict                      why all ranks end; the first rank to write it decides
 
-Each call may block for ever if the store's host has stopped: roll_call.py limits the time.
+Each call may block forever if the store's host has stopped; roll_call.py limits the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Questions:
     """One rank's access to the messages.
 
-    position: returns what its main thread does now. look: seconds between two polls of a rank.
+    position: a function that returns the position of the rank's main thread. look: seconds between two polls of a rank.
     """
 
     def __init__(self, store: Store, rank: int, world: int, position: Callable[[], Position], look: float):
@@ -59,12 +59,14 @@ class Questions:
         *,
         answers: bool = False,
     ) -> dict[int, Position]:
-        """Ask all ranks. Returns rank -> position for those that answer in time, or until a rank writes the verdict.
+        """Ask all ranks. Returns rank -> position for the ranks that answer before the timeout and before a rank writes
+        the verdict.
 
-        stop: whether the ranks that have answered are enough. answers: also answer questions while waiting, so that
-        ranks can ask each other; if another rank has just asked, use the answers to its question.
+        stop: whether the ranks that have answered are enough. answers: whether to answer questions while waiting, so
+        that ranks can ask each other; if another rank has just asked, the answers to its question are used.
         """
-        # Many ranks may suspect at the same moment: one question serves all of them, and spares the store.
+        # Many ranks may suspect a fault at the same moment. One question serves all of them, which limits the load of
+        # the store.
         if answers and time.monotonic() < self._answered_at + 2 * self._look:
             number = self._answered
         else:
@@ -107,7 +109,7 @@ class Questions:
         for candidates in (at_address & peers, peers):
             suspects = candidates - self.left()
             suspects -= set(self.ask(seconds, suspects.issubset)) if suspects else set()
-            # Checked again: some may have left while this rank waited for their answers.
+            # Checked again, because some ranks may have left while this rank waited for their answers.
             if suspects := suspects - self.left():
                 return sorted(suspects)
         return []
@@ -117,5 +119,5 @@ class Questions:
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else ""
 
     def judge(self, line: Callable[[], str]) -> str:
-        """Write the verdict unless another rank has; returns the verdict that counts."""
+        """Write the verdict unless another rank has written one; returns the verdict that counts."""
         return self.verdict() or self._store.compare_set("verdict", "", line()).decode()

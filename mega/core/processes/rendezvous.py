@@ -1,14 +1,17 @@
 """The rendezvous of ranks: the store that they share, and the check that all of them have joined.
 
-    1 a store                     a file, for ranks of `launch`; the agent's, under torchrun; else one that rank 0 hosts
+    1 a store                     a file, for ranks of `launch`; the agent's store, under torchrun; else a store that
+                                  rank 0 hosts
     2 every rank enters           its world size, and a token that is unique to the process
-    3 rank 0 lists the tokens     and updates the list at changes: a store may hold tokens of an attempt that was killed
-    4 every listed rank           acknowledges the list, which proves that it lives
-    5 rank 0 decides              to start or to fail; so does any rank whose time is over. The first decision counts
+    3 rank 0 lists the tokens     and updates the list at changes, because a store may hold tokens of an attempt that
+                                  was killed
+    4 every listed rank           acknowledges the list, which proves that the rank is alive
+    5 rank 0 decides              to start or to fail; any rank whose time is over decides to fail. The first decision
+                                  counts
 
-All later keys have a prefix that is unique to this rendezvous, so ranks never read keys of another one in the same
-store. No rank waits longer than --timeout-minutes; after it, all ranks report the same line with the missing ranks.
-This file knows no process groups.
+All later keys have a prefix that is unique to this rendezvous, so ranks never read keys of another rendezvous in the
+same store. No rank waits longer than --timeout-minutes; after that time, all ranks report the same line with the
+missing ranks. This module does not depend on process groups.
 """
 
 from __future__ import annotations
@@ -31,18 +34,18 @@ from mega.core.processes.world import MEETING_FILE, World, check_address, point_
 from mega.core.words import name_ranks
 
 HANDSHAKE = 15.0
-"""Seconds within which a store answers after the connection. The store has a thread of its own, so it is never busy."""
+"""Seconds within which a store answers after the connection. The store has its own thread, so it is never busy."""
 
 _POLL = (0.01, 0.3)
-"""Seconds between two polls: the first interval, and the longest one."""
+"""Seconds between two polls: the first interval, and the longest interval."""
 
 
 _HOSTED: list[dist.Store] = []
-"""Stores that this process hosts; other ranks may read them until it ends."""
+"""Stores that this process hosts; other ranks may read these stores until the process ends."""
 
 
 _UNREACHABLE: list[OSError] = []
-"""Why this process could not reach its store, so that exit reports do not wait for it again."""
+"""Why this process could not reach its store, so that exit reports do not wait for the store again."""
 
 
 class StoreLost(ConnectionError):
@@ -152,7 +155,7 @@ def hosts_store(world: World) -> bool:
 
 
 def _connect(address: str, port: int, hosting: bool, deadline: float) -> dist.Store:
-    """Open a TCPStore on a thread: torch waits for ever for the answer of a listener that is not a store."""
+    """Open a TCPStore on a thread: torch waits forever for the answer of a listener that is not a store."""
     patience = min(HANDSHAKE, max(1.0, deadline - time.monotonic()))
     results: queue.Queue[dist.Store | Exception] = queue.Queue()
 
@@ -183,7 +186,8 @@ def _connect(address: str, port: int, hosting: bool, deadline: float) -> dist.St
 
 
 def reach(address: str, port: int, deadline: float, minutes: float | None = None) -> None:
-    """Wait until the store's host listens, because torch reports a timeout with C++ frames. Errors: TimeoutError."""
+    """Wait until the store's host listens, because torch would report a timeout with C++ frames. Errors:
+    TimeoutError."""
     while True:
         try:
             return socket.create_connection((address, port), 2.0).close()
@@ -199,7 +203,7 @@ def reach(address: str, port: int, deadline: float, minutes: float | None = None
 
 def _missing(store: dist.Store, world: World, acknowledged: Mapping[str, Any], minutes: float) -> str:
     """The message about missing ranks, after the time limit."""
-    missing = [0]  # without a list: rank 0 writes it
+    missing = [0]  # rank 0 has not written the list
     if acknowledged:
         name, tokens = acknowledged["name"], acknowledged["tokens"]
         present = [rank for rank in map(int, tokens) if _text(store, f"here/{name}/{rank}") == tokens[str(rank)]]
@@ -223,7 +227,7 @@ def duration(minutes: float) -> str:
 
 
 def _read(store: dist.Store, key: str) -> Any:
-    """The JSON value under `key`, or None; also None for a value that is only partly written."""
+    """The JSON value under `key`; None if the value is absent or only partly written."""
     with contextlib.suppress(ValueError):
         return json.loads(_text(store, key) or "")
     return None

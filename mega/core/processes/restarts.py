@@ -1,16 +1,17 @@
 """Restarts of ranks after a failure, on one host; hosts.py does the same for several hosts.
 
     1 an attempt        all ranks run until all have succeeded, or one has failed (launch.run_attempt)
-    2 its ending        final: a mistake of the user, a loss that is not finite, a signal to stop; else maybe transient
-    3 restarts          count since the newest saved step: --max-restarts limits those without progress
+    2 its ending        final for a mistake of the user, a loss that is not finite, or a signal to stop; otherwise maybe
+                        transient
+    3 restarts          counted since the newest saved step, so --max-restarts limits restarts without progress
     4 the next attempt  the same job, which resumes from the newest save
 
 Why not torch's elastic agent, although its rendezvous supports spare hosts: it restarts after any exit code other than
-0, so it would repeat a mistake in a flag --max-restarts times; it counts all restarts of a long run, not those without
-progress; at a SIGTERM it kills ranks after 30 s and exits with 1, and it does not forward SIGUSR1 and SIGHUP, so a run
-would be lost after a scheduler's warning; and each host would write its own table of failures where exit_reports writes
-one line. It would save little: the fork server, with torch imported, lives as long as the launcher, so restarted ranks
-import nothing.
+0, so it would repeat a mistake in a flag --max-restarts times; it counts all restarts of a long run, not only restarts
+without progress; at a SIGTERM it kills ranks after 30 s and exits with 1, and it does not forward SIGUSR1 and SIGHUP,
+so a run would be lost after a scheduler's warning; and each host would write its own table of failures where
+exit_reports writes one line. The elastic agent would save little, because the fork server, which has imported torch,
+lives as long as the launcher, so restarted ranks import nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mega.core.processes.signals import handled_signals
 from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER
 
 PATIENCE = 0.2
-"""Seconds that ranks have to end after a peer has failed, before they are killed: their state is not needed."""
+"""Seconds that ranks have to end after a peer has failed, before they are killed; their state is not needed."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,14 @@ class Job:
     target: Callable[..., int | None]
     """The main function of a rank."""
     args: Callable[[bool], tuple[object, ...]]
-    """Returns the arguments of `target`. Its parameter: whether a step was saved since the launch, to resume from."""
+    """Returns the arguments of `target`. The parameter says whether a step to resume from was saved since the
+    launch."""
     saved: Callable[[], int]
     """Returns the newest saved step, or 0."""
     memory: bool = False
     """Whether the ranks need a folder in memory."""
     alike: Mapping[str, str] = field(default_factory=dict)
-    """Values that must be equal on all hosts, by names that users know."""
+    """Name, as users know it -> a value that must be equal on all hosts."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,17 @@ class Restarts:
     """The restarts of a job so far."""
 
     limit: int
-    """Maximum of consecutive restarts without a newer save."""
+    """Maximum number of consecutive restarts without a newer save."""
     began: int = 0
     """The newest saved step at the launch."""
     saved: int = 0
     """The newest saved step at the newest restart."""
     best: int = 0
-    """The same, or the newest step that peers had in memory if that is newer."""
+    """The same, or the newest step that peers had in memory if that step is newer."""
     number: int = 0
-    """All restarts since the launch."""
+    """Number of restarts since the launch."""
     without_progress: int = 0
-    """Restarts since the newest save."""
+    """Number of restarts since the newest save."""
     launched: float = 0.0
     """time.monotonic() of this host at the launch."""
 
@@ -85,7 +87,8 @@ class Restarts:
 
     @classmethod
     def from_message(cls, *, launched: float, **counts: int) -> Restarts:
-        """From the message of another host; clocks of hosts differ, so `launched` is sent as a duration."""
+        """Make the state from the message of another host. Clocks of hosts differ, so `launched` is sent as a
+        duration."""
         return cls(**counts, launched=time.monotonic() - launched)
 
     def to_message(self) -> dict[str, float]:
@@ -164,7 +167,7 @@ def exit_code(ending: Ending) -> int:
 
 
 def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]:
-    """Environment variables of an attempt; torchrun's where it has the same ones."""
+    """Environment variables of an attempt, with torchrun's names where torchrun has the same variables."""
     variables = {"TORCHELASTIC_RUN_ID": "mega", "TORCHELASTIC_RESTART_COUNT": str(restarts.number)}
     variables[LAUNCHED] = repr(restarts.launched)
     return variables if folder is None else {**variables, MEMORY_FOLDER: str(folder)}
@@ -189,8 +192,8 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory(job: Job) -> Iterator[Path | None]:
-    """The folder in memory, for a job that needs it. It is removed at the end; if this process is killed, by the next
-    launcher on this host."""
+    """The folder in memory, for a job that needs one. The folder is removed at the end or, if this process is killed,
+    by the next launcher on this host."""
     if not job.memory:
         yield None
         return
@@ -201,6 +204,6 @@ def memory(job: Job) -> Iterator[Path | None]:
     try:
         yield folder
     finally:
-        for number in handled_signals():  # the run has ended: a signal must not interrupt the removal
+        for number in handled_signals():  # the run has ended, and a signal must not interrupt the removal
             signal.signal(number, lambda *_: None)
         shutil.rmtree(folder, ignore_errors=True)

@@ -3,16 +3,16 @@
     1 a rank suspects            its main thread has not moved for a quarter of --timeout-minutes, or an exchange has
                                  timed out
     2 it asks                    every living rank answers with the position of its main thread (position.py)
-    3 a rank is silent           for the rest of the timeout: it was stopped, or cannot be reached
-    4 all ranks answer           the waiting rank asks again, until --timeout-minutes are over, or if any rank is in a
-                                 phase that may take long (activity.py), --phase-timeout-minutes
+    3 a rank is silent           for the rest of the timeout, so it was stopped or cannot be reached
+    4 all ranks answer           the waiting rank asks again until --timeout-minutes are over, or
+                                 --phase-timeout-minutes if any rank is in a phase that may take long (activity.py)
     5 the verdict                the first rank to decide writes to the store which rank is at fault; all ranks end with
                                  that message
 
 So the timeouts of exchanges matter only if this thread or the store has failed. A server waits for requests, not for
 steps, so a main thread that does not move is normal: its ranks ask regularly (`keep_asking`), and a rank that has not
 answered for --timeout-minutes is lost. The store itself may be silent, if its rank or host was stopped or disconnected:
-every call to it has a time limit. This file knows no collectives and no training.
+every call to the store has a time limit. This module depends neither on collectives nor on training.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ LOOK = 0.5
 timeout."""
 
 ANSWER = 20.0
-"""Seconds within which a living rank answers, also on a very busy machine; at most a third of the timeout."""
+"""Seconds within which a living rank answers, even on a very busy machine; at most a third of the timeout."""
 
 LOST = ".lost"
 """Suffix of the file in which the launcher of local ranks reports a rank that was killed."""
 
 SILENT = 10.0
-"""Seconds within which a living store answers, also on a very busy machine."""
+"""Seconds within which a living store answers, even on a very busy machine."""
 
 INTERVAL = 120.0
 """Seconds between the questions of a rank that asks regularly; at most a quarter of the timeout."""
@@ -81,9 +81,9 @@ class RollCall:
         host: tuple[str, Collection[str]] | None = None,
     ):
         """
-        hosted: rank 0 hosts the store, not a launcher's agent.
-        remote: the store is on a network and may be silent; False for a file.
-        phase_minutes: time limit of phases that may take long; None: no limit for ranks that answer.
+        hosted: whether rank 0 hosts the store, instead of a launcher's agent.
+        remote: whether the store is on a network and may be silent; False for a file.
+        phase_minutes: time limit of phases that may take long; None for no limit on ranks that answer.
         host: name and addresses of this host, if there are several.
         """
         self.minutes, self._hosted, self._remote = minutes, hosted, remote
@@ -99,7 +99,7 @@ class RollCall:
         """Rank 0 -> the name of its host. Cached, because the store cannot be read when that host has stopped."""
         self._interval: float | None = None
         self._lost: Callable[[str], None] | None = None
-        """A callback that takes the reason, instead of the end of this process."""
+        """A callback that is called with the reason instead of ending this process."""
         self._store_is_silent = False
         self._reported = ""
         self._ending = threading.Lock()
@@ -117,10 +117,10 @@ class RollCall:
             in_time(self.questions.leave, LEAVING)
 
     def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
-        """Ask all ranks regularly from now on, also while this rank's main thread moves.
+        """Ask all ranks regularly from now on, even while this rank's main thread moves.
 
         lost: called once, on the watchdog thread, with the message about ranks that have not answered or were killed;
-        None: print the message and end the process.
+        if None, print the message and end the process.
         """
         self._lost = lost
         self._interval = min(INTERVAL, 15 * self.minutes)
@@ -140,7 +140,7 @@ class RollCall:
         except TimeoutError:
             line = self._silent_store()
         if not self._ending.acquire(blocking=False):
-            return self.explain(error)  # the watchdog thread was faster
+            return self.explain(error)  # the watchdog thread reported first
         self._reported = line
         return line
 
@@ -173,7 +173,7 @@ class RollCall:
             if self._host is not None:
                 name, addresses = self._host
                 self._in_time(lambda: self.questions.introduce(name, addresses), self._silence)
-            stood, since, ask = None, time.monotonic(), math.inf  # last position, its time, time of the next question
+            stood, since, ask = None, time.monotonic(), math.inf  # position, its time, next question
             while not self._closed.wait(self._look):
                 self._end(self._in_time(self._answer, self._silence))
                 standing, moment = self._standing(), time.monotonic()
@@ -192,7 +192,8 @@ class RollCall:
             self._store_is_silent = True
             self._end(self._silent_store())
         except Exception:
-            # The store is lost. Usually the exchanges of all ranks fail with it; a device may wait in one for ever.
+            # The store is lost. Usually the exchanges of all ranks fail as well, but a device may wait in an exchange
+            # forever.
             if not self._closed.wait(60 * self.minutes):
                 reason = f"{named([0], self._first)}, or its host, has ended"
                 self._end(reason if self._hosted else "the launcher's store has gone")
@@ -205,10 +206,11 @@ class RollCall:
         return self.questions.verdict()
 
     def _suspect(self, seconds: float, since: float = math.inf) -> float:
-        """Ask all ranks, and end the run if some are silent for `seconds`, or if the main thread waits for too long.
+        """Ask all ranks, and end the run if some ranks are silent for `seconds`, or if the main thread waits for too
+        long.
 
         since: the time at which this rank's main thread has reached its position; math.inf: ignore the position.
-        Returns the time until which the main thread may stay there.
+        Returns the time until which the main thread may stay at that position.
         """
         stood, standing, moves = self._standing(), since < math.inf, list[bool]()
 
@@ -236,10 +238,9 @@ class RollCall:
         return self._in_time(lambda: self.questions.ask(seconds, stop, answers=answers), seconds + SILENT)
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
-        """Write the verdict, or return that of another rank. positions: of the ranks that answered.
-
-        The verdict is about silent ranks if there are any; else, with a limit, about ranks that others wait for; else
-        "". Errors: TimeoutError.
+        """Write the verdict, or return the verdict of another rank. positions: rank -> position, for the ranks that
+        answered. The verdict is about silent ranks if there are any; otherwise, with a limit, about ranks that others
+        wait for; otherwise it is "". Errors: TimeoutError.
         """
 
         def judge() -> str:
@@ -261,7 +262,7 @@ class RollCall:
             if self._lost is not None:
                 self._lost(line)
                 return
-            # os._exit, because the main thread may wait for ever. Ranks agree in their store which of them prints.
+            # os._exit, because the main thread may wait forever. Ranks agree in their store which of them prints.
             os._exit(report_exit(ExitReport(1, line, "verdict"), together=not self._store_is_silent))
 
     def _in_time(self, act: Callable[[], Result], seconds: float) -> Result:

@@ -1,8 +1,8 @@
 """Scripts for Slurm, torchrun and mpirun, and manifests for Kubernetes, that start a run on several hosts.
 
-With --max-restarts in the command the scheduler starts one process per host, which starts and restarts its ranks
-(hosts.py); without it the scheduler starts each rank, and each rank has its own log. This file only makes text: it
-starts nothing and reads no file.
+With --max-restarts in the command the scheduler starts one process per host, which starts and restarts the ranks of
+that host (hosts.py); without it the scheduler starts each rank, and each rank has its own log. This module only makes
+text: it starts no processes and reads no files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _FIRST = '"${MASTER_ADDR:?the name of the first host}"'
 
 
 def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run: Options) -> list[str]:
-    """The command of each process, after `mega`. run: the parsed options of `words`, with the files that they name.
+    """The command of each process, after `mega`. run: the parsed options of `words`, including files that the options
+    name.
 
     Errors: ValueError for options that `kind` does not support.
     """
@@ -67,7 +68,7 @@ def _check_values(kind: str, options: LaunchOptions) -> None:
     if options.minutes is not None and 60 * options.minutes <= options.warning:
         most = 60 * options.minutes - 1
         raise ValueError(f"--warning {options.warning}: must be less than --minutes {options.minutes}; at most {most}")
-    longest = 63 - len(f"-hosts-0-{options.hosts + options.spares - 1}-12345")  # of a pod's name
+    longest = 63 - len(f"-hosts-0-{options.hosts + options.spares - 1}-12345")  # the limit of a pod's name is 63
     if kind in _CONTAINERS and not (_LABEL.fullmatch(options.name) and len(options.name) <= longest):
         rule = f"lower-case letters, digits and hyphens between them, a letter first, at most {longest}"
         raise ValueError(f"--name {options.name}: must be {rule}, as Kubernetes names hosts after it")
@@ -76,7 +77,7 @@ def _check_values(kind: str, options: LaunchOptions) -> None:
 _CONTAINERS = ("jobset", "pytorchjob")
 
 _LEAVING = 300
-"""Seconds that Slurm's other tasks have to end by themselves after the first one has ended (`srun --wait`)."""
+"""Seconds that Slurm's other tasks have to end by themselves after the first task has ended (`srun --wait`)."""
 
 _STARTS = 6
 """Failures per host, on average, after which Kubernetes gives up."""
@@ -149,7 +150,7 @@ def _torchrun(options: LaunchOptions, command: Sequence[str], restarts: int) -> 
 
 
 def _mpi(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """A script that runs mpirun, which ends all processes when it loses one."""
+    """A script that runs mpirun, which ends all processes when one process is lost."""
     if options.spares:
         raise ValueError(f"--spares {options.spares}: mpirun ends all when a host is lost; valid kinds: slurm, jobset")
     each = 1 if restarts else options.nproc
@@ -164,7 +165,7 @@ def _mpi(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
 
 
 def _pod(options: LaunchOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, object]:
-    """The pod of one host in Kubernetes. Its log is that of the container."""
+    """The pod of one host in Kubernetes. Its log is the container's log."""
     if options.image is None:
         raise ValueError("--image is missing: give the container that has mega in it")
     container: dict[str, Any] = {
@@ -204,7 +205,7 @@ def _jobset(options: LaunchOptions, command: Sequence[str], restarts: int) -> st
 def _pytorchjob(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
     """A manifest for Kubeflow, whose operator sets MASTER_ADDR and MASTER_PORT of each pod."""
     pod = _pod(options, command, {})
-    del pod["restartPolicy"]  # the operator derives it from that of the replicas
+    del pod["restartPolicy"]  # the operator derives this policy from the policy of the replicas
     count = {"Master": 1, "Worker": options.hosts + options.spares - 1}
     pods = {
         kind: {"replicas": n, "restartPolicy": "ExitCode", "template": {"spec": pod}} for kind, n in count.items() if n

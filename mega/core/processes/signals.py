@@ -1,6 +1,6 @@
-"""Signals that ask a run to stop: which ones a process handles, and when a repeated signal means "now".
+"""Signals that ask a run to stop: which signals a process handles, and when a repeated signal means "now".
 
-This file knows neither how a run stops (training/stop.py) nor how ranks are started.
+This module depends neither on how a run stops (training/stop.py) nor on how ranks are started.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SAME_SIGNAL_SECONDS = 2.0
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
-    """The signals of STOPPING that this process handles: without SIGHUP if it is ignored, as under `nohup`."""
+    """The signals of STOPPING that this process handles: without SIGHUP if that signal is ignored, as under `nohup`."""
     return tuple(each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
 
 
 def restore_signals(heeded: Iterable[signal.Signals]) -> None:
-    """In a new rank: handle these signals again, which its fork server ignores."""
+    """In a new rank, handle these signals again, because its fork server ignores them."""
     for number in heeded:
         signal.signal(number, _interrupt if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -51,14 +51,14 @@ def delayed_signals() -> Iterator[None]:
 
 
 class RepeatedSignal:
-    """Distinguishes a second Ctrl-C from a signal that is delivered twice: by the terminal or the scheduler, which
-    signal every process of a job, and by the launcher, which forwards it.
+    """Distinguishes a second Ctrl-C from a signal that is delivered twice: once by the terminal or the scheduler, which
+    signal every process of a job, and once by the launcher, which forwards the signal.
     """
 
     def __init__(self) -> None:
         self._first: float | None = None
         self.number = 0
-        """The newest signal; 0 before the first one."""
+        """The newest signal; 0 before the first signal."""
 
     def repeats(self, number: int) -> bool:
         """Record a signal; return whether the user asks to end at once, without waiting for the stop to complete."""

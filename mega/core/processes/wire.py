@@ -1,6 +1,5 @@
-"""A connection between the launchers of two hosts, for lines of JSON. It detects a peer that stops without closing it.
-
-This file knows no jobs; hosts.py and leader.py do.
+"""A connection between the launchers of two hosts, for lines of JSON. It detects a peer that stops without closing the
+connection. This module does not depend on jobs, unlike hosts.py and leader.py.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ SILENT = 15.0
 """Seconds without a message or heartbeat after which the other end counts as lost."""
 
 _LONGEST = 1 << 20
-"""Maximum characters of a line."""
+"""Maximum number of characters in a line."""
 
 
 class Wire:
     """One end of a connection.
 
     heard: called with each message, on the wire's reader thread. lost: called once when the other end has closed the
-    connection, or was silent for SILENT seconds. here, there: addresses of the two ends; they stay valid after a loss.
-    Errors: OSError if the other end has closed the connection already.
+    connection, or was silent for SILENT seconds. here, there: addresses of the two ends, which stay valid after a loss.
+    Errors: OSError if the other end has already closed the connection.
     """
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
         self.here: str = connection.getsockname()[0]
         self.there: str = connection.getpeername()[0]
-        # struct timeval: a send to a stopped process would block for ever once the buffers are full.
+        # struct timeval: a send to a stopped process would block forever once the buffers are full.
         limit = struct.pack("ll", int(SILENT), 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,8 +1,8 @@
-"""World size, rank and rendezvous address, from the environment variables of the launcher. No torch.
+"""World size, rank and rendezvous address, from the environment variables of the launcher. Does not import torch.
 
 torchrun sets WORLD_SIZE, RANK and others, mpirun OMPI_COMM_WORLD_* (Open MPI) or PMI_* (MPICH, Intel MPI, Cray), a bare
 `srun` SLURM_*; without them there is one process, which may start local ranks with `--nproc`. Launchers nest: the inner
-launcher has precedence, and an outer one that gives a different rank of the same world is an error.
+launcher has precedence, and an outer launcher that gives a different rank of the same world is an error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ LAUNCHER_FILE = "MEGA_LAUNCHER_FILE"
 """Environment variable: prefix of the files in which --nproc and its ranks report to each other how ranks ended."""
 
 MOST_DIGITS = 18
-"""Digits of a number that a launcher sets: parsing thousands of digits is slow."""
+"""Maximum number of digits in a number that a launcher sets, because parsing thousands of digits is slow."""
 
 _STARTED_HERE = (MEETING_FILE, "TORCHELASTIC_RUN_ID")
-"""Variables that --nproc and torchrun set themselves: with them the variables of all outer launchers are ignored."""
+"""Variables that --nproc and torchrun set themselves; if one is set, the variables of all outer launchers are
+ignored."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class World:
 
 
 class _Launcher(NamedTuple):
-    """Names of the variables of a launcher; of the local ones, the first that is set counts."""
+    """Names of the variables of a launcher. Where several names are given for a local value, the first that is set
+    counts."""
 
     source: Source
     rank: str
@@ -110,10 +112,10 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
     for outer in stated[1:]:
         if _contradict(inner, outer):
             raise ValueError(f"{inner}: contradicts {outer}; unset those of the launcher that did not start the ranks")
-    if inner.world.size == 1 and inner.launcher.source != "torchrun":  # one task, which may start local ranks
+    if inner.world.size == 1 and inner.launcher.source != "torchrun":  # a single task, which may start local ranks
         return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
-    # Scripts copy the variables of mpirun or srun to RANK and WORLD_SIZE, and srun also sets PMI_*. Of launchers with
-    # the same rank, prefer one that also gives the number of local ranks.
+    # Scripts copy the variables of mpirun or srun to RANK and WORLD_SIZE, and srun also sets PMI_*. Among launchers
+    # with the same rank, prefer a launcher that also gives the number of local ranks.
     same = [each for each in stated if (each.world.rank, each.world.size) == (inner.world.rank, inner.world.size)]
     with_local_size = (each for each in same if any(name in environ for name in each.launcher.local_size))
     return next(with_local_size, inner).world
@@ -164,7 +166,7 @@ def _slurm_world(environ: Mapping[str, str]) -> World:
 
 
 def batch_tasks(environ: Mapping[str, str]) -> int:
-    """In a batch script of SLURM itself: how many tasks it could start; else 0.
+    """In a batch script of SLURM itself, the number of tasks that the script could start; else 0.
 
     SLURM gives the script the variables of task 0. A task of srun also has the variables of its step.
 
@@ -181,8 +183,8 @@ def batch_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, launchers: list[_Launcher]) -> bool:
-    """Whether only RANK or WORLD_SIZE is set, as scripts export it, and another launcher sets both with the same
-    value."""
+    """Whether only RANK or WORLD_SIZE is set, as scripts export it, and another launcher sets both, that variable to
+    the same value."""
     partial = (environ.get(launcher.rank), environ.get(launcher.size))
     pairs = [(environ.get(other.rank), environ.get(other.size)) for other in launchers if other is not launcher]
     return any(None not in pair and (partial[0] == pair[0] or partial[1] == pair[1]) for pair in pairs)
@@ -203,7 +205,7 @@ def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def note(line: str) -> None:
-    """Print a line for the user on stderr, once for all ranks: only on the first."""
+    """Print a line for the user on stderr, only on the first rank."""
     if is_first_rank():
         print(f"mega: {line}", file=sys.stderr, flush=True)
 
@@ -262,7 +264,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
-    """Tasks of this node from SLURM_STEP_TASKS_PER_NODE or SLURM_NTASKS_PER_NODE, such as `4(x2),2`.
+    """Number of tasks on this node, from SLURM_STEP_TASKS_PER_NODE or SLURM_NTASKS_PER_NODE, such as `4(x2),2`.
 
     >>> _slurm_local_size({"SLURM_STEP_TASKS_PER_NODE": "4(x2),2", "SLURM_NODEID": "2"}, 10)
     2
@@ -289,7 +291,7 @@ def _number(
     below: tuple[int, str] | None = None,
     most: tuple[int, str] | None = None,
 ) -> int:
-    """The integer in the variable `name`. below, most: a bound and the variable that gives it.
+    """The integer in the variable `name`. below, most: an exclusive or inclusive bound, and the variable that gives it.
 
     >>> _number({"RANK": "5"}, "RANK", below=(2, "WORLD_SIZE"))
     Traceback (most recent call last):
@@ -314,7 +316,8 @@ def _number(
 def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """The number of ranks of a run: the launcher's, else `--nproc`, else one; in a dry run `--world`.
 
-    Errors: ValueError in a batch script of SLURM that has several tasks and starts one process: the others would idle.
+    Errors: ValueError in a batch script of SLURM that has several tasks and starts one process, because the other tasks
+        would idle.
 
     >>> ranks(world_from_env({}), nproc=4)
     4

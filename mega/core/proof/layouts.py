@@ -1,4 +1,4 @@
-"""Layouts of ranks by name, and the lists of layouts that `mega parity` compares. No torch.
+"""Layouts of ranks by name, and the lists of layouts that `mega parity` compares. Does not import torch.
 
 A name lists sizes: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, cp4-ring is 4
 context ranks with ring attention, and a trailing -zero1 shards the optimizer's state. Schedules and recomputation have
@@ -87,11 +87,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama", "bert", "t5")
 DECODERS = ("gpt", "llama")
-"""Models that a layout given by name is tested with, if no model is named."""
+"""Models used to test a layout given by name, if no model is named."""
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
-"""Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A usual
-rate keeps this noise within the bounds of fp32; fp64 tolerates a rate twenty times as high."""
+"""dtype -> learning rate. Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that
+is nearly zero. A usual rate keeps this noise within the bounds of fp32; fp64 tolerates a rate twenty times as high."""
 
 NUMBERS = ("tp", "cp", "pp", "dp", "etp", "ep", "split", "chunks", "mbs", "full", "block", "zero")
 FLAGS = ("sp", "a2a", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
@@ -108,38 +108,38 @@ class ParityLayout:
     pp: int = 1
     dp: int = 1
     etp: int = 0
-    """Tensor ranks of each expert; 0: as `tp`."""
+    """Number of tensor ranks per expert; 0 means `tp`."""
     ep: int = 1
-    """Ranks that hold different experts."""
+    """Number of ranks that hold different experts."""
     split: int = 0
-    """The first stage of the decoder; 0: encoder and decoder share all stages."""
+    """Index of the decoder's first stage; 0 if encoder and decoder share all stages."""
     chunks: int = 1
     sp: bool = False
-    """Sequence parallelism."""
+    """Whether to use sequence parallelism."""
     a2a: bool = False
-    """Tokens are dispatched to experts by all-to-all, instead of an all-gather."""
+    """Whether tokens are dispatched to experts by all-to-all instead of an all-gather."""
     ring: bool = False
-    """Ring attention over the context ranks."""
+    """Whether to use ring attention over the context ranks."""
     gpipe: bool = False
     zb: bool = False
-    """The zero-bubble schedule."""
+    """Whether to use the zero-bubble schedule."""
     uneven: bool = False
-    """Stages have different numbers of blocks."""
+    """Whether stages have different numbers of blocks."""
     mbs: int = 1
-    """Samples of a microbatch; a step has 8."""
+    """Number of samples per microbatch; a step has 8 samples."""
     selective: bool = False
-    """Selective recomputation."""
+    """Whether to use selective recomputation."""
     full: int = 0
     """`--recompute-layers` of full recomputation by groups of blocks."""
     block: int = 0
     """`--recompute-layers` of full recomputation of the first blocks of a stage."""
     share: bool = False
-    """Saved activations are sharded over the tensor ranks."""
+    """Whether saved activations are sharded over the tensor ranks."""
     zero: int = 0
     rule: str = "adam"
     """The update rule: adam, or one of `RULES`."""
     offload: bool = False
-    """The optimizer's state is on the host."""
+    """Whether the optimizer's state is on the host."""
 
     @property
     def world(self) -> int:
@@ -194,11 +194,11 @@ class ParityLayout:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the model: at least one per chunk, and one more for uneven stages."""
+        """Number of blocks in the model: at least one per chunk, and one more for uneven stages."""
         return max(FEWEST_BLOCKS, self.pp * self.chunks + self.uneven)
 
     def depth(self, model: str) -> tuple[int, ...]:
-        """Blocks of each stack of one of `MODELS`: of its only stack, or of its encoder and its decoder.
+        """Number of blocks in each stack of one of `MODELS`: in its only stack, or in its encoder and its decoder.
 
         >>> ParityLayout(pp=4, split=1).depth("t5"), ParityLayout(pp=4).depth("t5"), ParityLayout().depth("gpt")
         ((1, 3), (2, 2), (4,))
@@ -263,7 +263,7 @@ def _small(model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float, ru
 
 
 def uneven(blocks: int, pieces: int) -> list[int]:
-    """Stages of unequal length; later stages are longer.
+    """Numbers of blocks for stages of unequal length; later stages are longer.
 
     >>> uneven(4, 2), uneven(5, 4), uneven(7, 6)
     ([1, 3], [1, 1, 1, 2], [1, 1, 1, 1, 1, 2])
@@ -299,8 +299,8 @@ CONTEXT = _named(
     "tp2cp2pp2sp",
     "tp2cp2dp2sp-ring-zero1",
 )
-"""Context ranks in combination with every other axis. Without `ring` attention uses all-to-all if tp x cp divides the 4
-key/value heads."""
+"""Context ranks in combination with every other axis. Without `ring`, attention uses all-to-all if tp x cp divides the
+4 key/value heads."""
 
 STAGES = _named(
     "pp2-chunks2",
@@ -353,7 +353,7 @@ RECOMPUTED = _named(
 SPLITS = _named(
     "tp1-mbs8", "tp1-mbs4", "dp4", "dp8", "dp4-mbs2", "dp2-mbs4-zero2", "tp2sp-mbs8", "pp2-mbs2", "cp2-mbs4"
 )
-"""The global batch of 8 in microbatches of different sizes, and over more data ranks."""
+"""The global batch of 8 samples in microbatches of different sizes, and over more data ranks."""
 
 
 UPDATES = _named(
@@ -377,8 +377,8 @@ UPDATES = _named(
     "tp2pp2dp2sp-zero1-muon",
     "tp2dp2-zero1-muon-offload",
 )
-"""The other rules, with tensors that are cut over tensor ranks and into spans, and a tensor that two stages share; also
-state on the host."""
+"""The other update rules, with tensors that are cut over tensor ranks and into spans, and with a tensor that two stages
+share; also optimizer state on the host."""
 
 
 SPLIT_RANKS = _named(
@@ -404,8 +404,8 @@ some stage holds both."""
 
 
 def every_layout() -> list[ParityLayout]:
-    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO stage; and
-    the lists above."""
+    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, with every ZeRO
+    stage; and the lists above."""
     grid = []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
@@ -436,7 +436,8 @@ EXPERTS = _named(
 def drawn_mixtures(model: str, count: int, seed: int = 40) -> list[ParityLayout]:
     """Layouts of a mixture of experts: `EXPERTS`, and valid layouts drawn at random with a fixed seed.
 
-    A model that drops tokens keeps the reference's microbatch size, because the capacity of an expert depends on it.
+    A model that drops tokens keeps the reference's microbatch size, because the capacity of an expert depends on that
+    size.
     """
     draw, layouts = random.Random(f"{seed} {model}"), list(EXPERTS)
     dropping = "capacity_factor" in MODELS[model]
@@ -475,7 +476,8 @@ SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")
 """A layout for each axis, and one with all axes."""
 
 TIES = _named("tp2sp", "pp2", "pp2-chunks2", "pp4-zb", "dp2-zero3", "tp2pp2dp2sp-zero1")
-"""Layouts that share the embedding, for models whose tie differs from their family's."""
+"""Layouts for models that tie the embedding although their family does not, or do not tie it although their family
+does."""
 
 NORMS = _named(
     "tp2sp",
@@ -491,7 +493,7 @@ NORMS = _named(
 """Layouts in which the placement of norms changes saved, cut or exchanged tensors."""
 
 DRAWN = 32
-"""Number of layouts for each model with experts."""
+"""Number of layouts per model with experts."""
 
 NEIGHBOURS = _named(
     "tp2sp",
@@ -509,7 +511,7 @@ NEIGHBOURS = _named(
 """Layouts that cut, send or recompute neighbours, for blocks other than GPT's."""
 
 SOME = {"gpt-untied": TIES, "llama-tied": TIES, "bert-post": NORMS, "llama-retriever": NEIGHBOURS}
-"""Models that are tested in some layouts only."""
+"""Models that are tested only in some layouts -> these layouts."""
 
 Case = tuple[str, ParityLayout]
 """The name of a model in `MODELS`, and a layout."""

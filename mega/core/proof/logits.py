@@ -1,6 +1,5 @@
-"""Compare the logits of a converted checkpoint with those of its original, by one forward pass of each.
-
-Both models run one block at a time in fp32, so memory holds only one block and the embeddings of each model.
+"""Compare the logits of a converted checkpoint with those of its original, by one forward pass of each model. Both
+models run one block at a time in fp32, so memory holds only one block and the embeddings of each model.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BOUND = 1e-4
 """Largest allowed difference of a logit in fp32, relative to the largest logit (or to 1 if that is larger)."""
 
 TOKENS = (2, 64)
-"""Rows and columns of the random tokens."""
+"""Number of rows and columns of the random tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class LogitComparison:
 
     @property
     def bound(self) -> float:
-        """The limit of `largest`. It grows with the logits, like the rounding error of their sums."""
+        """The limit for `largest`. The limit grows with the logits, like the rounding error of their sums."""
         return BOUND * max(1.0, self.scale)
 
     @property
@@ -66,7 +65,8 @@ def check_transformers() -> None:
 
 
 def continues_text(one: Path, other: Path) -> bool:
-    """Whether the mega checkpoint among the two paths holds a model that continues text, so that logits compare."""
+    """Whether the mega checkpoint among the two paths holds a model that continues text, so that logits can be
+    compared."""
     checkpoint = locate(one if form_at(one) is OWN else other)
     return family(model_of(checkpoint.meta, str(checkpoint.path))).prompt is not None
 
@@ -81,7 +81,7 @@ def compare_logits(one: Path, other: Path) -> LogitComparison:
     folder, load = (other, one) if form_at(one) is OWN else (one, other)
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
-    converted = opened_own(load)  # merges and rounds adapters as an export does
+    converted = opened_own(load)  # merges and rounds adapters as in an export
     model = architecture(converted.model)
     rows, columns = TOKENS
     generator = torch.Generator().manual_seed(0)
@@ -105,8 +105,8 @@ def not_finite(one: Path, other: Path) -> str | None:
 def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab] in fp32, computed by transformers from a Hugging Face folder for token ids [b, s].
 
-    The model is built with one block of each kind. Each real block is built and filled when it is called, and freed
-    after the call.
+    The model is first built with one block of each kind. Each actual block is built and filled when it is called, and
+    freed after the call.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -122,7 +122,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     backbone = model.base_model
     stem = "h" if hasattr(backbone, "h") else "layers"
     block: Any = type(getattr(backbone, stem)[0])
-    # Only the construction must see fewer layers: blocks read their number and kind from the whole config.
+    # Only the construction must see fewer layers, because blocks read their number and kind from the whole config.
     config.num_hidden_layers = count
     if kinds is not None:
         config.layer_types = kinds

@@ -1,4 +1,5 @@
-"""The section of `mega parity`: which layouts it compares, and the file for its rows. No torch."""
+"""The section of `mega parity`: which layouts the command compares, and the file for the rows. Does not import
+torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Train one small model from one seed in many layouts, and compare losses and gradients by logical tensor.
 
 The reference is the same code on one rank. Losses and whole gradients are compared at selected steps, with the bounds
-below; `Measure` defines how far the gradient of a tensor may be from the reference's.
+below; `Measure` defines how far the gradient of a tensor may be from the reference gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mega.core.training.wire import build_mesh, build_state
 
 LOSS_BOUND = {"fp64": 1e-12, "fp32": 2e-6}
 GRADIENT_BOUND = {"fp64": {1: 1e-10, 10: 1e-10}, "fp32": {1: 1e-5, 10: 2e-4}}
-"""dtype -> step -> bound; steps from 2 on have the bound of step 10."""
+"""dtype -> step -> bound; all steps after the first have the bound of step 10."""
 GRADIENT_FLOOR = 1e-6
-"""Errors are relative to the tensor's largest element, but at least to this share of the global norm."""
+"""Errors are relative to the tensor's largest element, or to this share of the global norm if that is larger."""
 ROUNDING = 4
 """An error against fp64 counts as rounding up to this multiple of the reference's own error. A different order of sums
-reaches 2; ring attention reaches 2.8 (GPT's key bias), because its backward pass computes the sums of softmax from the
-rounded output, as flash attention does."""
+causes errors of up to 2 times, ring attention of up to 2.8 times (GPT's key bias), because its backward pass computes
+the sums of softmax from the rounded output, as flash attention does."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class StepDifference:
     loss: float
     """Relative difference of the loss."""
     gradient: float
-    """Relative error of the worst tensor's gradient."""
+    """Relative error of the gradient of the worst tensor."""
     share: float
-    """That error as a share of the allowed one."""
+    """That error as a share of the allowed error."""
     tensor: str
     """Name of the worst tensor."""
 
@@ -63,10 +63,10 @@ class Measure:
     """Compares gradients of one tensor with the reference's gradient.
 
     The error is the largest difference of an element, divided by the tensor's largest element, or by `floor` if that is
-    larger. It may reach `bound`. If the reference itself is rounding noise, no such bound is meaningful: the gradient
-    of a key bias is zero in theory, and its fp32 value depends on the order of sums. So with `exact`, the gradient in
-    fp64, a tensor also passes if its distance to `exact` is at most `ROUNDING` times the reference's distance. For an
-    accurate reference this second rule is the stricter one and changes nothing.
+    larger. The error may be up to `bound`. If the reference itself is rounding noise, no such bound is meaningful. For
+    example, the gradient of a key bias is zero in theory, and its fp32 value depends on the order of sums. So with
+    `exact`, the gradient in fp64, a tensor also passes if its distance to `exact` is at most `ROUNDING` times the
+    reference's distance. For an accurate reference this second rule is stricter than the first and has no effect.
     """
 
     def __init__(self, reference: torch.Tensor, exact: torch.Tensor | None, bound: float, floor: float):
@@ -107,8 +107,8 @@ def own_samples(run: RunConfig, mesh: Mesh, consumed: int) -> Iterator[torch.Ten
 def train_layout(
     groups: Groups, rank: int, run: RunConfig, world: int, steps: Sequence[int]
 ) -> list[tuple[float, float, list[Piece]]]:
-    """Job of one rank: train to the last of `steps`; returns loss, gradient norm and this rank's pieces per listed
-    step."""
+    """The job of one rank: train to the last of `steps`; returns loss, gradient norm and this rank's pieces for each of
+    `steps`."""
     mesh = build_mesh(run, rank, world, groups)
     device = Device.choose(run.runtime.device, rank)
     state, results = build_state(run, mesh, device), []
@@ -201,5 +201,5 @@ def gradient_bound(dtype: str, step: int) -> float:
 
 
 def within(dtype: str, difference: StepDifference) -> bool:
-    """Whether a difference is within the bounds of its dtype; NaN never is."""
+    """Whether a difference is within the bounds of its dtype; NaN is always outside."""
     return difference.loss <= LOSS_BOUND[dtype] and difference.share <= 1

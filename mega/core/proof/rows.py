@@ -1,5 +1,5 @@
-"""The loop over layouts, which yields one row of results for each, and the file of rows from which an interrupted loop
-resumes. It knows no layout by name.
+"""The loop over layouts, which yields one row of results per layout, and the file of rows from which an interrupted
+loop resumes. This module does not depend on particular layouts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Row:
     gradients: tuple[float, ...] = ()
     """Error of the worst tensor at each of `STEPS`."""
     shares: tuple[float, ...] = ()
-    """Those errors as shares of the allowed ones."""
+    """Those errors as shares of the allowed errors."""
     tensors: tuple[str, ...] = ()
     """Names of the worst tensors."""
     problem: str | None = None
     """The error message if the comparison failed."""
     commit: str = ""
-    """Commit of the code."""
+    """The commit of the code."""
     date: str = ""
 
 
@@ -83,7 +83,8 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
 def _reference(
     pool: Pool, model: str, depth: tuple[int, ...], rule: str, dtype: ParityDtype
 ) -> tuple[list[Snapshot], list[Snapshot] | None]:
-    """Snapshots of one rank, with one sample per microbatch; for fp32 also in fp64, with the same learning rate."""
+    """Snapshots of training on one rank, with one sample per microbatch; for fp32 also the snapshots in fp64, with the
+    same learning rate."""
     from mega.core.proof.parity import snapshots
 
     expected = snapshots(pool, reference_run(model, depth, dtype, rule=rule), 1, STEPS)

@@ -4,7 +4,7 @@ task.py        the interface of a benchmark, and how it is scored in any layout
 options.py     options of mega eval, and the list of benchmarks
 benchmarks/    one benchmark per file
 score.py       the likelihood of each token of a text
-labels.py      a classifier on labelled sets (data/formats); ensemble.py: the mean of several models' predictions
+labels.py      scores a classifier on labelled sets (data/formats); ensemble.py: the mean of several models' predictions
 rows.py        rows of ids with a scored part; windows of a long text
 model.py       checks and opens the model of an evaluation, on every rank
 evaluate.py    runs one benchmark on one model, and resumes it; show.py reports the result

@@ -1,7 +1,7 @@
 """Conversations as text for a harness that handles prompts as text, with a template's control tokens by name.
 
-As in the harness's own backends, a question that spells a control token's name ends its turn. This file knows no
-harness.
+As in the harness's own backends, a question that spells a control token's name ends its turn. This module does not
+depend on a harness.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class ChatTexts:
         self._asked = False
 
     def text(self, history: Sequence[Mapping[str, str]], reply: bool) -> str:
-        """The prompt for the next turn. Without `reply`: for the continuation of the assistant's turn that ends it."""
+        """The prompt for the next turn; without `reply`, the prompt for continuing the assistant's turn at the end of
+        `history`."""
         messages = [{"role": each["role"], "content": each["content"]} for each in history]
         prefix = "" if reply else messages.pop()["content"]
         self._asked = True

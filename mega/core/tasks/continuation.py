@@ -1,6 +1,7 @@
 """Generate continuations of prompts for lm-eval's tasks, at any layout; data ranks share the prompts.
 
-Each replica of the model has an engine with a cache (inference/). Its first rank schedules, the others follow.
+Each replica of the model has an engine with a cache (inference/). The first rank of a replica schedules, and the others
+follow.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ def continue_prompts(
     layers: int,
     relay: Relay | None,
 ) -> list[list[int]]:
-    """Up to `tokens` ids after each prompt, equal on every rank; all ranks must call it.
-
-    stage: this rank's stage, able to decode. how: sampling of each prompt. ends: ids that end an answer. stop: whether
-    the ids of an answer end it. known: ids are sampled below this bound. layers: the largest number of blocks in a
-    stage. relay: connects the ranks of the model. Errors: ValueError where context ranks share rows; RequestError.
+    """Up to `tokens` ids after each prompt, equal on every rank; all ranks must call this function. stage: this rank's
+    stage, which must support decoding. how: the sampling options of each prompt. ends: ids that end an answer. stop: a
+    function that returns whether an answer with these ids is complete. known: only ids below this bound are sampled.
+    layers: maximum number of blocks in a stage. relay: connects the ranks of the model. Errors: ValueError where
+    context ranks share rows; RequestError.
     """
     if mesh.cp.size > 1:
         raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")
     numbers = range(mesh.dp.index, len(prompts), mesh.dp.size)
     options = EngineOptions(max_requests=max(1, min(AT_ONCE, -(-len(prompts) // mesh.dp.size))), vocab=known)
     engine, answers = engine_on(stage, mesh, device, options, layers, relay=relay), dict[str, list[int]]()
-    if engine is not None:  # on the first rank of a replica; on the others `engine_on` returns when the work is done
+    if engine is not None:  # on the first rank of a replica; on other ranks `engine_on` returns when the work is done
         try:
             requests = {
                 number: Request(prompt=tuple(prompts[number]), tokens=tokens, sampling=how[number], stop_ids=ends)
@@ -60,7 +61,7 @@ def continue_prompts(
 
 
 def _answers(engine: Engine, requests: Mapping[int, Request], stop: Stop) -> dict[str, list[int]]:
-    """Answer requests: the number of each request, as a string -> its ids."""
+    """Answer requests. Returns the index of each request, as a string -> its ids."""
     answers: dict[int, list[int]] = {engine.add(request): [] for request in requests.values()}
     while not engine.idle:
         for event in engine.step():

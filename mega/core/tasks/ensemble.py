@@ -1,6 +1,6 @@
 """Combine several models' predictions by the mean of their probabilities (Megatron-LM: tasks/ensemble_classifier.py).
 
-Reads and writes the JSON lines of predictions that `mega eval --task mnli|qqp|race` writes. No torch.
+Reads and writes predictions as the JSON lines that `mega eval --task mnli|qqp|race` writes. Does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 def ensemble(files: Sequence[str]) -> tuple[list[Row], list[Row]]:
     """The combined predictions, and the accuracy of each set and of all: {"set", "correct", "total", "accuracy"}.
 
-    Errors: ValueError where the files do not have the same questions in the same order.
+    Errors: ValueError if the files do not have the same questions in the same order.
     """
     every = [predictions(file) for file in files]
     for file, rows in zip(files[1:], every[1:], strict=True):

@@ -1,10 +1,11 @@
 """`mega eval --task`: run one benchmark on one model at any layout; resume a killed run; report the result.
 
     prepare     in the process that the user started: check model, layout and flags before any rank starts
-    evaluate    on every rank: load stages, score examples, add sums; rank 0 stores them every few seconds and reports
+    evaluate    on every rank: load stages, score examples, add sums; rank 0 stores the sums every few seconds and
+                reports
 
 The sums are stored next to --json, as FILE.partial, with a fingerprint of model, data and settings. The fingerprint
-does not include layout and micro batch, so another layout can resume.
+does not include layout and micro-batch size, so an evaluation in another layout can resume from them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def prepare(
     retriever: OpenRetriever | None = None,
     report: Callable[[str], None] | None = note,
 ) -> CheckedEvaluation:
-    """Check an evaluation before any rank starts. report: receives lines for the user; None: the evaluation prints
+    """Check an evaluation before any rank starts. report: receives lines for the user; if None, the evaluation prints
     nothing, neither now nor later.
 
     Errors: ValueError naming flag or file, its value, and the rule.
@@ -134,7 +135,7 @@ def _retriever(
 
 
 def evaluate(evaluation: CheckedEvaluation) -> int:
-    """Score as one rank of the world that the environment describes; 0. Errors: ValueError on every rank."""
+    """Score as one rank of the world that the environment describes; returns 0. Errors: ValueError on every rank."""
     as_rank(evaluation.model.run, partial(run_here, evaluation))
     return 0
 
@@ -187,7 +188,7 @@ def result_here(
             write(predictions_path(evaluation.json), task.predictions(progress.sums.shares))
         with whole_file(Path(evaluation.json)) as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
-        # Removed last: a kill before this line loses nothing.
+        # Removed last, so that a kill before this line loses nothing.
         progress.path.unlink(missing_ok=True)
         if not evaluation.quiet:
             show(result, task.headline, evaluation.json)
@@ -197,7 +198,7 @@ def result_here(
 def _about(
     evaluation: CheckedEvaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int
 ) -> dict[str, object]:
-    """All settings of a score, and a fingerprint of those that affect it."""
+    """All settings of a score, and a fingerprint of the settings that affect the score."""
     options, run = dataclasses.asdict(evaluation.options), here.run
     model = model_settings(evaluation.model, here)
     deciding: dict[str, object] = {
@@ -258,7 +259,7 @@ def _result(judged: Benchmark[object], found: Mapping[str, Estimate], progress: 
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """Replace NaN and infinities by null, since JSON has no such numbers.
+    """Replace NaN and infinities with null, since JSON has no such numbers.
 
     >>> _finite({"name": "ppl", "value": math.nan})
     {'name': 'ppl', 'value': None}
@@ -297,7 +298,8 @@ class _Progress:
         self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if prints else None
 
     def _read(self) -> dict[str, Any] | None:
-        """Read what an earlier process of this evaluation stored; None if the file is damaged, or of another one."""
+        """Read what an earlier process of this evaluation stored; None if the file is damaged, or belongs to another
+        evaluation."""
         try:
             stored = json.loads(self.path.read_bytes())
         except (OSError, ValueError):

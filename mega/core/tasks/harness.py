@@ -52,14 +52,14 @@ from mega.core.tasks.task import shares
 from mega.core.text.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 256
-"""Most tokens of an answer where a task sets no limit; the harness's own default."""
+"""Maximum number of tokens in an answer if the task sets no limit; the harness's own default."""
 TURNS = 16
-"""Calls of the pipeline on every rank between two times at which answers are stored."""
+"""Number of pipeline calls on every rank before answers are stored again."""
 
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """A checked evaluation. json: the file of the result."""
+    """A checked evaluation. json: the file for the result."""
 
     model: CheckedModel
     options: HarnessOptions
@@ -107,7 +107,7 @@ def _known_tasks(options: HarnessOptions) -> object:
 
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ValueError(f"--include-path {options.include_path}: no such directory")
-    if options.include_path is not None:  # first without the harness's own tasks, because reading those takes seconds
+    if options.include_path is not None:  # first without the harness's own tasks, which take seconds to read
         local_tasks = TaskManager(include_path=options.include_path, include_defaults=False)
         if all(local_tasks.match_tasks([name]) for name in options.tasks):
             return local_tasks
@@ -127,7 +127,8 @@ def evaluate(asked: HarnessRun) -> int:
 def run_here(
     asked: HarnessRun, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, object] | None:
-    """Run one rank's part. Return the harness's results on ranks that make them (the first of a host), else None."""
+    """Run one rank's part. Return the harness's results on ranks that make results (the first of each host), else
+    None."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -193,16 +194,16 @@ def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeM
 
 @dataclass(frozen=True)
 class NativeModel:
-    """The operations that the harness needs of a model, on ids. All ranks must call them alike and get equal
-    answers."""
+    """The operations, on ids, that the harness needs from a model. All ranks must call these methods alike and get
+    equal answers."""
 
     here: ModelHere
     scorer: TokenScorer
     tokenizer: Tokenizer
-    answers: StoredAnswers  # of an interrupted run, and so far
+    answers: StoredAnswers  # the answers of an interrupted run, and those so far
     chat: ChatTexts | None  # formats conversations; None without --apply-chat-template
-    length: int  # most columns of a row
-    micro_batch: int  # rows of a microbatch
+    length: int  # maximum number of columns in a row
+    micro_batch: int  # number of rows in a microbatch
 
     @property
     def turn(self) -> int:
@@ -211,14 +212,15 @@ class NativeModel:
 
     @property
     def begin(self) -> int:
-        """The id in front of a text at the beginning of the input. Errors: ValueError if the tokenizer has none."""
+        """The id in front of a text at the beginning of the input. Errors: ValueError if the tokenizer has no such
+        id."""
         if self.tokenizer.start is None:
             raise ValueError(f"--tasks: {self.tokenizer.kind} has no token that begins a text")
         return self.tokenizer.start
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Encode a text. special: whether the ids that the tokenizer adds to each text are put in front. None: they
-        are, but not twice if a conversation's text already begins with them."""
+        """Encode a text. special: whether to put the ids that the tokenizer adds to each text in front. If None, these
+        ids are put in front unless a conversation's text already begins with them."""
         lead = self.tokenizer.encode("")
         if self.chat is None:
             ids = self.tokenizer.encode(text)
@@ -263,8 +265,8 @@ class NativeModel:
     def continuations(
         self, prompts: Sequence[str], until: Sequence[str], tokens: int, how: Sequence[Sampling]
     ) -> list[str]:
-        """The text that follows each prompt, up to one of `until`, the end of the document or of the assistant's
-        turn."""
+        """The text generated after each prompt, up to one of `until`, the end of the document or the end of the
+        assistant's turn."""
         most, decode = self.length - tokens, self.tokenizer.decode
         if most < 1:
             raise ValueError(f"--seq-length {self.length}: must be more than the {tokens} tokens that a task generates")
@@ -340,7 +342,7 @@ def language_model(native: NativeModel) -> object:
 
 
 def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
-    """The log-probability of each text, in consecutive windows split as the harness does. The token that begins a text
+    """The log-probability of each text, in consecutive windows split as the harness does. The beginning-of-text token
     precedes the first window and is not scored."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 

@@ -1,4 +1,4 @@
-"""The score of a classifier on labelled sets: accuracy of each set and of all, and predictions for every question.
+"""The score of a classifier on labelled sets: accuracy of each set and of all sets, and predictions for every question.
 
 The questions come from a `Format` (data/formats). Files without labels get predictions but no score.
 """
@@ -29,7 +29,8 @@ HEADS = tuple(head for head, _ in LABELLED.values())
 
 
 class Item(NamedTuple):
-    """A question. position: index among all questions. where: index of its set. number: index within the set."""
+    """A question. position: index among all questions. where: index of the question's set. number: index within that
+    set."""
 
     position: int
     where: int
@@ -68,7 +69,8 @@ class Labels:
         return [Item(index, *each) for index, each in enumerate(every)]
 
     def batch(self, examples: Sequence[Item]) -> MaskedBatch:
-        """Rows padded to the longest, in multiples of the unit. A row's sample number identifies the question."""
+        """Rows padded to the length of the longest row, rounded up to a multiple of the unit. A row's sample number
+        identifies the question."""
         sets, unit = list(self.sets.values()), self.asked.unit
         longest = max(sets[item.where].longest([item.number]) for item in examples)
         width = -(-longest // unit) * unit
@@ -115,7 +117,7 @@ class Labels:
         ]
 
     def predictions(self, probabilities: torch.Tensor) -> list[dict[str, object]]:
-        """A row for every question, in order. probabilities: [questions, classes]."""
+        """One row per question, in order. probabilities: [questions, classes]."""
         sets, rows = list(self.sets.items()), []
         for item, shares in zip(self.examples(Path()), probabilities.tolist(), strict=False):
             name, one = sets[item.where]

@@ -42,15 +42,16 @@ from mega.core.untrusted import numbers_below
 Answer = TypeVar("Answer")
 
 MICRO_BATCH = 4
-"""Rows of a microbatch if --micro-batch is not given; Megatron-LM's early evaluations had the same default."""
+"""Number of rows in a microbatch if --micro-batch is not given; Megatron-LM's early evaluations had the same
+default."""
 LONGEST = 4096
-"""Largest default of --seq-length: a model may have positions for many more."""
+"""Maximum default for --seq-length, because a model may have positions for many more tokens."""
 
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model that `check_model` accepted. run: resolved layout and other options. typed_dtype: --dtype was given.
-    load: the path or name in --load."""
+    """A model that `check_model` accepted. run: resolved layout and other options. typed_dtype: whether --dtype was
+    given. load: the path or name in --load."""
 
     run: RunConfig
     typed_dtype: bool
@@ -91,21 +92,21 @@ class ModelHere:
 
     @cached_property
     def stages(self) -> list[ModelStage]:
-        """This rank's stages, filled once. Errors: CheckpointError naming file or tensor."""
+        """This rank's stages, which are filled at the first call. Errors: CheckpointError naming file or tensor."""
         parallel = self.run.parallel
         return self._load(parallel.sequence_parallel, parallel.tp_overlap)
 
     @cached_property
     def decoding_stage(self) -> object:
         """This rank's stage for an engine: the same stage, unless the layout splits the tokens of a row over the tensor
-        ranks, which decoding does not support; then a second copy is loaded."""
+        ranks, which decoding does not support. In that case a second copy is loaded."""
         parallel = self.run.parallel
         shared = parallel.sequence_parallel or parallel.tp_overlap
         return (self._load(False, False) if shared else self.stages)[0]
 
     @cached_property
     def relay(self) -> Relay | None:
-        """The connection between the ranks of the model, shared by all engines on it."""
+        """The connection between the ranks of the model, shared by all engines of the model."""
         return relay_of(self.mesh)
 
     def _load(self, sequence: bool, overlap: bool) -> list[ModelStage]:
@@ -128,7 +129,7 @@ def check_model(
     """Open the model that --load names and check it with the layout and the flags.
 
     task: if the task has labels, the model needs its classification head; otherwise it must generate text. retrieves:
-    the model may read neighbours from --retro. Errors: ValueError naming flag or file, its value, and the rule.
+    whether the model may read neighbours from --retro. Errors: ValueError naming flag or file, its value, and the rule.
     """
     load = options.checkpoint.load
     if load is None:
@@ -151,11 +152,11 @@ def check_model(
     model = _model(model_files, given)
     values = {name: value_of(options, name) for name in options_with(evaluated=True)}
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
-    # Rows of labels are as long as in finetuning; texts use all positions of the model, up to LONGEST.
+    # Labelled rows are as long as in finetuning; texts use all positions of the model, up to LONGEST.
     usual = model_files.trained_length if task in LABELLED else None
     room = min(architecture(model).positions, LONGEST)
     values["seq_length"] = options.batch.seq_length or usual or room - room % row_unit(model)
-    values["retro"] = None  # a prepared file does not cover these samples: neighbours are searched during scoring
+    values["retro"] = None  # a prepared file does not cover these samples, so neighbours are searched during scoring
     values["micro_batch"] = options.batch.micro_batch or MICRO_BATCH
     evaluated = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
     check(evaluated, world)
@@ -166,7 +167,8 @@ def check_model(
 
 
 def row_unit(model: ModelConfig) -> int:
-    """The divisor of a row's number of columns that the model needs: whole chunks if it retrieves neighbours."""
+    """The number that must divide the number of columns of a row: the size of a chunk if the model retrieves
+    neighbours."""
     return model.retro_chunk_length if model.retriever else 1
 
 
@@ -188,7 +190,7 @@ def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
 
 
 def open_here(checked: CheckedModel, rank: int, world: int, device: Device, groups: Groups | None) -> ModelHere:
-    """Open one rank's part. Without --dtype it computes in the weights' dtype, on a CPU in fp32 or wider."""
+    """Open one rank's part. Without --dtype the model computes in the weights' dtype, on a CPU in fp32 or wider."""
     model, run = open_model(checked.load), checked.run
     if not checked.typed_dtype:
         compute = compute_dtype(model, device)
@@ -198,7 +200,8 @@ def open_here(checked: CheckedModel, rank: int, world: int, device: Device, grou
 
 
 def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -> Answer:
-    """Connect to the other ranks as the environment describes, run `job`, and return its result. Errors: of the job."""
+    """Connect to the other ranks as the environment describes, run `job`, and return its result. Errors: those of
+    `job`."""
     runtime, was_connected = run.runtime, connected()
     with restored_settings():
         world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
@@ -214,7 +217,8 @@ def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -
 def tokenizer_of(
     run: RunConfig, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
 ) -> Tokenizer | None:
-    """The tokenizer that flags name, else the model's own; None if neither exists. If both exist they must be equal.
+    """The tokenizer that flags name, else the model's own tokenizer; None if neither exists. If both exist they must be
+    equal.
 
     report: receives lines for the user. Errors: ValueError.
     """

@@ -1,4 +1,4 @@
-"""Options of mega eval, and the list of benchmarks. No torch; a benchmark is imported when it is used.
+"""Options of mega eval, and the list of benchmarks. Does not import torch; a benchmark is imported when it is used.
 
 A benchmark is a file in benchmarks/, or a format of labelled files (data/formats), which labels.py scores.
 """
@@ -68,7 +68,7 @@ class TaskOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(VerbSection):
-    """The file of the result; an ensemble of several models; task names of Megatron-LM v1."""
+    """The file for the result; an ensemble of several models; task names of Megatron-LM v1."""
 
     title: ClassVar[str] = "Result"
 
@@ -138,10 +138,10 @@ class BenchmarkInputs:
 
     options: TaskOptions
     tokenizer: Tokenizer | None  # the model's tokenizer
-    length: int  # most columns of a row
-    unit: int  # the number of columns must be a multiple of this
-    vocab: int  # ids of the model
-    mixed: bool = False  # accept token files of another tokenizer
+    length: int  # maximum number of columns in a row
+    unit: int  # the number of columns must be a multiple of `unit`
+    vocab: int  # number of ids in the model's vocabulary
+    mixed: bool = False  # whether to accept token files of another tokenizer
     report: Callable[[str], None] = lambda line: None  # receives lines for the user
 
     def needs_tokenizer(self) -> Tokenizer:
@@ -153,7 +153,7 @@ class BenchmarkInputs:
         return self.tokenizer
 
     def one(self, what: str = "file") -> str:
-        """The single value of --valid-data. Errors: ValueError if it has no value or several."""
+        """The single value of --valid-data. Errors: ValueError if the option has no value or several values."""
         files, task = self.options.valid_data, self.options.task
         if not files:
             raise ValueError(f"--valid-data is missing: give the {what} that --task {task} scores")
@@ -162,12 +162,12 @@ class BenchmarkInputs:
         return files[0]
 
     def one_file(self) -> Path:
-        """Like `one`, but it must be a file. Errors: ValueError, as `readable` raises it."""
+        """Like `one`, but the value must be a file. Errors: those of `readable`, too."""
         return self.readable(self.one())
 
     def token_file(self, path: Path) -> IndexedDataset | None:
         """The token files of a prefix; None if they do not exist. Errors: ValueError where the model lacks an id, or
-        another tokenizer made them."""
+        another tokenizer made the token files."""
         from mega.core.data.indexed import IndexedDataset, exists
 
         if not exists(path):
@@ -216,7 +216,7 @@ def flag(name: str) -> str:
 
 
 def task_named(name: str) -> str:
-    """The benchmark with a name in any case. Errors: ValueError."""
+    """The benchmark called `name`, in upper or lower case. Errors: ValueError."""
     if name.lower() not in TASKS:
         raise ValueError(f"--task {name}: is not a benchmark{nearest(name.lower(), TASKS)}; valid: {', '.join(TASKS)}")
     return name.lower()

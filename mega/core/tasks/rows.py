@@ -1,4 +1,5 @@
-"""Rows of token ids with a part that is scored, and windows of a long text. Knows neither tokenizer nor model."""
+"""Rows of token ids of which a part is scored, and windows of a long text. This module depends neither on the tokenizer
+nor on the model."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer] | Unmapped
 
 
 class JudgedRow(NamedTuple):
-    """ids: of a text. judged: position of the first scored id, at least 1; all later ids are scored too."""
+    """ids: the ids of a text. judged: position of the first scored id, at least 1; all later ids are scored too."""
 
     ids: Sequence[int] | NDArray[np.integer]
     judged: int
@@ -27,8 +28,8 @@ class JudgedRow(NamedTuple):
 class Windows(Sequence[JudgedRow]):
     """A text as windows of `length` inputs at distances of `stride`, which together score every id but the first once.
 
-    The first window scores all its labels, a later one only its last `stride`, so that each has at least length -
-    stride ids of context (Baevski and Auli 2018, section 4.2; Megatron-LM's --overlapping-eval).
+    In the first window all labels are scored, in later windows only the last `stride` labels, so that each of these has
+    at least length - stride ids of context (Baevski and Auli 2018, section 4.2; Megatron-LM's --overlapping-eval).
     >>> [(list(row.ids), row.judged) for row in Windows(range(8), length=4, stride=2)]
     [([0, 1, 2, 3, 4], 1), ([2, 3, 4, 5, 6], 3), ([4, 5, 6, 7], 3)]
     """
@@ -75,13 +76,13 @@ def batch_of(rows: Sequence[JudgedRow], unit: int) -> DecoderBatch:
 
 
 def nll_of(batch: DecoderBatch, scores: TokenScores) -> Term:
-    """The negative log-likelihood of each row's scored ids, in nats, weighted by their number; [b]."""
+    """The negative log-likelihood of each row's scored ids, in nats, with their number as weight; [b]."""
     weights = batch.loss_weights.double()
     return Term((scores.nll.double() * weights).sum(1), weights.sum(1))
 
 
 def per_row(term: Term) -> Term:
-    """The same totals with weight 1 for each row."""
+    """The same totals with weight 1 per row."""
     return Term(term.total, torch.ones_like(term.total))
 
 

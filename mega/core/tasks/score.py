@@ -1,7 +1,7 @@
-"""The log-likelihood of every token of a text, in any layout. It takes batches and returns numbers; it knows no
-tokenizer.
+"""The log-likelihood of every token of a text, in any layout. This module takes batches and returns numbers; it does
+not depend on the tokenizer.
 
-The last stage reduces its logits to two numbers per token at once. Thus no rank gathers the vocabulary, and no logits
+The last stage immediately reduces its logits to two numbers per token, so no rank gathers the vocabulary, and no logits
 are stored while other microbatches are in the pipeline.
 """
 
@@ -27,8 +27,8 @@ from mega.core.plan import plan
 
 
 class _Scorer:
-    """A model in its layout. stages: this rank's stages in evaluation mode. together: number of microbatches in one
-    call that keeps the pipeline busy."""
+    """A model in its layout. stages: this rank's stages in evaluation mode. together: number of microbatches per call
+    that keeps the pipeline busy."""
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh, device: Device):
         self.mesh, self.device, self.together = mesh, device, 4 * mesh.pp.size - 3
@@ -38,8 +38,8 @@ class _Scorer:
     def _outputs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """The last stage's output for each batch, in the columns of this context rank; [] on other stages.
 
-        All ranks must call this with the same number of batches; ranks with the same data coordinate, with the same
-        batches.
+        All ranks must call this method with the same number of batches; ranks with the same data coordinate must pass
+        the same batches.
         """
         mesh, pipeline = self.mesh, self._pipeline
         split_batches = [batch.to(self.device.torch).split(mesh.cp.index, mesh.cp.size) for batch in batches]
@@ -47,8 +47,8 @@ class _Scorer:
 
 
 class TokenScorer(_Scorer):
-    """Scores labels. greedy: also report whether each label is the most likely id. reads: adds neighbours to a batch
-    for a model that retrieves them."""
+    """Scores labels. greedy: whether to report also if each label is the most likely id. reads: adds neighbours to a
+    batch for a model that retrieves neighbours."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class TokenScorer(_Scorer):
         self._greedy, self._reads = greedy, reads
 
     def score(self, batches: Sequence[Batch]) -> list[TokenScores]:
-        """Scores of the labels of each batch, [b, s]: whole rows on every rank of the last stage."""
+        """The scores [b, s] of the labels of each batch, with whole rows on every rank of the last stage."""
         if self._reads is not None:
             rows = [each for each in batches if isinstance(each, DecoderBatch)]
             assert len(rows) == len(batches), "only decoders read neighbours"

@@ -10,11 +10,11 @@ from mega.core.tasks.task import Done
 from mega.core.terminal import stderr_console
 
 LINE_SECONDS = 30.0
-"""Seconds between two lines of progress if stderr is not a terminal."""
+"""Seconds between two progress lines if stderr is not a terminal."""
 
 
 class Bar:
-    """The number of scored examples: a bar on a terminal, else an occasional line on stderr."""
+    """Shows the number of scored examples: a bar on a terminal, else an occasional line on stderr."""
 
     def __init__(self, what: str, total: int, begun: int, terminal: bool):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -57,7 +57,8 @@ def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
 
 
 def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
-    """Print a score and its file; if stdout is not a terminal, also Megatron-LM's line, which other programs parse."""
+    """Print a score and its file; if stdout is not a terminal, also print Megatron-LM's line, which other programs
+    parse."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -91,7 +92,7 @@ def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
 
 
 def _number(value: float | None) -> str:
-    """Format a figure; None: the figure has no weight.
+    """Format a figure. value: None for a figure without weight.
 
     >>> _number(3.14159265), _number(270330), _number(0.46123456), _number(None)
     ('3.1416', '270,330', '0.4612', 'none')

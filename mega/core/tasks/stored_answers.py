@@ -1,7 +1,9 @@
-"""Store the answers to a harness's requests as they are computed, so that a killed run continues with the missing ones.
+"""Store the answers to a harness's requests as they are computed, so that a killed run continues with the missing
+answers.
 
 A request is identified by a digest of its content; the file by a digest of the model and of the settings that affect
-every answer. All ranks hold all answers, and rank 0 writes them. This file knows neither harness nor model.
+every answer. All ranks hold all answers, and rank 0 writes them. This module depends neither on the harness nor on the
+model.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from mega.core.parallel.mesh import Mesh
 
 
 def check_result(path: Path, digest: str, load: str, usual: str, report: Callable[[str], None]) -> None:
-    """Check an existing file of a result, which will be replaced. A different model's result is an error under the
-    default name `usual`, and a reported line under a name that the user gave.
+    """Check an existing file of a result, which will be replaced. The result of a different model causes an error if it
+    has the default name `usual`, and only a message if it has a name that the user gave.
 
     Errors: ValueError where another model's result has the default name.
     """
@@ -85,8 +87,8 @@ class StoredAnswers:
         at_once: int,
         size: Callable[[Asked], int],
     ) -> list[Answer]:
-        """The answer to each request, in order. Missing ones are computed by `answer`, up to `at_once` in a call, the
-        largest first. Answers are JSON values. All ranks must call it alike."""
+        """The answer to each request, in order. Missing answers are computed by `answer`, up to `at_once` per call, the
+        largest first. Answers are JSON values. All ranks must call this method alike."""
         keys = [hashlib.sha256(json.dumps([kind, each]).encode()).hexdigest() for each in requests]
         missing = {key: each for key, each in zip(keys, requests, strict=True) if key not in self._answers}
         order = sorted(missing, key=lambda key: -size(missing[key]))

@@ -1,7 +1,7 @@
 """The interface of a benchmark, and its score in any layout: data ranks share the examples, and sums are reduced.
 
-A benchmark is one file: it reads examples, makes batches of them, and measures the model's scores. A benchmark knows no
-ranks; this file does.
+A benchmark is one file: it reads examples, makes batches of them, and measures the model's scores. A benchmark does not
+depend on ranks; this module does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """One number of a result, with the ends of its 95 % confidence interval if it has one."""
+    """One number of a result, with the ends of its 95 % confidence interval if there is one."""
 
     name: str
     value: float
@@ -72,7 +72,8 @@ class Benchmark(Protocol[Example]):
         can split."""
 
     def measure(self, batch: Any, scores: Any) -> Terms:
-        """Total and weight of each term for every example, [b]. batch: from `batch`. scores: `TokenScores`, [b, s]."""
+        """Total and weight of each term for every example, [b]. batch: a result of `batch`. scores: `TokenScores`, [b,
+        s]."""
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         """The figures to report, in order, from the estimate of each term."""
@@ -96,7 +97,8 @@ class RowBenchmark(Benchmark[Example], Protocol[Example]):
 class Sums:
     """Sums over examples for each term: count, total, weight, and the squares and products for the standard error.
 
-    values: float64 [terms, 6]. Sums of disjoint parts of the examples add up, so an interrupted score can continue.
+    values: float64 [terms, 6]. Sums of disjoint parts of the examples can be added, so an interrupted evaluation can
+    continue.
     shares: float64 [examples, classes], probabilities of the classes so far, if the benchmark classifies rows.
     """
 
@@ -111,7 +113,7 @@ class Sums:
             row += torch.stack([ones, total, weight, total * total, total * weight, weight * weight]).sum(1)
 
     def zeros(self, examples: int, where: torch.device) -> Sums:
-        """Empty sums with room for the probabilities of the next `examples` examples."""
+        """Empty sums with space for the probabilities of the next `examples` examples."""
         values = torch.zeros(len(self.names), 6, dtype=torch.float64, device=where)
         if self.shares is None:
             return Sums(self.names, values)
@@ -124,8 +126,8 @@ class Sums:
             self.shares = torch.cat([self.shares, part.shares.cpu()])
 
     def estimates(self) -> dict[str, Estimate]:
-        """The ratio of sums for each term, with its error by linearisation (Cochran 1977, section 6.4); NaN without
-        weight."""
+        """The ratio of sums for each term, with its error by linearisation (Cochran 1977, section 6.4); NaN for a term
+        whose total weight is 0."""
         return {name: _estimate(*row) for name, row in zip(self.names, self.values.tolist(), strict=True)}
 
 
@@ -145,9 +147,9 @@ class Done:
     """The progress of a score."""
 
     examples: int = 0
-    """Number of scored examples, from the first on."""
+    """Number of scored examples, counted from the first example."""
     tokens: int = 0
-    """Number of tokens in all batches, padding included."""
+    """Number of tokens in all batches, including padding."""
     seconds: float = 0.0
     """Time spent in this process."""
 
@@ -162,13 +164,13 @@ def score(
     done: Done = Done(),
     after: Callable[[Done, Sums], None] = lambda done, sums: None,
 ) -> dict[str, Estimate]:
-    """Score all examples: an estimate for each term, equal on every rank; NaN without weight. All ranks must call it.
+    """Score all examples: an estimate per term, equal on all ranks, NaN if the total weight is 0. All ranks must call.
 
     1 every data rank takes its share of the next examples; all run the same number of microbatches
     2 the ranks of the last stage measure whole rows
     3 the sums are reduced over all ranks; then the next examples follow
 
-    sums, done: results and progress of an earlier process. after: is called every few seconds with the current ones.
+    sums, done: results and progress of an earlier process. after: called every few seconds with the current values.
     """
     mesh, device = scorer.mesh, scorer.device.torch
     total_sums = Sums(benchmark.terms) if sums is None else sums
@@ -195,7 +197,7 @@ def score(
         all_reduce(part.values, mesh.loss_group)
         if part.shares is not None:
             all_reduce(part.shares, mesh.loss_group)
-        total_sums.join(part)  # waits for the device, before time is taken
+        total_sums.join(part)  # waits for the device before the time is measured
         spent = torch.tensor([time.monotonic() - begin, float(tokens)], dtype=torch.float64, device=device)
         all_reduce(spent, mesh.everyone, "max")
         seconds, most_tokens = spent.tolist()
@@ -206,7 +208,7 @@ def score(
 
 
 def shares(turn: Sequence[Example], micro_batch: int, index: int, size: int) -> list[tuple[Sequence[Example], bool]]:
-    """Split examples into the microbatches of data rank `index` of `size`, and say whether each of them counts.
+    """Split examples into the microbatches of data rank `index` of `size`, and say whether each microbatch counts.
 
     Ranks without enough examples repeat the first microbatch, which does not count.
     """

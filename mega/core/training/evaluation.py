@@ -1,6 +1,7 @@
 """Evaluation of held-out sets: mean losses over global batches. A validation continues where the previous one ended.
 
-If a request to stop interrupts a validation, the next one still starts at its usual sample, so results do not change.
+If a request to stop interrupts a validation, the next validation still starts at its usual sample, so results do not
+change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mega.core.training.stop import StopSignal
 class Evaluation:
     """Validations and the test of one run.
 
-    meters: on rank 0, else None. on_validation: called with the step and the loss of the first validation set.
+    meters: None except on rank 0. on_validation: called with the step and the loss of the first validation set.
     last_validated: the step of the newest validation.
     """
 
@@ -70,7 +71,7 @@ class Evaluation:
         terms = state.stages[0].terms
         means = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
         weights = dict(zip(state.pipeline.names, sums[:, 1].tolist(), strict=True))
-        for name in architecture(state.run.model).training_losses:  # not computed in evaluation: their weight is 0
+        for name in architecture(state.run.model).training_losses:  # these have weight 0 in evaluation
             if not weights.get(name, 1.0):
                 del means[name]
         terms = {name: coefficient for name, coefficient in terms.items() if name in means}

@@ -1,6 +1,7 @@
-"""Check the numbers of a completed step, and react to NaN and spikes: with a message, a skip, a rollback, or the end.
+"""Check the numbers of a completed step, and react to NaN and spikes with a message, a skip, a rollback, or the end of
+the run.
 
-All ranks read the same reduced numbers, so all ranks decide the same (policy.py).
+All ranks read the same reduced numbers, so all ranks make the same decision (policy.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mega.core.training.state import TrainState
 from mega.core.training.stop import StopFlag
 
 STUCK = 20
-"""Consecutive steps without an update after which a run ends, if its loss scale cannot decrease further."""
+"""Number of consecutive steps without an update after which a run ends, if its loss scale cannot decrease further."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Pending:
 
     step: int
     consumed: int
-    """Training samples consumed after the step."""
+    """Number of training samples consumed after the step."""
     lr: float
     samples: int
-    """Samples of the step."""
+    """Number of samples in the step."""
     begun: Timestamp
     """Start of the step on the device."""
     numbers: Reading
@@ -43,7 +44,7 @@ class Pending:
     flag: StopFlag
     """The requests to stop that were reduced during the step."""
     limits: SpikeLimits
-    """Limits that were in force for the step."""
+    """The limits that applied to the step."""
     batches: Sequence[Batch]
     """This rank's microbatches, to find the origin of a NaN."""
     sums: HostArray | None
@@ -51,7 +52,7 @@ class Pending:
 
 
 class Judge:
-    """Checks the steps of a run on one rank. meters: on rank 0, else None. report: prints a line on rank 0."""
+    """Checks the steps of a run on one rank. meters: None except on rank 0. report: prints a line on rank 0."""
 
     def __init__(
         self,
@@ -63,13 +64,13 @@ class Judge:
     ):
         self.state, self.guard, self.saver, self.meters, self.report = state, guard, saver, meters, report
         self._stuck = 0
-        """Consecutive skipped steps, except spikes and overflows that a lower loss scale can prevent."""
+        """Number of consecutive skipped steps, except spikes and overflows that a lower loss scale can prevent."""
         self._limit: float | None = None
         """A loss above this limit is reported once."""
 
     def judge(self, pending: Pending, numbers: dict[str, float], *, has_gradients: bool) -> None:
-        """Check a step, and remove its internal numbers from `numbers`. has_gradients: its gradients have not been
-        overwritten.
+        """Check a step, and remove its internal numbers from `numbers`. has_gradients: whether the gradients of the
+        step have not been overwritten.
 
         Errors: FloatingPointError if the run ends.
         """
@@ -103,8 +104,8 @@ class Judge:
         return "spike" if not applied or pending.limits.exceeded(loss, norm) else ""
 
     def _all_finite(self, loss: float) -> bool:
-        """Whether the loss is finite on all ranks. Tensor ranks compute it from their own copies of the batch, and one
-        copy may be damaged."""
+        """Whether the loss is finite on all ranks. Tensor ranks compute the loss from their own copies of the batch,
+        and one copy may be damaged."""
         return all(self.state.exchange(math.isfinite(loss)))
 
     def _act(self, pending: Pending, reason: str, loss: float, norm: float, has_gradients: bool) -> None:
@@ -132,7 +133,7 @@ class Judge:
             broken = broken_tensors(self.state, pending.batches, sums, gradients=has_gradients)
             all_are_finite = "of weights, moments, gradients and outputs of layers that are all finite"
             message += f", {all_are_finite}" if broken is None else f": {broken.words}"
-            # A skip leaves weights and moments as they are, so it cannot repair them.
+            # A skip leaves weights and moments unchanged, so it cannot repair them.
             if policy == "stop" or (policy == "skip" and broken is not None and broken.stays):
                 suffix = "; no skip mends what is kept" if policy == "skip" else ""
                 damaged = "" if broken is None else "memory was damaged, or "
@@ -169,7 +170,7 @@ class Judge:
         return replace(record, first=back.consumed, to=back.step)
 
     def _end(self, record: LeftOut, text: str) -> FloatingPointError:
-        """The error that ends the run; it is also recorded as an event."""
+        """Return the error that ends the run, after recording the error as an event."""
         self._event(record, "stop")
         return FloatingPointError(text)
 
@@ -191,9 +192,8 @@ class Judge:
             self._limit = math.inf
 
     def _check_stuck(self, step: int, applied: bool, reason: str) -> None:
-        """End the run after STUCK consecutive skipped steps: no later step would be applied.
-
-        Skips by a loss scale that can still decrease are not counted, and the guard counts spikes. Errors:
+        """End the run after STUCK consecutive skipped steps, because no later step would be applied. Skips by a loss
+        scale that can still decrease are not counted here, nor are spikes, which the guard counts. Errors:
         FloatingPointError.
         """
         scaler = self.state.scaler

@@ -1,7 +1,7 @@
 """The training loop, for every family, layout and task: a step, then the routines that are due.
 
 for each step:   report = train_step(...)                 device values, read while the next step runs
-                 due: routines.py, then stop              all ranks agree on each, so no rank waits alone
+                 due: routines.py, then stop              all ranks agree on each routine, so no rank waits alone
                                                           a request to stop ends a validation between its batches
 """
 
@@ -37,7 +37,7 @@ class Training:
     task: Task
     schedules: Schedules
     steps: int
-    """Number of the last step."""
+    """Index of the last step."""
     evaluation: Evaluation
     routines: Sequence[Routine]
     stop: StopSignal
@@ -58,17 +58,17 @@ class Training:
     def play(self) -> int:
         """Train to the last step, then validate and test; always close all reporters.
 
-        Returns the exit code: 0, or 128 + the signal that ended it early. Errors: the fault of a rank, after all ranks
-        have saved.
+        Returns the exit code: 0, or 128 + the signal that ended the run early. Errors: the fault of a rank, after all
+        ranks have saved.
         """
-        train = not self.state.run.evaluation.skip_train  # else only evaluate
+        train = not self.state.run.evaluation.skip_train  # otherwise only evaluate
         try:
             if train:
                 with ACTIVITY.during("compiling"):  # during the first step
                     self._train()
                 ACTIVITY.phase = "ending"
                 self._check_applied()
-            if not self.stop.requested and (self._at_end or not train):  # not where --exit-interval ended it
+            if not self.stop.requested and (self._at_end or not train):  # not if --exit-interval ended it
                 self._announce("cutting the last validation short", ending=True)
                 if self.evaluation.last_validated != self.state.progress.step:
                     self.evaluation.validate()
@@ -137,8 +137,8 @@ class Training:
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
 
     def _healed(self, keep: Callable[[], None]) -> None:
-        """Save or copy the state; if it is not finite, roll back and repeat. Errors: FloatingPointError if the policy
-        is not to roll back."""
+        """Save or copy the state; if it is not finite, roll back and repeat. Errors: FloatingPointError unless the
+        policy is to roll back."""
         try:
             keep()
         except NotFiniteError as error:
@@ -162,16 +162,17 @@ class Training:
 
     @property
     def _must_read(self) -> bool:
-        """Whether to read the numbers of a step before the next one. With a loss scale or a guard, the next learning
-        rate depends on whether the step was skipped. A CPU has completed the step, and still has its gradients."""
+        """Whether to read the numbers of a step before the next step starts. With a loss scale or a guard, the next
+        learning rate depends on whether the step was skipped. A CPU has already completed the step, and still has its
+        gradients."""
         depends = self.judge.guard.decides or self.state.scaler is not None
         return self._at_end or self.stop.requested or depends or not self.state.device.is_cuda
 
     def _step(self, before: Pending | None) -> Pending:
-        """Start one step; its numbers are read later. before: the previous step, if it still runs: this step's time
-        begins at its end."""
+        """Start one step; its numbers are read later. before: the previous step if it is still running, in which case
+        this step's time begins at the end of the previous step."""
         run, progress, device = self.state.run, self.state.progress, self.state.device
-        # Steps of a GPU are queued before earlier ones have ended.
+        # Steps of a GPU are queued before earlier steps have ended.
         self._announce(
             "finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}"
         )

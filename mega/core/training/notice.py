@@ -1,8 +1,8 @@
 """Messages printed when a user interrupts a run, at once after the signal.
 
-A thread reads the numbers of signals from a pipe, so it can print while the main thread is in a kernel or waits for
-other ranks: a signal handler runs only when the main thread executes Python code. This file knows neither steps nor
-checkpoints; `Outlook` has the texts.
+A thread reads the numbers of signals from a pipe, so the thread can print while the main thread is in a kernel or waits
+for other ranks. A signal handler would run only when the main thread executes Python code. This module depends neither
+on steps nor on checkpoints; `Outlook` has the texts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Outlook:
     doing: str = "starting"
     """The work that the run completes before it stops."""
     place: str | None = None
-    """--save."""
+    """The value of --save."""
     step: int = 0
     """The newest step."""
     saved_step: int = 0
@@ -45,7 +45,7 @@ class Outlook:
     """Whether the run ends after `doing`, without another save."""
 
     def first(self, number: int, silent: Sequence[int] = ()) -> str:
-        """The message after the first signal. silent: ranks that may be lost; without them no save is possible.
+        """The message after the first signal. silent: ranks that may be lost, without which no save is possible.
 
         >>> Outlook("finishing step 24", "runs/first").first(signal.SIGINT)
         'SIGINT received: finishing step 24, then saving to runs/first; Ctrl-C again leaves at once'
@@ -77,8 +77,8 @@ class Outlook:
 class SignalNotice:
     """Prints messages about signals until `close`.
 
-    heeded: signals that stop the run. prints: whether this rank prints; the others only exit at a second Ctrl-C.
-    silent: returns the ranks that do not answer. It must be constructed on the main thread.
+    heeded: signals that stop the run. prints: whether this rank prints; other ranks only exit at a second Ctrl-C.
+    silent: a function that returns the ranks that do not answer. The object must be constructed on the main thread.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SignalNotice:
 
     def settle(self) -> None:
         """Wait until the messages about all signals so far are printed, at most NOTICE_WITHIN seconds. Without this
-        wait the thread that prints might not run before the end of the run, on a busy machine."""
+        wait, the printing thread might not run before the end of the run on a busy machine."""
         if not self._prints:
             return
         self._settled.clear()
@@ -138,7 +138,7 @@ class SignalNotice:
                     elif self._prints and not reported:
                         reported = True
                         if not launchers_note():  # else the launcher has reported why this rank ends
-                            # Asking the ranks takes time: another thread does it, and this one reads signals.
+                            # Asking the ranks takes time, so another thread asks while this thread reads signals.
                             self._reporting = threading.Thread(target=self._report_first, args=(number,), daemon=True)
                             self._reporting.start()
 

@@ -1,15 +1,16 @@
 """The policy for unsound steps: numbers that are not finite, or a spike of the loss or the gradient norm.
 
-    limits before a step      from median and spread of earlier steps; the device compares, so a step beyond them is not
-                              applied [--on-spike skip, rollback]
-    after it                  every rank reads the same reduced numbers, so all decide the same without an exchange
+    limits before a step      from median and spread of earlier steps; the device compares, so a step beyond the limits
+                              is not applied [--on-spike skip, rollback]
+    after it                  every rank reads the same reduced numbers, so all ranks make the same decision without an
+                              exchange
     a skipped step            weights, moments, loss scale, schedule and limits are as if its batch had not been drawn;
                               only the step number and the data position advance
     many consecutive spikes   mean that the usual level has changed: the limits are computed from later steps only
     a rollback                a skip of all steps since the newest checkpoint, whose state is restored
 
-Checkpoints store which samples were left out, so that a resumed run is identical. This file knows no ranks and no
-tensors.
+Checkpoints store which samples were left out, so that a resumed run is identical. This module depends neither on ranks
+nor on tensors.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from mega.core.config.sections import GuardConfig
 from mega.core.untrusted import Json, below
 
 WARM_UP = 32
-"""Steps before any step can count as a spike."""
+"""Number of steps before any step can count as a spike."""
 
 LASTING = 20
-"""Consecutive spikes, without an applied step between them, after which the limits are reset. The weights did not
-change in these steps, so the batches have changed, and no later step would be applied either."""
+"""Number of consecutive spikes, without an applied step between them, after which the limits are reset. The weights did
+not change in these steps, so the batches must have changed, and no later step would be applied either."""
 
 LEAST_SPREAD = 0.005, 0.05
-"""Lower limits of the spread, for runs with very little noise: of the loss, relative to it, and of the logarithm of the
-norm."""
+"""Lower limits of the spread, for runs with very little noise: the spread of the loss, relative to the loss, and the
+spread of the logarithm of the norm."""
 
 MOST_LEFT_OUT = 200
 """Number of the newest `LeftOut` records that a checkpoint stores; the file of events has all of them."""
 
 MAD = 1.4826
-"""Standard deviation of a normal distribution divided by its median absolute deviation."""
+"""The standard deviation of a normal distribution divided by its median absolute deviation."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ NO_LIMITS = SpikeLimits()
 
 
 def limits(losses: Iterable[float], norms: Iterable[float], threshold: float) -> SpikeLimits:
-    """Median + threshold x spread, of the loss and of the logarithm of the norm (the noise of the norm is
+    """The limits median + threshold x spread of the loss and of the logarithm of the norm (the noise of the norm is
     multiplicative).
 
     >>> quiet = limits([2.0, 2.1] * 20, [0.5, 1.0] * 20, 10)
@@ -85,11 +86,11 @@ class LeftOut:
     reason: str
     """nan or spike."""
     first: int
-    """The first sample."""
+    """The first sample that was left out."""
     end: int
-    """The sample after the last one."""
+    """The sample after the last sample that was left out."""
     to: int | None = None
-    """The step to which a rollback has returned."""
+    """The step to which a rollback has returned; None if there was no rollback."""
 
     def as_json(self) -> dict[str, Json]:
         record: dict[str, Json] = {"step": self.step, "reason": self.reason, "samples": [self.first, self.end]}
@@ -110,16 +111,17 @@ class GuardMemory:
     window: int = 128
     """Length of `losses` and `norms`."""
     level: str = ""
-    """A key of all that the losses depend on except the weights; losses under a different key are not restored."""
+    """A key of everything except the weights that the losses depend on; losses under a different key are not
+    restored."""
     losses: deque[float] = field(init=False)
     """Losses of the newest applied steps."""
     norms: deque[float] = field(init=False)
     """Gradient norms of the same steps."""
     left_out: list[LeftOut] = field(default_factory=list)
     rollbacks: int = 0
-    """Rollbacks so far."""
+    """Number of rollbacks so far."""
     spikes: int = 0
-    """Spikes skipped since the newest applied step."""
+    """Number of spikes skipped since the newest applied step."""
 
     def __post_init__(self) -> None:
         self.losses, self.norms = deque(maxlen=self.window), deque(maxlen=self.window)
@@ -131,7 +133,7 @@ class GuardMemory:
             self.spikes = 0
 
     def skip_spike(self) -> bool:
-        """Count a skipped spike; after LASTING of them reset the limits and return True."""
+        """Count a skipped spike; after LASTING skipped spikes reset the limits and return True."""
         self.spikes += 1
         if self.spikes < LASTING:
             return False
@@ -168,7 +170,7 @@ def decides(options: GuardConfig) -> bool:
 
 
 class Guard:
-    """The policy of a run. memory: the guard's part of its state."""
+    """The policy of a run. memory: the guard's part of the run's state."""
 
     def __init__(self, options: GuardConfig, memory: GuardMemory):
         self.options, self.memory = options, memory
@@ -176,7 +178,7 @@ class Guard:
 
     @property
     def decides(self) -> bool:
-        """Whether the next step depends on the numbers of this one, which must then be read first."""
+        """Whether the next step depends on the numbers of this step, which must then be read first."""
         return decides(self.options)
 
     def limits(self) -> SpikeLimits:
@@ -188,16 +190,16 @@ class Guard:
         return NO_LIMITS if self.options.on_spike == "warn" else limits
 
     def policy(self, reason: str) -> str:
-        """stop, warn, skip or rollback. reason: "nan" or "spike"."""
+        """The policy for `reason`: stop, warn, skip or rollback. reason: "nan" or "spike"."""
         return self.options.on_nan if reason == "nan" else self.options.on_spike
 
     def is_first_spike(self, step: int) -> bool:
-        """Record a spike; returns whether there was none in the last WARM_UP steps, so that a series is reported
-        once."""
+        """Record a spike; returns whether there was no spike in the last WARM_UP steps, so that a series of spikes is
+        reported once."""
         previous, self._last_spike = self._last_spike, step
         return step > previous + WARM_UP
 
     def may_roll_back(self) -> bool:
-        """Count a rollback; returns whether it is allowed."""
+        """Count a rollback; returns whether the rollback is allowed."""
         self.memory.rollbacks += 1
         return self.memory.rollbacks <= self.options.max_rollbacks

@@ -1,15 +1,16 @@
 """Find the rank and the tensor in which a NaN or infinity appeared first.
 
-Every step records on the device, without waiting for it:
+Every step records on the device, without waiting for the device:
 
     outputs      for each unit (embedding, layer) of this rank's stages, the sum of its output
     gradients    for each weight, the norm of this rank's own gradient, before it is reduced over ranks
     computed     the time at which the gradients were computed, to compare ranks (stragglers.py)
 
-A NaN spreads: to later layers, to tensor ranks with the next exchange, to all replicas with the gradient reduction. Its
-origin is the first unit in the order of the model whose output is not finite, on the rank that reports it; or, if all
-outputs are finite, the last unit in that order whose gradient is not. Weights, masters, moments and the batch are
-checked before that, because they still exist (guards/finite.py). This file knows no training state.
+A NaN spreads to later layers, to tensor ranks with the next exchange, and to all replicas with the gradient reduction.
+The origin of a NaN is the first unit in the order of the model whose output is not finite, on the rank that reports
+that output; or, if all outputs are finite, the last unit in that order whose gradient is not finite. Weights, masters,
+moments and the batch are checked before that, because they still exist (guards/finite.py). This module does not depend
+on the training state.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ProbePoint(NamedTuple):
     """A position in the order of the model."""
 
     stage: int
-    """Global stage, over all chunks."""
+    """Index of the global stage, counting all chunks."""
     unit: int
     """Index of the unit in its stage."""
     name: str
@@ -73,8 +74,8 @@ class Probes:
     def end(self, factors: torch.Tensor) -> None:
         """Record the end of the backward pass, before all gradients are reduced.
 
-        factors: factors of the losses, which are 0 if the loss weights are infinite. A stage without a loss does not
-        notice broken weights otherwise.
+        factors: factors of the losses, which are 0 if the loss weights are infinite. Otherwise a stage without a loss
+        would not notice broken weights.
         """
         self.batch = (torch.isfinite(factors) & (factors > 0)).all()
         self.computed = Timestamp(self.sums.device), ACTIVITY.worked()
@@ -115,8 +116,8 @@ class _Output:
 
 
 def _units(stages: Sequence[nn.Module], mesh: Mesh) -> Iterator[tuple[ProbePoint, nn.Module]]:
-    """The units of this rank's stages. A layer is named by the common prefix of its tensors' names, other units (the
-    embedding, the head) by their attribute in the stage."""
+    """The units of this rank's stages. A layer is named by the common prefix of its tensors' names; other units (the
+    embedding, the head) are named by their attribute in the stage."""
     for chunk, stage in enumerate(stages):
         ends = {id(child): f"the {name}" for name, child in stage.named_children()}
         for number, unit in enumerate(units_of(stage)):
@@ -126,7 +127,7 @@ def _units(stages: Sequence[nn.Module], mesh: Mesh) -> Iterator[tuple[ProbePoint
 
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether every element of a non-empty tensor is finite; a device value.
+    """Whether every element of a non-empty tensor is finite, as a device value.
 
     >>> bool(all_finite(torch.ones(3))), bool(all_finite(torch.tensor([1.0, torch.nan, 2.0])))
     (True, False)
@@ -146,18 +147,18 @@ def broken_fields(batches: Sequence[Batch]) -> list[str]:
 
 
 class BrokenTensor(NamedTuple):
-    """The origin of broken numbers. words: for messages. stays: it is in weights or moments, so a skipped batch does
-    not remove it."""
+    """The origin of broken numbers. words: the description for messages. stays: whether the broken numbers are in
+    weights or moments, so that skipping the batch does not remove them."""
 
     words: str
     stays: bool = False
 
 
 def first_broken(reports: Sequence[Mapping[str, Sequence[object]]]) -> BrokenTensor | None:
-    """Find the origin from the reports of all ranks; None if they report nothing.
+    """Find the origin from the reports of all ranks; None if the reports are empty.
 
-    A report has "state" and "batch": names of tensors; "outputs" and "gradients": points; "reduced": names of reduced
-    gradients.
+    A report has names of tensors under "state" and "batch", points under "outputs" and "gradients", and names of
+    reduced gradients under "reduced".
 
     >>> quiet = {"state": [], "batch": [], "outputs": [], "gradients": [], "reduced": []}
     >>> spread = {**quiet, "outputs": [(0, 3, "layers.2")], "gradients": [(0, 3, "layers.2.q")]}

@@ -17,8 +17,8 @@ from mega.core.training.state import TrainState
 
 @dataclass(frozen=True)
 class Routine:
-    """due: takes the number of the step that was just started. needs_numbers: the numbers of all steps must be read
-    before it runs."""
+    """due: whether the routine is due; takes the index of the step that was just started. needs_numbers: whether the
+    numbers of all steps must be read before the routine runs."""
 
     due: Callable[[int], bool]
     run: Callable[[], None]
@@ -34,8 +34,8 @@ def routines(
     *,
     steps: int,
 ) -> Iterator[Routine]:
-    """The routines of a run. The last step is validated after training, not here. evaluation: None without held-out
-    sets. If the length of a run is given in epochs, each epoch ends with a validation and a save."""
+    """The routines of a run. The last step is validated after training, not here. evaluation: None if there are no
+    held-out sets. If the length of a run is given in epochs, each epoch ends with a validation and a save."""
     run, epoch = state.run, epoch_steps(state.run)
     yield Routine(every(run.runtime.audit_interval), lambda: audit(state), needs_numbers=False)
     if evaluation is not None:
@@ -60,7 +60,7 @@ def due(step: int, *intervals: int | None) -> bool:
 
 
 def every(interval: int | None) -> Callable[[int], bool]:
-    """Whether a step is a multiple of `interval`; never if the interval is None or 0.
+    """A function that returns whether a step is a multiple of `interval`; always false for an interval of None or 0.
 
     >>> [step for step in range(1, 7) if every(3)(step)]
     [3, 6]

@@ -1,8 +1,9 @@
-"""The load of experts: tokens of every expert over the whole batch of a step, and the bias that balances them.
+"""The load of experts: the number of tokens per expert over the whole batch of a step, and the bias that balances these
+numbers.
 
-Counts include the choices of all microbatches, before tokens are dropped, summed over all ranks. The bias, which only
-the choice of experts reads, then moves by a fixed amount towards an even load (Wang et al. 2024, arXiv 2408.15664), or
-is set to the quantiles of the logits at which the load would have been even.
+Counts include the choices of all microbatches, before tokens are dropped, summed over all ranks. The bias, which
+affects only the choice of experts, then moves by a fixed amount towards an even load (Wang et al. 2024, arXiv
+2408.15664), or is set to the quantiles of the logits at which the load would have been even.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def start_counting(state: TrainState) -> None:
 
 
 def finish_counting(state: TrainState) -> ExpertLoad | None:
-    """The load of the step; None for a model without experts. A collective: all ranks must call it."""
+    """The load of the step; None for a model without experts. This is a collective that all ranks must call."""
     mixtures, mesh, layers = state.options.mixtures, state.mesh, expert_layers(state)
     if not mixtures:
         return None
@@ -37,7 +38,7 @@ def finish_counting(state: TrainState) -> ExpertLoad | None:
     # [layers of the model, experts + 1]: the last column counts dropped tokens
     counts = torch.zeros(len(numbers), max(mixtures.values()) + 1, dtype=torch.float64, device=state.device.torch)
     for layer in layers:
-        same = mesh.tp.size > 1 and not layer.sequence  # every tensor rank has counted all tokens: add them once
+        same = mesh.tp.size > 1 and not layer.sequence  # every tensor rank has counted all tokens
         if not same or mesh.tp.first:
             row = counts[numbers.index(layer.layer)]
             row[: layer.value.count] += layer.router.load[:-1]

@@ -1,7 +1,6 @@
-"""Texts generated from fixed prompts between steps, by the stages in training, in any layout without context ranks.
-
-Every token takes a forward pass over its whole text, without a KV cache: a few texts from time to time are cheap
-compared with training. All ranks run the same steps, and rank 0 draws the tokens.
+"""Texts generated from fixed prompts between steps, by the stages that are being trained, in any layout without context
+ranks. Every token takes a forward pass over its whole text, without a KV cache, because a few texts from time to time
+are cheap compared with training. All ranks run the same steps, and rank 0 draws the tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ MULTIPLE = 64
 
 
 class Sampler:
-    """Continues each prompt by `tokens` tokens. prompts: texts; if empty, one text from the beginning of a document.
-    meters: on rank 0, else None."""
+    """Continues each prompt by `tokens` tokens. prompts: texts; if empty, one text is generated from the beginning of a
+    document. meters: None except on rank 0."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Sampler:
             raise ValueError(f"--sample-prompts is missing: {tokenizer.kind} has no token that begins a text")
 
     def sample(self) -> None:
-        """Generate and report one text for each prompt. The same state and step give the same texts."""
+        """Generate and report one text per prompt. The same state and step give the same texts."""
         step = self._state.progress.step
         draws = torch.Generator().manual_seed(self._state.run.runtime.seed + step)
         for number, prompt in enumerate(self._prompts, 1):
@@ -71,10 +70,10 @@ def continuation(
     temperature: float = TEMPERATURE,
     top_k: int = TOP_K,
 ) -> list[int]:
-    """Generate up to `tokens` ids after `prompt`, without the end-of-document id. A collective: all ranks must call
-    it."""
+    """Generate up to `tokens` ids after `prompt`, without the end-of-document id. This is a collective that all ranks
+    must call."""
     ids = list(prompt)
-    for _ in range(tokens):  # equally often on all ranks, so also after the end of a document
+    for _ in range(tokens):  # equally often on all ranks, so even after the end of a document
         ids.append(_draw(state, _next_logits(state, ids), draws, temperature, top_k))
     new = ids[len(prompt) :]
     return new[: new.index(end)] if end in new else new
@@ -90,7 +89,7 @@ def _next_logits(state: TrainState, ids: Sequence[int]) -> torch.Tensor:
     row[0, : len(ids)] = torch.tensor(ids)
     outputs = output_step(state, [prompt(row).to(device)])
     logits = torch.zeros(model.input.vocab, device=device)
-    if outputs:  # on the last stage; the others add zeros
+    if outputs:  # on the last stage; other stages add zeros
         logits += all_gather(outputs[0][0, len(ids) - 1].float(), mesh.tp)[: model.input.vocab]
     all_reduce(logits, mesh.pp)
     return logits.cpu()
@@ -102,5 +101,5 @@ def _draw(state: TrainState, logits: torch.Tensor, draws: torch.Generator, tempe
     probabilities = torch.softmax(top / (temperature or 1.0), 0)
     sample = ids[torch.multinomial(probabilities, 1, generator=draws)]
     token = (sample if state.mesh.rank == 0 else torch.zeros_like(sample)).to(state.device.torch)
-    all_reduce(token, state.mesh.everyone)  # a broadcast of rank 0's token: all others add 0
+    all_reduce(token, state.mesh.everyone)  # a broadcast of rank 0's token, to which other ranks add 0
     return int(token)

@@ -1,7 +1,7 @@
 """The schedules of a run, stored as numbers in its checkpoints, and the choice of schedule when a run resumes.
 
-A run that resumes must have the checkpoint's schedule, or choose one of the two explicitly: a learning rate that jumps
-because of a forgotten flag would ruin a run unnoticed.
+A run that resumes must have the checkpoint's schedule, or choose one of the two explicitly, because a learning rate
+that jumps after a forgotten flag would ruin a run unnoticed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _LABELS = {
     "weight_decay.total": "weight decay's length in samples",
     "weight_decay.style": "--weight-decay-style",
 }
-"""Value of a saved schedule -> the flag that sets it, or a name for messages if several flags do."""
+"""Value of a saved schedule -> the flag that sets the value, or a name for messages if several flags set it."""
 
 
 @dataclass(frozen=True)
 class Schedules:
-    """Learning rate and weight decay as functions of the samples consumed, without those of skipped steps."""
+    """Learning rate and weight decay as functions of the number of samples consumed, without samples of skipped
+    steps."""
 
     lr: LearningRate
     weight_decay: WeightDecay
@@ -77,7 +78,7 @@ class Schedules:
         """The schedules of a `state_dict`. Errors: CheckpointError naming its `source`."""
         try:
             loaded = cls(_stored(LearningRate, below(state, "lr")), _stored(WeightDecay, below(state, "weight_decay")))
-            # Untrusted numbers may overflow or divide by 0: evaluate the ends of all pieces of the curve.
+            # Untrusted numbers may overflow or divide by 0, so evaluate the ends of all pieces of the curve.
             for samples in (0, loaded.lr.warmup, loaded.lr.warmup + 1, loaded.lr.decay):
                 loaded.lr(samples)
             return loaded
@@ -85,7 +86,7 @@ class Schedules:
             raise CheckpointError(f"{source}: its schedule is not one that this version knows ({error})") from None
 
     def differences(self, other: Schedules) -> Iterator[tuple[str, object, object]]:
-        """Yield (flag, value here, value in `other`) of every value that has an effect and differs."""
+        """Yield (flag, value here, value in `other`) for every value that has an effect and differs."""
         values, other_values = _effective(self), _effective(other)
         for name in sorted(values.keys() & other_values.keys()):  # if only one style has a value, the styles differ
             if values[name] != other_values[name]:

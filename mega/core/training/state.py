@@ -1,7 +1,7 @@
 """The state of a run on one rank: stages, gradients, optimizer and progress; and its representation on disk.
 
-`pieces` lists all saved state as rectangles of logical tensors, so any layout can read the checkpoint of any other.
-Dropout and initial values are functions of the seed, so checkpoints need no random state.
+The `..._pieces` methods list all saved state as rectangles of logical tensors, so any layout can read the checkpoint of
+any other layout. Dropout and initial values are functions of the seed, so checkpoints need no random state.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from mega.core.training.probes import Damage, Probes, all_finite
 
 @dataclass
 class Progress:
-    """The progress of a run: it determines the next batch and the next learning rate."""
+    """The progress of a run, which determines the next batch and the next learning rate."""
 
     step: int = 0
     consumed: int = 0
-    """Training samples consumed: the data position."""
+    """Number of training samples consumed, which is the data position."""
     consumed_valid: int = 0
-    """Validation samples consumed."""
+    """Number of validation samples consumed."""
     skipped: int = 0
-    """Skipped steps."""
+    """Number of skipped steps."""
     skipped_samples: int = 0
-    """Samples of skipped steps, which the learning rate's schedule does not count."""
+    """Number of samples in skipped steps, which the learning rate's schedule does not count."""
 
     @classmethod
     def from_meta(cls, progress: Mapping[str, float]) -> Progress:
-        """From meta["progress"] of a checkpoint, also of an old one with the former name of the last field.
+        """Make the progress from meta["progress"] of a checkpoint, even if an old checkpoint has the former name of the
+        last field.
 
         >>> Progress.from_meta({"step": 7, "consumed": 28, "unscheduled": 4}).skipped_samples
         4
@@ -63,9 +64,10 @@ class StepOptions:
     schedule: str
     """Name of the pipeline schedule."""
     chunks: int = 1
-    """Model chunks per rank."""
+    """Number of model chunks per rank."""
     normalizer: str = "global"
-    """Losses are divided by the loss weights of the "global" batch, or of each "microbatch"."""
+    """"global" if losses are divided by the loss weight of the global batch, "microbatch" if by that of each
+    microbatch."""
     params_norm: bool = False
     """Whether a step reports the norm of the weights."""
     zeros: bool = False
@@ -73,12 +75,12 @@ class StepOptions:
     guarded: bool = False
     """Whether the guards may leave batches out, as if they had not been drawn."""
     mixtures: Mapping[int, int] = field(default_factory=dict)
-    """Number of each layer with experts -> number of its experts."""
+    """Index of each layer with experts -> its number of experts."""
 
 
 @dataclass
 class TrainState:
-    """Everything of one rank that a step reads or changes."""
+    """Everything on one rank that a step reads or changes."""
 
     run: RunConfig
     """The config of the run, which checkpoints store; a step does not read it."""
@@ -100,7 +102,7 @@ class TrainState:
     copy: HostCopy | None = None
     """The copy for a save in progress; a step waits for it before it changes any tensor."""
     load: ExpertLoad | None = None
-    """Load of the experts in the newest step; None without experts."""
+    """Load of the experts in the newest step; None if the model has no experts."""
     reference: str | None = None
     """A digest of the initial weights, if the loss needs them (dpo.py)."""
     base: Mapping[str, str] | None = None
@@ -124,7 +126,7 @@ class TrainState:
 
     @property
     def dropout_rule(self) -> int:
-        """The version of the dropout rule (ops/counter.py). A run keeps the rule with which it has started."""
+        """The version of the dropout rule (ops/counter.py). A run keeps the rule with which it started."""
         return int(self.stages[0].options.dropout_rule)
 
     @dropout_rule.setter
@@ -151,10 +153,12 @@ class TrainState:
     # -- on disk
 
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """This rank's trained weights; with `mine`, only those that it writes: one rank writes each element."""
+        """This rank's trained weights; with `mine`, only those that this rank writes, because one rank writes each
+        element."""
         yield from self._counted_pieces(mine=mine)
         for number, bucket in enumerate(self.grads.buckets):
-            # With ZeRO 3 a rank holds only its span; with 1 and 2 the gather of the other spans may still be running.
+            # With ZeRO 3 a rank holds only its span; with ZeRO 1 and 2 the gather of the other spans may still be
+            # running.
             if self.grads.zero >= 3 or (self.grads.zero and mine):
                 if not mine or bucket.counted:
                     yield from _pieces("weights", bucket, bucket.own_weights, bucket.span[0])
@@ -187,7 +191,7 @@ class TrainState:
             bucket = owned.bucket
             if mine and not bucket.counted:
                 continue
-            # Factors are whole vectors, equal on all ranks of the stage: one rank writes them.
+            # Factors are whole vectors that are equal on all ranks of the stage, so one rank writes them.
             if not mine or (_our_turn(number, bucket) and bucket.data.parts.first):
                 for key, factor in owned.factors.items():
                     yield Piece(key, tuple(factor.shape), (0,), factor)

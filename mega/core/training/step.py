@@ -1,8 +1,8 @@
-"""One optimizer step: forward and backward over the microbatches, reductions, update. Numbered phases.
+"""One optimizer step, in numbered phases: forward and backward over the microbatches, reductions, update.
 
 0 cut rows over the context axis
 1 weight of the global batch    computed before the first backward, so that losses are divided by it exactly once
-2 the pipeline plays its plan   the reduction of a bucket starts when it is complete
+2 the pipeline plays its plan   the reduction of a bucket starts when the bucket is complete
 3 finish the gradient reduction
 4 gradient norm                 NaN if weights or moments are broken
 5 loss of the global batch      and whether any rank has found a fault
@@ -27,22 +27,22 @@ from mega.core.training.routing import balance, finish_counting, start_counting
 from mega.core.training.state import TrainState
 
 SOUND_EVERY = 10
-"""Steps between two checks of weights and moments on a GPU."""
+"""Number of steps between two checks of weights and moments on a GPU."""
 
 LEAST_WEIGHT = 1e-30
-"""Lower limit of the divisor of losses: a batch may have no token with a loss weight, such as prompts alone."""
+"""Lower limit of the divisor of losses, because a batch may have no token with a loss weight, such as prompts alone."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The results of a step, as device values: the host waits only when it reads them."""
+    """The results of a step, as device values, so that the host waits only when it reads them."""
 
     loss: torch.Tensor
     """The loss of the global batch."""
     means: Mapping[str, torch.Tensor]
     """Name of each term and metric -> its mean."""
     grad_norm: torch.Tensor
-    """Before clipping."""
+    """The gradient norm before clipping."""
     finite: torch.Tensor
     """0 if the update was skipped."""
     scale: torch.Tensor | None = None
@@ -77,15 +77,15 @@ class StepReport:
 def train_step(
     state: TrainState, batches: Sequence[Batch], lr: float, decay: float, limits: SpikeLimits = NO_LIMITS
 ) -> StepReport:
-    """One step over this data rank's microbatches. A collective: all ranks of the mesh must call it. The update is
-    skipped if loss or gradient norm exceed `limits`."""
+    """One step over this data rank's microbatches. This is a collective that all ranks of the mesh must call. The
+    update is skipped if loss or gradient norm exceed `limits`."""
     return update(state, backward(state, batches), lr, decay, limits)
 
 
 def update(
     state: TrainState, sums: torch.Tensor, lr: float, decay: float, limits: SpikeLimits = NO_LIMITS
 ) -> StepReport:
-    """Phases 4 to 6, after `backward`. sums: its result."""
+    """Phases 4 to 6, after `backward`. sums: the result of `backward`."""
     # 4 gradient norm
     scaler = state.scaler
     scale = None if scaler is None else scaler.scale
@@ -121,7 +121,7 @@ def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowe
     """bool [], whether the loss scale takes a step into account: if the step was applied, or if its gradients are not
     finite although the loss is.
 
-    The loss is compared over all ranks, because each tensor rank has its own copy of the batch, which may be damaged.
+    The loss must be finite on all ranks, because each tensor rank has its own copy of the batch, which may be damaged.
     """
     loss_is_finite = torch.isfinite(loss).double()
     all_reduce(loss_is_finite, state.mesh.everyone, "min")
@@ -131,8 +131,9 @@ def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowe
 def _sound(state: TrainState) -> torch.Tensor:
     """bool [], whether the batch, weights and moments of this rank are finite; a device value.
 
-    A pass over weights and moments costs up to half of the memory traffic of a fused update, so a GPU makes it every
-    SOUND_EVERY steps only. Damage in between makes the loss of the next step NaN, which is noticed there.
+    A pass over weights and moments costs up to half of the memory traffic of a fused update, so a GPU makes this pass
+    only every SOUND_EVERY steps. Damage between two passes makes the loss of the next step NaN, which that step
+    detects.
     """
     batch = torch.ones((), dtype=torch.bool, device=state.device.torch) if state.probes is None else state.probes.batch
     looks = not state.device.is_cuda or state.progress.step % SOUND_EVERY == 0
@@ -236,8 +237,8 @@ def _own_columns(state: TrainState, batches: Sequence[Batch]) -> list[Batch]:
 
 
 def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of the global batch from the sums of all ranks, and the mean of each term and metric; 0 for a mean
-    without weight."""
+    """The loss of the global batch from the sums of all ranks, and the mean of each term and metric, which is 0 if the
+    total weight is 0."""
     loss, by_name, _ = _means(state, sums)
     return loss, by_name
 
@@ -245,7 +246,8 @@ def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str
 def _means(
     state: TrainState, sums: torch.Tensor, *flags: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """`means`, and for each flag, bool [], whether it is set on any rank: with one exchange for both."""
+    """The result of `means`, and for each flag, bool [], whether the flag is set on any rank; one exchange serves
+    both."""
     rows = [torch.stack([flag.double(), flag.double()]) for flag in flags]
     sums = torch.cat([sums, torch.stack(rows)]) if rows else sums
     all_reduce(sums, state.mesh.loss_group)

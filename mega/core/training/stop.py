@@ -1,10 +1,10 @@
-"""Requests to stop early: a signal, a time limit, or a fault that does not affect the state of the run. All ranks learn
-of a request at the same point of the program, and end with the same exit code.
+"""Requests to stop early: a signal, a time limit, or a fault that does not affect the state of the run. All ranks
+receive a request at the same point of the program, and end with the same exit code.
 
     flag = stop.poll()     every rank contributes its request; the flags are reduced while the next work runs
     flag.read()            every rank reads whether any rank had a request
 
-This file knows neither steps nor validation; notice.py prints the messages about them.
+This module depends neither on steps nor on validation; notice.py prints the messages about requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512
 
 
 ANSWER_SECONDS = 1.5
-"""Seconds within which all ranks must answer; else the message after a signal names the missing ranks."""
+"""Seconds within which all ranks must answer; otherwise the message after a signal names the missing ranks."""
 
 
 class StoppedByFault(OSError):
@@ -46,8 +46,8 @@ class StoppedByFault(OSError):
 class StopSignal:
     """The requests that may end this run before its last step.
 
-    on_signal: handle signals of a terminal or a scheduler. minutes: time limit, from now on, or from the launch of a
-    run with restarts. prints: whether this rank prints a message at once after a signal.
+    on_signal: whether to handle signals of a terminal or a scheduler. minutes: time limit, counted from now, or from
+    the launch of a run with restarts. prints: whether this rank prints a message at once after a signal.
     """
 
     def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, prints: bool):
@@ -79,30 +79,31 @@ class StopSignal:
         is exchanged as well."""
         if not self._request and time.monotonic() > self._deadline:
             self._request = _TIME_IS_UP
-        # Filled on the device: the host would wait for a copy from host memory.
+        # Filled on the device, because the host would wait for a copy from host memory.
         flag = torch.zeros(1 + self._everyone.size, device=self._device)
         flag[0], flag[1 + self._everyone.index] = float(self._request), seconds
         return StopFlag(self, flag, all_reduce(flag, self._everyone, "max", wait=False))
 
     def fail(self, fault: Exception) -> None:
-        """Make all ranks stop and save, because this one cannot continue; `raise_fault` raises the fault later."""
+        """Make all ranks stop and save, because this rank cannot continue; `raise_fault` raises the fault later."""
         self.fault = self.fault or fault
         self._request = _FAULT
 
     def raise_fault(self) -> None:
-        """Raise the fault of this rank, or StoppedByFault if another rank had one."""
+        """Raise the fault of this rank, or StoppedByFault if another rank had a fault."""
         if self.fault is not None:
             raise self.fault
         if self.code == 1:
             raise StoppedByFault("another rank could not continue")
 
     def receive(self, flag: NDArray[np.float32]) -> None:
-        """Take the reduced flags of all ranks."""
+        """Record the reduced flags of all ranks."""
         self.seconds = flag[1:].astype(np.float64)
         self.apply(int(flag[0]))
 
     def apply(self, request: int) -> None:
-        """Set code and reason for the request of all ranks; 0: no request."""
+        """Set code and reason for the request that all ranks agree on. request: its code; 0 means that no rank has a
+        request."""
         if not request:
             return
         self.requested = True
@@ -119,8 +120,8 @@ class StopSignal:
             self._notice.settle()
 
     def close(self) -> None:
-        """Restore the signal handlers. After a stop by a signal it stays ignored, because the launcher's copy of it may
-        still arrive, and must not kill a rank that has saved."""
+        """Restore the signal handlers. After a stop by a signal, that signal stays ignored, because the launcher's copy
+        of the signal may still arrive, and must not kill a rank that has saved."""
         handlers, self._before = self._before, {}
         for number, handler in handlers.items():
             stopped = self._everyone.size > 1 and self.code == _SIGNAL + number
@@ -133,7 +134,7 @@ class StopSignal:
         if self._signals.repeats(number):
             if self._notice is not None:
                 self._notice.report_lost()
-            ignore_signals()  # until `close`: a third signal must not interrupt the exit
+            ignore_signals()  # until `close`, because a third signal must not interrupt the exit
             raise KeyboardInterrupt
         self._request = max(self._request, _SIGNAL + number)
 
@@ -158,11 +159,11 @@ class StopFlag:
 
     @property
     def cheap(self) -> bool:
-        """Whether reading it does not make a GPU wait."""
+        """Whether the flag can be read without making a GPU wait."""
         return not self._flag.is_cuda
 
     def read(self) -> None:
-        """Wait for the reduction; if any rank has a request, `requested` becomes true on all."""
+        """Wait for the reduction; if any rank has a request, `requested` becomes true on all ranks."""
         self._reading = self._reading or self._read()
         self._stop.receive(self._reading.numpy())
 

@@ -1,7 +1,7 @@
-"""From a resolved config to the objects of a rank: its mesh, its stages, and its training state.
+"""Builds the objects of a rank from a resolved config: its mesh, its stages, and its training state.
 
-All constructors get sections or single values of the config. They also work for ranks that do not exist: without
-process groups, on the meta device.
+All constructors get sections or single values of the config. They also work for ranks that do not exist, without
+process groups and on the meta device.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
 
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
-    """The operations of this run on `device`; for the meta device those of the run's own device."""
+    """The operations of this run on `device`; for the meta device, the operations of the run's own device."""
     precision, shapes = run.precision, device.type == "meta"
     if shapes:
         device = torch.device("cpu" if run.runtime.device == "cpu" else "cuda")

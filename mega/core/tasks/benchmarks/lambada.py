@@ -1,7 +1,7 @@
 """LAMBADA (Paperno et al. 2016), zero-shot: is the last word of a passage the model's first choice?
 
 By default the last token of a passage is scored; with --strict-lambada the whole last word, all of whose tokens must be
-first choices. Same definition as Megatron-LM (tasks/zeroshot_gpt).
+first choices. The definition is the same as in Megatron-LM (tasks/zeroshot_gpt).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Lambada:
         return batch_of(examples, self.asked.unit)
 
     def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
-        """accuracy: of the last words. nll: of a last word, in nats."""
+        """accuracy: whether the last word is predicted. nll: negative log-likelihood of the last word, in nats."""
         return {"accuracy": all_greedy(batch, scores), "nll": per_row(nll_of(batch, scores))}
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
@@ -77,8 +77,8 @@ class Lambada:
 def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
     """A row of the text before its last word, followed by the ids of that word.
 
-    For byte-level tokenizers the ids of a blank and the word can be encoded alone; SentencePiece would prepend another
-    blank, so the whole text is encoded if it begins with the ids of the context.
+    With byte-level tokenizers a blank and the word can be encoded alone. SentencePiece would prepend another blank, so
+    the whole text is encoded if its ids begin with the ids of the context.
     """
     words = text.split()
     if len(words) < 2:

@@ -2,7 +2,8 @@
 
 Documents are concatenated, each with its end token, as in pretraining, and split into windows, by default without
 overlap. --random-windows draws windows instead, as Megatron-LM's first version did for WebText: a document with a
-probability proportional to its length in characters, then a window of it; a short document is extended by further ones.
+probability proportional to its length in characters, then a window of that document; a short document is extended by
+further documents.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ READS = ("overlapping_eval", "context_window", "json_key", "random_windows")
 
 @dataclass
 class CorpusPerplexity:
-    """counts: numbers of bytes, words and scored tokens, if a whole text is scored."""
+    """counts: number of bytes, words and scored tokens, if a whole text is scored."""
 
     asked: BenchmarkInputs
     stride: int
@@ -91,7 +92,7 @@ class CorpusPerplexity:
 def _random_windows(
     documents: Sequence[str], tokenizer: Tokenizer, length: int, count: int, seed: int
 ) -> Iterator[JudgedRow]:
-    """Draw `count` windows; each depends only on the seed and its number."""
+    """Draw `count` windows; each window depends only on the seed and its index."""
     shares = np.cumsum([len(text) for text in documents], dtype=np.float64)
     end = [] if tokenizer.eod is None else [tokenizer.eod]
     for number in range(count):

@@ -2,9 +2,9 @@
 
 Tokenizers split a text into different numbers of pieces, so the loss per piece is converted to a loss per word of the
 original: adjusted perplexity = exp(loss x tokens / words), as Megatron-LM reports it (tasks/zeroshot_gpt). With
---context-window the score is fairseq's for Megatron-11b: every line ends in the end of a document, which also begins
-the text. fairseq's recipe first makes token files; their prefix can be given too, but then figures per word are
-missing.
+--context-window the score is fairseq's for Megatron-11b: every line ends with the end-of-document token, which also
+begins the text. fairseq's recipe first makes token files; their prefix can be given too, but then the figures per word
+are missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_LOSS = 700.0
 
 @dataclass
 class WikiText:
-    """counts: numbers of original words and of tokens, known after the text has been read."""
+    """counts: number of original words and of tokens, known after the text has been read."""
 
     asked: BenchmarkInputs
     stride: int
@@ -101,12 +101,13 @@ def perplexity(loss: float) -> float:
 
 
 def whole_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
-    """The ids of the whole text without an end of document, as in Megatron-LM."""
+    """The ids of the whole text without an end-of-document token, as in Megatron-LM."""
     return tokenizer.encode(DETOKENIZERS[detokenizer](text))
 
 
 def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
-    """The ids line by line, each with the end of a document; the same token begins the text and is not scored."""
+    """The ids line by line, each line followed by the end-of-document token; the same token begins the text and is not
+    scored."""
     if tokenizer.eod is None:
         raise ValueError(f"--context-window: {tokenizer.kind} has no end of document, which ends lines there")
     plain = fairseq if detokenizer == "fairseq" else DETOKENIZERS[detokenizer]

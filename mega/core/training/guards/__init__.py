@@ -1,7 +1,7 @@
-"""Checks of a running training: NaN, equal replicas, slow ranks. ../judge.py decides how the run reacts.
+"""Checks of a training run in progress: NaN, equal replicas, slow ranks. ../judge.py decides how the run reacts.
 
-finite      checks that all numbers are finite, and finds the rank and tensor of the first that is not
+finite      checks that all numbers are finite, and finds the rank and tensor of the first number that is not finite
 audit       checks that ranks with the same tensor hold the same bits
 stragglers  finds the rank that the others wait for
-inject      fault injection, to test all of these
+inject      fault injection, to test all these checks
 """

@@ -1,8 +1,9 @@
-"""Check that replicas are equal: ranks that hold the same tensor compare a hash of its bits, and report the odd rank.
+"""Check that replicas are equal: ranks that hold the same tensor compare a hash of its bits, and report the ranks whose
+hash differs.
 
 A run whose replicas differ by one bit continues, and its loss looks normal (one large run did so for thousands of
 steps). The hash is the sum of bits x (2 position + 1) in wrapping int64: a change of one element always changes it,
-because odd numbers have inverses modulo 2^64. It costs one pass over the weights and two small collectives.
+because odd numbers have inverses modulo 2^64. An audit costs one pass over the weights and two small collectives.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.training.state import TrainState
 
 BLOCK = 1 << 22
-"""Elements hashed at a time, to bound the memory."""
+"""Number of elements hashed at a time, to bound the memory."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor with replicas on other ranks: its name, this rank's replica, and the ranks that hold one."""
+    """A tensor with replicas on other ranks: its name, this rank's replica, and the ranks that hold a replica."""
 
     name: str
     tensor: torch.Tensor
@@ -53,7 +54,8 @@ def copies(state: TrainState) -> Iterator[Copy]:
     # Sorted, because stages that share several tensors must compare them in the same order.
     for owned in sorted(state.optimizer.shards, key=lambda one: one.bucket.tied_name()):
         bucket = owned.bucket
-        # Tensor ranks hold replicas of tensors that are not cut; all stages with a tied tensor hold replicas of it.
+        # Tensor ranks hold replicas of tensors that are not cut; all stages with a tied tensor hold replicas of that
+        # tensor.
         copies = bucket.data.with_tp if bucket.replicated else bucket.data.axis
         flats = {kind: (flat.begin, flat.values) for kind, flat in owned.moments.items()}
         if owned.has_master:
@@ -81,7 +83,7 @@ def _copy(name: str, tensor: torch.Tensor, axis: Axis) -> Iterator[Copy]:
 
 
 def audit(state: TrainState) -> None:
-    """Compare all replicas. A collective: all ranks must call it.
+    """Compare all replicas. This is a collective that all ranks must call.
 
     Errors: FloatingPointError on all ranks, naming tensors and ranks.
     """

@@ -2,7 +2,7 @@
 before its update.
 
 Weights, masters, moments and factors take one pass each and no extra memory (the minimum and the maximum of a flat
-tensor are NaN if any element is). The host waits once per save. If numbers are not finite, the ranks find together the
+tensor are NaN if any element is). The host waits once per save. If numbers are not finite, the ranks together find the
 rank and tensor in which that happened first.
 """
 
@@ -24,7 +24,7 @@ DIVERGED = "training has diverged. Resume from an earlier checkpoint with a lowe
 
 
 class NotFiniteError(FloatingPointError):
-    """The state is not finite and must not be saved. words: names the tensor and the rank."""
+    """The state is not finite and must not be saved. words: a message that names the tensor and the rank."""
 
     def __init__(self, step: int, words: str):
         super().__init__(f"step {step} is not saved: {words}: {DIVERGED}")
@@ -32,7 +32,7 @@ class NotFiniteError(FloatingPointError):
 
 
 def check_finite(state: TrainState) -> None:
-    """Check that the state may be saved. A collective: all ranks must call it.
+    """Check that the state may be saved. This is a collective that all ranks must call.
 
     Errors: NotFiniteError on every rank, naming step, tensor and rank.
     """
@@ -42,7 +42,7 @@ def check_finite(state: TrainState) -> None:
     if bool(finite):
         return
     broken = broken_tensors(state)
-    if broken is not None:  # else it is in padding, which is not saved
+    if broken is not None:  # else the number is in padding, which is not saved
         raise NotFiniteError(state.progress.step, broken.words)
 
 
@@ -51,9 +51,10 @@ def broken_tensors(
 ) -> BrokenTensor | None:
     """Find the tensor and rank whose numbers are not finite; the result is equal on all ranks, None if all are finite.
 
-    A broken moment is reported rather than the weights that it has broken. A collective: all ranks must call it, and
-    wait for their devices.
-    batches: of the step. sums: of its `Probes`. gradients: whether the gradients of the step have not been overwritten.
+    A broken moment is reported rather than the weights that it has broken. This is a collective that all ranks must
+    call, and that waits for their devices.
+    batches: the microbatches of the step. sums: the sums of its `Probes`. gradients: whether the gradients of the step
+    have not been overwritten.
     """
     report: dict[str, Sequence[object]] = {
         "state": _broken(state),
@@ -70,8 +71,8 @@ def broken_tensors(
 
 
 def check_tied(state: TrainState, step: int, differs: int, copy_hash: int) -> None:
-    """After a skipped step, check that all stages hold equal gradients of tied tensors. A collective: all ranks must
-    call it. differs, copy_hash: of the step's `tied_difference`.
+    """After a skipped step, check that all stages hold equal gradients of tied tensors. This is a collective that all
+    ranks must call. differs, copy_hash: the parts of the step's `tied_difference`.
 
     Errors: FloatingPointError on every rank, naming step, tensor and ranks.
     """

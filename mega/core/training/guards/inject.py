@@ -1,10 +1,10 @@
 """Fault injection on one rank (`--inject`), to test guards, audits and restarts.
 
-Each fault is data (config/faults.py); this file executes it. It knows no guard.
+Each fault is data (config/faults.py) that this module executes. This module does not depend on the guards.
 
     before a step          damages weights, moments or batches; the rank sleeps, stops, or is killed
     in the forward pass    damages the output of a layer
-    in the backward pass   damages a gradient before it is reduced
+    in the backward pass   damages a gradient before the gradient is reduced
     after it               damages the last stage's reduced gradient of a tied tensor
     in a save              reports a full disk
 """
@@ -31,7 +31,7 @@ from mega.core.training.state import TrainState
 
 
 class Injector:
-    """Executes the faults of this rank. named: the damaged tensors, for tests."""
+    """Executes the faults of this rank. named: names of the damaged tensors, for tests."""
 
     def __init__(self, state: TrainState, faults: Sequence[Fault]):
         self._state, self._faults = state, [each for each in faults if each.rank == state.mesh.rank]
@@ -41,7 +41,7 @@ class Injector:
         state.grads.before_reduce = self._reduce
         heads = {id(getattr(stage, "head", None)) for stage in state.stages}
         self._units = [unit for stage in state.stages for unit in units_of(stage) if id(unit) not in heads]
-        for unit in self._units:  # prepended: the probes must see the damaged output
+        for unit in self._units:  # prepended, because the probes must see the damaged output
             unit.register_forward_hook(self._output, prepend=True)
         for each in self._faults:
             if each.target in ("weight", "moment") and not any(self._tensors(each.target)):
@@ -50,7 +50,7 @@ class Injector:
                 raise ValueError(f"--inject {each.kind}:tied: rank {each.rank} holds no tensor that other stages hold")
 
     def before_step(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        """Execute the faults that are due; returns this rank's microbatches with their damage."""
+        """Execute the faults that are due; returns this rank's microbatches, damaged by these faults."""
         self._now, damaged = [each for each in self._faults if each.due(step, each.rank)], list(batches)
         for each in self._now:
             dice = random.Random(each.seed)
@@ -77,7 +77,8 @@ class Injector:
             raise OSError(errno.ENOSPC, "no space left on device (--inject)")
 
     def _output(self, module: torch.nn.Module, _: object, output: object) -> object:
-        """A forward hook that damages the output of one layer or embedding, each time that it runs in the step."""
+        """A forward hook that damages the output of one layer or embedding, each time that the module runs in the
+        step."""
         for each in self._now if module.training else ():
             if each.target == "activation" and self._units[each.seed % len(self._units)] is module:
                 if isinstance(output, ResidualState):
@@ -114,7 +115,7 @@ class Injector:
         """Damage one element of one of the tensors."""
         name, tensor = dice.choice(tensors)
         index = tuple(dice.randrange(size) for size in tensor.shape)
-        if each.kind == "ulp":  # of the largest element: the next update would round away a change of a small one
+        if each.kind == "ulp":  # the largest element, whose change no update rounds away
             index = tuple(int(i) for i in torch.unravel_index(tensor.abs().argmax(), tensor.shape))
         self.named.append(name)
         with torch.no_grad():

@@ -1,10 +1,10 @@
-"""Find the rank that the others wait for, from the working time of each rank, which is reduced together with the
-requests to stop (stop.py) and so needs no exchange of its own.
+"""Find the rank that the others wait for, from the working time of each rank. The working times are reduced together
+with the requests to stop (stop.py), so they need no separate exchange.
 
 Working time is the time from the start of a step until the gradients are computed. On a CPU it excludes waits for other
-ranks and for a core. On a GPU the device measures it, including waits between tensor and pipeline ranks, so all ranks
-of a slow replica are reported. A rank is compared with the other ranks of its pipeline stage, which have equal work; a
-rank that is alone in its stage is compared with its own past.
+ranks and for a core. On a GPU the device measures working time, including waits between tensor and pipeline ranks, so
+all ranks of a slow replica are reported. A rank is compared with the other ranks of its pipeline stage, which have
+equal work; a rank that is alone in its stage is compared with its own past.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.training.state import TrainState
 
 WINDOW = 10
-"""Steps that are evaluated together."""
+"""Number of steps that are evaluated together."""
 
 MOST = 8
-"""A slow rank must be slow in this number of them."""
+"""A rank must be slow in this number of the WINDOW steps to be reported."""
 
 IGNORED = 20
-"""First steps of a run, which are ignored: kernels are selected and files are read from the disk."""
+"""Number of first steps of a run that are ignored, because kernels are selected and files are read from the disk."""
 
 PAST = 100
-"""Earlier steps with which a rank is compared that is alone in its stage."""
+"""Number of earlier steps with which a rank that is alone in its stage is compared."""
 
 LEAST_SECONDS = 0.002
 """A smaller difference is regarded as noise of the host."""
 
 REPEAT = 200
-"""Steps until a slow rank is reported again."""
+"""Number of steps until a slow rank is reported again."""
 
 
 class StepClock:
@@ -52,7 +52,8 @@ class StepClock:
         self._begun = Timestamp(self._state.device.torch), ACTIVITY.worked()
 
     def seconds(self) -> float:
-        """Working time of the step; on a GPU of the previous step, because that needs no wait. 0: unknown."""
+        """Working time of the step; on a GPU, of the previous step, because that time can be read without a wait. 0 if
+        unknown."""
         probes = self._state.probes
         if probes is None or probes.computed is None or self._begun is None:
             return 0.0
@@ -64,7 +65,8 @@ class StepClock:
 
 
 class Stragglers:
-    """Finds slow ranks, on rank 0. threshold: ratio to the other ranks from which a rank is slow [--slow-rank]."""
+    """Finds slow ranks, on rank 0. threshold: the ratio to the other ranks' time above which a rank is slow
+    [--slow-rank]."""
 
     def __init__(self, mesh: Mesh, threshold: float):
         self._threshold = threshold
@@ -79,7 +81,8 @@ class Stragglers:
         """The slowest rank, and its ratio to the others in the newest steps."""
 
     def observe(self, step: int, seconds: NDArray[np.float64]) -> Iterator[tuple[int, float, str]]:
-        """Take the working time of each rank in one step (0: unknown); yields (rank, ratio, message) of slow ranks."""
+        """Record the working time of each rank in one step (0 if unknown); yields (rank, ratio, message) of slow
+        ranks."""
         self._steps += 1
         if self._steps <= IGNORED or len(seconds) < 2 or not (seconds > 0).all():
             return
@@ -94,7 +97,7 @@ class Stragglers:
         ratios, excess = np.array(self._ratios), np.array(self._excess)
         middle = np.median(ratios, axis=0)
         self.slowest = int(middle.argmax()), float(middle.max())
-        # The median alone could come from few extreme steps: a slow rank must also be slow in most steps.
+        # Few extreme steps could determine the median, so a slow rank must also be slow in most steps.
         often = ((ratios > 1 + (self._threshold - 1) / 2) & (excess > LEAST_SECONDS)).sum(axis=0) >= MOST
         for rank in np.flatnonzero((middle > self._threshold) & often).tolist():
             if step < self._named.get(rank, -REPEAT) + REPEAT:
@@ -105,7 +108,7 @@ class Stragglers:
             yield rank, float(middle[rank]), f"step {step}: rank {rank} is slow: its own work takes {words}"
 
     def _usual(self, seconds: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """The time with which each rank is compared; None if it is not known yet."""
+        """The time with which each rank is compared; None if that time is not yet known."""
         usual = np.empty_like(seconds)
         for ranks in self._stages:
             stage_seconds = seconds[ranks]

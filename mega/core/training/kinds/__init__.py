@@ -1,9 +1,9 @@
-"""Kinds of training tasks, by their name in --task: datasets and evaluation of a run.
+"""Kinds of training tasks, by their name in --task: the datasets and evaluation of a run.
 
-There is one training loop; a kind gives it datasets and a `Task`. A kind is imported when a run needs it. No torch is
-imported: a launcher opens datasets before any rank starts.
+A kind gives the only training loop its datasets and a `Task`. A kind is imported when a run needs it. torch is not
+imported, because a launcher opens datasets before any rank starts.
 
-kind, task     the interface of a kind, and the `Task` that it gives to the loop
+kind, task     the interface of a kind, and the `Task` that a kind gives to the loop
 pretraining    token files, conversations, random tokens
 labelled       rows with labels
 dpo            pairs of answers
@@ -52,6 +52,6 @@ def kind_of(run: AnyRun) -> TaskKind:
 
 
 def register_task(name: str, load: Callable[[], TaskKind], needs: tuple[str, ...] = ()) -> None:
-    """Register a choice of --task; to be called on every rank. load: imports the kind. needs: options that give its
+    """Register a choice of --task; to be called on every rank. load: imports the kind. needs: options that give the
     training data."""
     KINDS[name], TASKS[name] = load, needs

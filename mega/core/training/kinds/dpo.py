@@ -1,12 +1,12 @@
 """Direct preference optimisation as a kind of task: pairs of answers, and their log-probabilities under a reference.
 
     1 the reference   log-probabilities of all answers under the initial weights, without dropout, computed once before
-                      training: the data ranks share the pairs, then all ranks get all values
+                      training: the data ranks share the work on the pairs, then all ranks get all values
     2 its cache       in --data-cache, or under --save, keyed by the digests of those weights and of the pairs
     3 training        the loss of `Preference` (model/objective.py), for each pair
 
-The weights of a run that resumes have changed. It reads the reference from the cache; else it loads the initial weights
-from --load again.
+The weights of a run that resumes have changed, so the run reads the reference from the cache or, without a cache entry,
+loads the initial weights from --load again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def objective(run: RunConfig) -> Objective:
 
 
 def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
-    """Give every dataset its reference. Errors: ValueError if the initial weights are not available any more."""
+    """Give every dataset its reference. Errors: ValueError if the initial weights are no longer available."""
     state.reference = _first_weights(state.run, point)
     sets = [cast("PairDataset", each) for each in (data.train, *data.named.values()) if each is not None]
     cache = _cache(state.run)
@@ -88,8 +88,8 @@ def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
 
 
 def _unit(state: TrainState) -> int | None:
-    """Microbatches are padded to a multiple of these columns, so that few widths occur; None if all microbatches must
-    have one shape."""
+    """The number of columns to a multiple of which microbatches are padded, so that few widths occur; None if all
+    microbatches must have one shape."""
     from mega.core.config.resolve import column_unit, records_graph
 
     if state.run.parallel.tp_overlap or (state.device.is_cuda and records_graph(state.run, state.mesh.world)):
@@ -117,7 +117,7 @@ def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.flo
             assert outputs[0].shape == (2 * len(rows),), "a log-probability for each row"
             valid = [number for number in numbers if number < dataset.pairs]
             values[valid] = outputs[0].view(-1, 2).double()[: len(valid)]
-    all_reduce(values, mesh.everyone)  # each pair was computed by one rank; the others add 0
+    all_reduce(values, mesh.everyone)  # one rank has computed each pair; the other ranks add 0
     return values.cpu().numpy()
 
 
@@ -144,7 +144,7 @@ def _load_first(state: TrainState) -> None:
     if comparable_digest(state.reference or "", first) != state.reference:
         raise CheckpointError(f"--load {path}: is not what this run began with, which its reference needs")
     adapters = architecture(state.run.model).adapters
-    if adapters is not None and named_base(first) is None:  # the initial weights had no adapters: set them to 0
+    if adapters is not None and named_base(first) is None:  # the initial weights had no adapters
         for bucket in state.grads.buckets:
             bucket.own_weights.zero_()
             if state.grads.zero < 3:
@@ -176,7 +176,7 @@ class _Missing(Exception):
 
 
 def _known(state: TrainState, cache: Path | None, key: Mapping[str, object], pairs: int) -> NDArray[np.float64] | None:
-    """The reference that rank 0 reads from the cache, on all ranks; None without an entry."""
+    """The reference that rank 0 reads from the cache, returned on all ranks; None if the cache has no entry."""
     import numpy as np
     import torch
 

@@ -1,5 +1,5 @@
-"""The interface of a kind of task, for the training loop. No torch: a launcher opens datasets before any rank
-starts."""
+"""The interface of a kind of task, for the training loop. Does not import torch, because a launcher opens datasets
+before any rank starts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class TaskKind:
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
     """Opens the datasets of a resolved run, without torch. Errors: ValueError naming flag or file."""
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
-    """This data rank's part of the datasets, and their evaluation."""
+    """Makes this data rank's part of the datasets, and their evaluation."""
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
-    """The loss of the model's head; None: the next token."""
+    """Returns the loss of the model's head; None for the loss of the next token."""
     begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
-    """Called on every rank when the state has its initial weights, or those from which it resumes."""
+    """Called on every rank when the state has its initial weights, or the weights from which it resumes."""
     questions: Callable[[Options], int] | None = None
-    """Number of samples of one epoch, for kinds that support --epochs."""
+    """Returns the number of samples in one epoch, for kinds that support --epochs."""

@@ -1,4 +1,5 @@
-"""Labelled rows as a kind of task: all of --train-data together, each set of --valid-data separately and completely.
+"""Labelled rows as a kind of task: training reads all of --train-data together, and validation reads each set of
+--valid-data separately and completely.
 
 A `Format` (data/labelled.py) describes the files; kinds/__init__.py makes a kind from each format.
 """
@@ -70,7 +71,7 @@ def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Data
 
 
 def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
-    """This data rank's part; each validation reads every held-out set completely."""
+    """This data rank's part of the datasets; each validation reads every held-out set completely."""
     from dataclasses import replace
 
     from mega.core.training.kinds import pretraining

@@ -1,4 +1,5 @@
-"""Language modelling as a kind of task: token files, conversations or random tokens, each token once per epoch."""
+"""Language modelling as a kind of task: reads token files, conversations or random tokens, each token once per
+epoch."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
-    """The datasets of --data-path and similar flags, with the neighbours of their chunks if the run reads them.
+    """The datasets of --data-path and similar flags, with the neighbours of their chunks if the run reads neighbours.
 
-    phases: earlier blends. Errors: ValueError naming flag and file.
+    phases: earlier blends of the training set. Errors: ValueError naming flag and file.
     """
     plain = plain_datasets(run, tokenizer, phases)
     return plain if run.data.retro is None else _retrieving(run, plain, tokenizer)
@@ -47,7 +48,7 @@ def plain_datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence
 
 
 def _retrieving(run: RunConfig, plain: Datasets, tokenizer: Tokenizer | None) -> Datasets:
-    """Add the neighbours of chunks to datasets. Errors: ValueError of `with_neighbours`."""
+    """Add the neighbours of chunks to datasets. Errors: ValueError from `with_neighbours`."""
     from pathlib import Path
 
     from mega.core.data.neighbours import with_neighbours

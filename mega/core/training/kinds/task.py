@@ -1,7 +1,7 @@
 """The training data and the evaluation of a run.
 
-This file knows batches and the sums that a model computes from them; no steps, no checkpoints, and of ranks only the
-data axis.
+This module depends on batches and on the sums that a model computes from them, but not on steps or checkpoints, and
+only on the data axis of the mesh.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class HeldOut:
     name: str
     batches: Batches
     continues: bool = False
-    """Each validation starts where the previous one ended; else at the first sample."""
+    """Whether each validation starts where the previous one ended; otherwise each starts at the first sample."""
     iterations: int | None = None
-    """Global batches per validation; None: --eval-iters."""
+    """Number of global batches per validation; None means --eval-iters."""
 
 
 @dataclass
@@ -29,14 +29,14 @@ class Task:
     """The data of a run."""
 
     train: Batches | None
-    """The training batches; None without training."""
+    """The training batches; None if the run does not train."""
     validation: Sequence[HeldOut] = ()
     test: Sequence[HeldOut] = ()
 
     def measure(self, means: Mapping[str, float], terms: Mapping[str, float]) -> Mapping[str, float]:
-        """The results of a held-out set by name. means: of each term and metric. terms: coefficient of each term.
-
-        "loss" is the sum of the terms; if there are several terms or metrics, each of them is included by name.
+        """The results of a held-out set by name. means: name of each term and metric -> its mean. terms: name of each
+        term -> its coefficient. "loss" is the weighted sum of the terms; if there are several terms or metrics, each is
+        included by name.
         """
         loss = sum(coefficient * means[name] for name, coefficient in terms.items())
         return {"loss": loss, **(means if len(means) > 1 else {})}

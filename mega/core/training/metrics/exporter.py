@@ -1,7 +1,6 @@
-"""An HTTP server in the process of rank 0: numbers of the run for Prometheus at /metrics, and its liveness at /health.
-
-Threads answer, from the newest numbers of the meters and from `ACTIVITY`; the run does not wait for a slow client. This
-file knows no ranks: processes/roll_call.py finds the rank that others wait for.
+"""An HTTP server in the process of rank 0: numbers of the run for Prometheus at /metrics, and whether the run makes
+progress at /health. Threads answer from the newest numbers of the meters and from `ACTIVITY`; the run does not wait for
+a slow client. This module does not depend on ranks; processes/roll_call.py finds the rank that others wait for.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ FIGURES = {
 class Exporter:
     """The server, until `close`.
 
-    port: on all interfaces; 0 chooses a free port. steps: number of the last step. still_s: seconds without progress
-    after which /health returns 503. Errors: ValueError if the port is in use.
+    port: the port to listen at, on all interfaces; 0 chooses a free port. steps: index of the last step. still_s:
+    seconds without progress after which /health returns 503. Errors: ValueError if the port is in use.
     """
 
     def __init__(self, port: int, *, steps: int, still_s: float):
         self._steps, self._still_s, self._began = steps, still_s, time.monotonic()
         self._productive = 0.0
         self._moved: tuple[object, float] = (_place(), self._began)
-        """The newest position of the process, and the time since which it is there."""
+        """The newest position of the process, and the time at which the process has reached that position."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
         restarts = self._gauge("restarts", "Restarts of the ranks since the launch, if the launcher counts them")
@@ -80,7 +79,8 @@ class Exporter:
         return int(self._server.server_port)
 
     def step(self, step: int, row: Mapping[str, float], speed: Mapping[str, float | None]) -> None:
-        """Take the numbers of a step. row: of `Meters.step`. speed: further numbers by name; None is omitted."""
+        """Record the numbers of a step. row: the row of `Meters.step`. speed: further numbers by name; a number that is
+        None is omitted."""
         self._productive += float(row["seconds"])
         self._step.set(step)
         self._gauge("step_seconds", "Duration of the last step").set(row["seconds"])
@@ -96,8 +96,8 @@ class Exporter:
             self._evaluated.labels(split, name).set(value)
 
     def health(self) -> tuple[int, dict[str, object]]:
-        """The status, 200, or 503 without progress for too long, and the JSON body. Saves and evaluations may take any
-        time."""
+        """The status, which is 200, or 503 after too long without progress, and the JSON body. Saves and evaluations
+        may take any time."""
         still, phase = self._still(), ACTIVITY.phase
         stuck = still > self._still_s and phase not in PATIENT
         body = {"status": "stands still" if stuck else "ok", "phase": phase, "step": ACTIVITY.step}
@@ -113,20 +113,19 @@ class Exporter:
         return self._figures[name]
 
     def slowest(self, rank: int, ratio: float) -> None:
-        """Take the rank with the longest working time, and its ratio to the others."""
+        """Record the rank with the longest working time, and the ratio of that time to the other ranks'."""
         self._gauge("slowest_rank", "Rank with the longest working time").set(rank)
         self._gauge("slowest_rank_ratio", "Working time of the slowest rank divided by that of the others").set(ratio)
 
     def _look(self) -> None:
-        """Poll the activity: add the time since the previous poll to the current phase."""
+        """Poll the activity, and add the time since the previous poll to the current phase."""
         moment, phase = time.monotonic(), ACTIVITY.phase
         self._spent[phase] = self._spent.get(phase, 0.0) + moment - self._looked
         self._looked = moment
         self._still()
 
     def _still(self) -> float:
-        """Seconds since the position of the process has changed, as far as polls have seen; there are two per
-        second."""
+        """Seconds since the position of the process has changed, as seen by two polls per second."""
         moment, position = time.monotonic(), _place()
         if position != self._moved[0]:
             self._moved = position, moment
@@ -155,7 +154,7 @@ class Exporter:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Do not log requests: stderr is the log of the run."""
+                """Do not log requests, because stderr is the log of the run."""
 
         return Handler
 
@@ -176,7 +175,7 @@ class _Server(ThreadingHTTPServer):
         self._look()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Do not log errors of clients: stderr is the log of the run."""
+        """Do not log errors of clients, because stderr is the log of the run."""
 
 
 def _place() -> tuple[str, int]:

@@ -1,9 +1,10 @@
-"""The reports of a run: one row of numbers per step, log lines, a progress bar on a terminal. Knows no ranks.
+"""The reports of a run: one row of numbers per step, log lines, a progress bar on a terminal. This module does not
+depend on ranks.
 
-Rows are always written to a JSON-lines file; with flags also to TensorBoard, Weights & Biases and MLflow. A run that
-resumes removes the rows after its first step, so the file has each step once. Events between steps are written to a
-second file, which is never cut. A run that does not resume renames the files of an earlier run, except after a restart
-by the same launcher before the first save.
+Rows are always written to a JSON-lines file; flags also send them to TensorBoard, Weights & Biases and MLflow. A run
+that resumes removes the rows after its first step, so the file has each step once. Events between steps are written to
+a second file, from which nothing is removed. A run that does not resume renames the files of an earlier run, except
+after a restart by the same launcher before the first save.
 """
 
 from __future__ import annotations
@@ -37,31 +38,33 @@ COLUMNS = 120
 """Maximum width of a log line on a terminal with a progress bar; other lines have all fields."""
 
 ALWAYS = 100.0
-"""The priority of a field that is never left out of the line."""
+"""The priority of a field that is always in the line."""
 
 EARLY = (1, 10)
-"""Steps since the start that are always logged without a bar, so that users see progress before --log-interval."""
+"""Steps, counted from the start, that are always logged unless a bar is shown, so that users see progress before
+--log-interval."""
 
 MOST_LOSS, LARGE = 700.0, 1e6
-"""Above MOST_LOSS a perplexity is infinite; from LARGE on it is printed with four digits and an exponent."""
+"""Above MOST_LOSS a perplexity is infinite; from LARGE on, a perplexity is printed with four digits and an exponent."""
 
 SLOW = 1.1
-"""The line contains the slowest rank if its working time exceeds this multiple of the others'."""
+"""The line contains the slowest rank if its working time exceeds this multiple of the other ranks'."""
 
 LEAST_TFLOPS = 0.01
-"""A smaller value is not printed."""
+"""TFLOP/s below this value are not printed."""
 
 
 class Meters:
     """The reports of one run, on rank 0 only.
 
-    start: the step from which it resumes. steps: number of the last step. flops_per_token: of the model, forward and
-    backward.
-    devices: their number. replicas: data-parallel replicas. peak: TFLOP/s of one device, or None if unknown.
-    settings: the options of the run. terms: names of the terms of the loss, if there are several. shown: further
-    numbers of a step for the log line.
-    fail: called with the error if the file of metrics cannot be written, so that the run can save before it ends; None:
-    raise the error. still_s: see `Exporter`. lines: called with log lines, without a bar.
+    start: the step from which the run resumes. steps: index of the last step. flops_per_token: FLOPs of the model per
+    token, forward and backward.
+    devices: number of devices. replicas: number of data-parallel replicas. peak: peak TFLOP/s of one device, or None if
+    unknown.
+    settings: the options of the run. terms: names of the terms of the loss, if there are several. shown: names of
+    further numbers of a step for the log line.
+    fail: called with the error if the file of metrics cannot be written, so that the run can save before it ends; None
+    raises the error. still_s: see `Exporter`. lines: called with log lines, unless a bar is shown.
     """
 
     def __init__(
@@ -93,24 +96,24 @@ class Meters:
         self._rows: TextIO | None = _open_rows(Path(options.metrics), start, resumes)
         self._events = _open_events(Path(options.metrics), resumes)
         self._board = _board(options.tensorboard_dir, start, resumes)
-        # No bar if stdout or stderr is a file or a pipe such as `tee`: its control characters would mix with the lines.
+        # No bar if stdout or stderr is a file or a pipe such as `tee`, because control characters would mix with the
+        # lines.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self._bar = _bar(start, steps) if options.progress and terminal and lines is print_line else None
         self._start = start
         self._steps = self._tokens = 0
         self._seconds = 0.0
-        """Steps, tokens and seconds since the last line."""
+        """With `_steps` and `_tokens`: steps, tokens and seconds since the last line."""
         self.slowest: tuple[int, float] | None = None
-        """The rank with the longest working time, and its ratio to the others; None: unknown."""
+        """The rank with the longest working time, and the ratio of that time to the other ranks'; None if unknown."""
         self._started, self._last = False, start
         self._began = max(ACTIVITY.began, lost_rows.get("last_at", 0.0))
         self.event(start, "begin", **{**lost_rows, "at": round(self._began, 3), "launcher": _launcher()})
 
     def step(self, step: int, row: Mapping[str, float], tokens: int, memory: int) -> None:
-        """Take one step's numbers; every `log_interval` steps, and at the last, report a line.
-
-        row: numbers by name, including "seconds", "loss" and "consumed" (samples). tokens: of the global batch. memory:
-        bytes of this rank.
+        """Record one step's numbers; every `log_interval` steps, and at the last step, report a line. row: numbers by
+        name, including "seconds", "loss" and "consumed" (samples). tokens: number of tokens in the global batch.
+        memory: bytes used on this rank.
         """
         if not self._started:
             self._started = True
@@ -160,7 +163,7 @@ class Meters:
         """The log line of a step."""
         each = self._seconds / self._steps
         (rate, tflops), unit = self._speed(self._tokens, self._seconds), "/device" if self.devices > 1 else ""
-        eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # the bar shows it itself
+        eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # the bar has its own eta
         return fitting(
             [
                 (ALWAYS, f"step {step:>{len(str(self.steps))}}/{self.steps}"),
@@ -183,8 +186,8 @@ class Meters:
         )
 
     def evaluation(self, step: int, split: str, measured: Mapping[str, float]) -> None:
-        """Report and write the results of one evaluation. measured: by name, including "loss", which is NaN without
-        tokens that count."""
+        """Report and write the results of one evaluation. measured: results by name, including "loss", which is NaN if
+        no token has a loss weight."""
         loss, metrics = measured["loss"], {name: value for name, value in measured.items() if name != "loss"}
         # The perplexity of the language-modelling term alone; a loss of labels has no perplexity.
         perplexity = {} if "class" in measured else {"perplexity": _perplexity(measured.get("lm", loss))}
@@ -246,17 +249,17 @@ class Meters:
     def _close_rows(self) -> None:
         rows, self._rows = self._rows, None
         if rows is not None:
-            with contextlib.suppress(OSError):  # every row was flushed, or its error was reported
+            with contextlib.suppress(OSError):  # every row was flushed, or an error was reported
                 rows.close()
 
     def _plot(self, values: Mapping[str, float], step: int) -> None:
-        """Write scalars to TensorBoard, if it is on."""
+        """Write scalars to TensorBoard, if TensorBoard is on."""
         for name, value in values.items():
             if self._board is not None and isinstance(value, int | float):
                 self._plotting(partial(self._board.add_scalar, name, value, step))
 
     def _plotting(self, act: Callable[[], object]) -> None:
-        """Call TensorBoard; after an error turn it off, because the file of metrics has its numbers, too."""
+        """Call TensorBoard; after an error turn TensorBoard off, because the file of metrics also has the numbers."""
         try:
             act()
         except OSError as error:
@@ -266,8 +269,8 @@ class Meters:
 
 
 def fitting(fields: Sequence[tuple[float, str]], columns: float = COLUMNS) -> str:
-    """Join (priority, text) fields to a line of at most `columns`; omit empty fields and, if necessary, those of the
-    lowest priority.
+    """Join (priority, text) fields to a line of at most `columns` characters; omit empty fields and, if necessary, the
+    fields of the lowest priority.
 
     >>> fitting([(9, "step 1/10"), (1, "0.30 GiB"), (2, ""), (3, "eta 0:00:09")], columns=24)
     'step 1/10 | eta 0:00:09'
@@ -304,7 +307,8 @@ def _perplexity(loss: float) -> float:
 
 
 def _plain(value: float | str) -> float | str | None:
-    """A value for JSON, which has neither NaN nor infinity: the gradient norm of a skipped step becomes None."""
+    """A value for JSON, which has neither NaN nor infinity; for example, the gradient norm of a skipped step becomes
+    None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -332,7 +336,7 @@ def _launcher() -> str:
 
 
 def _started_again(metrics: Path) -> bool:
-    """Whether the existing events belong to earlier ranks of the same launcher."""
+    """Whether the existing events come from earlier ranks of the same launcher."""
     if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         return False
     launcher = None
@@ -354,7 +358,7 @@ def events_file(metrics: str) -> Path:
 
 
 def _open_events(metrics: Path, resumes: bool) -> Path | None:
-    """The file of events; that of an earlier run is renamed to `.previous`. None if metrics go to a pipe or a
+    """The file of events; the file of an earlier run is renamed to `.previous`. None if metrics go to a pipe or a
     device."""
     if metrics.exists() and not metrics.is_file():
         return None

@@ -1,6 +1,5 @@
-"""Lines on stdout, which may fail: the reader of a pipe has exited, a terminal was closed, a disk is full.
-
-Training continues without stdout. This file does not know the content of the lines.
+"""Lines on a stdout that may fail, because the reader of a pipe has exited, a terminal was closed, or a disk is full.
+Training continues without stdout. This module does not depend on the content of the lines.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ SLOW_S = 5.0
 
 @contextlib.contextmanager
 def report_if_slow(doing: str, *, quiet: bool = False) -> Iterator[None]:
-    """Report a slow block on stderr after SLOW_S seconds, for the start of a run. quiet: do not, on all ranks except
-    the first."""
+    """Report a slow block on stderr after SLOW_S seconds, for the start of a run. quiet: report nothing; true on all
+    ranks except the first."""
     timer = threading.Timer(SLOW_S, warn, [f"{doing} ..."])
     timer.daemon = True
     if not quiet:

@@ -15,7 +15,7 @@ LINES = 10
 
 
 class ProfiledOperation(Protocol):
-    """torch's sums over all calls of one operation; microseconds."""
+    """torch's sums over all calls of one operation, in microseconds."""
 
     key: str
     count: int
@@ -26,7 +26,8 @@ class ProfiledOperation(Protocol):
 class StepProfiler:
     """The profiler of one rank.
 
-    directory: for trace and table. report: prints a line, on ranks that print; the table is also in a file.
+    directory: the folder for trace and table. report: prints a line, on ranks that print; the table is also written to
+    a file.
     """
 
     def __init__(self, steps: range, rank: int, directory: Path, report: Callable[[str], None]):
@@ -50,7 +51,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Stop the profiler and write the profile, also if the run ends early. Errors of the disk are only reported."""
+        """Stop the profiler and write the profile, even if the run ends early. Errors of the disk are only reported."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -72,7 +73,8 @@ class StepProfiler:
 
 
 def missed(steps: range, first: int, last: int) -> str:
-    """The message about steps to profile that a run with steps `first` to `last` does not have; "" if it has all.
+    """The message about steps to profile that a run with steps `first` to `last` does not have; "" if the run has all
+    of them.
 
     >>> missed(range(10, 13), 1, 20), missed(range(10, 13), 1, 11)
     ('', '--profile 10:12: the run has steps 1 to 11, so that steps 10 to 11 are profiled')

@@ -1,8 +1,8 @@
 """Services that store the numbers of a run: Weights & Biases and MLflow, optional packages that are imported on demand.
 
 Both use the metric names of the Llama-2 fork of Megatron-LM. A run that resumes continues under the same id, which is
-stored next to its metrics, and does not send steps again that it has sent before. If a service fails, the run continues
-without it; the file of metrics has all numbers, too.
+stored next to its metrics, and does not send steps again that were sent before. If a service fails, the run continues
+without that service; the file of metrics has all numbers, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mega.core.files import whole_file
 from mega.core.training.metrics.output import warn
 
 PROJECT = "megatron-lm-3d"
-"""The default project of the fork."""
+"""The fork's default project name."""
 
 NAMES = {
     "consumed": "utils/steps-vs-samples",
@@ -38,7 +38,8 @@ NAMES = {
 
 
 class Tracker(Protocol):
-    """A service. since: the newest step that it has already stored."""
+    """A metric tracking service, such as Weights & Biases. since: the newest step that the service has already
+    stored."""
 
     since: int
 
@@ -52,7 +53,8 @@ def training_values(
 ) -> dict[str, float]:
     """The numbers of a training step under the names of the fork.
 
-    tokens: of the global batch. replicas: data-parallel ranks. flops: per token. terms: names of the terms of the loss.
+    tokens: number of tokens in the global batch. replicas: number of data-parallel ranks. flops: FLOPs per token.
+    terms: names of the terms of the loss.
     """
     names = {**NAMES, **{term: f"lm-loss-training/{term}" for term in terms}}
     values = {name: float(row[key]) for key, name in names.items() if row.get(key) is not None}
@@ -83,8 +85,8 @@ def _finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Trackers:
-    """The services of a run. start: the step from which it resumes. last: the newest step in its metrics before the
-    resume. settings: the options of the run."""
+    """The services of a run. start: the step from which the run resumes. last: the newest step in the run's metrics
+    before the resume. settings: the options of the run."""
 
     def __init__(self, options: LogConfig, *, start: int, last: int, settings: Mapping[str, Mapping[str, object]]):
         self._note = Path(options.metrics + ".trackers.json")
@@ -137,7 +139,7 @@ def _line(error: Exception) -> str:
 
 
 class WandbTracker:
-    """A run of Weights & Biases. WANDB_MODE=offline stores it next to the metrics."""
+    """A run of Weights & Biases. WANDB_MODE=offline stores the run next to the metrics."""
 
     def __init__(self, options: LogConfig, run_id: str | None, last: int, settings: Mapping[str, Mapping[str, object]]):
         wandb = importlib.import_module("wandb")

@@ -1,13 +1,15 @@
 """Copies of each rank's state in the memory of its host and of the next host, from which restarted ranks resume.
 
-    1 every --peer-copy-interval steps   each rank copies weights, moments and progress into memory that outlives it
-    2 a thread                           sends the copy to the corresponding rank of the next host, and receives that of
-                                         the previous host, so the state of a lost host exists on another one
-    3 a copy is valid                    once its header is written, which is last; two files per rank alternate
-    4 before a copy is overwritten       all ranks have completed the newer one
-    5 restarted ranks                    exchange which copies their hosts hold, and choose the newest step for which
-                                         every rank's state exists, if it is newer than the newest save; ranks without
-                                         their own copy receive it. A copy with damaged bytes is ignored
+    1 every --peer-copy-interval steps   each rank copies weights, moments and progress into memory that outlives the
+                                         rank
+    2 a thread                           sends the copy to the corresponding rank of the next host, and receives the
+                                         copy of the previous host, so the state of a lost host exists on another host
+    3 a copy is valid                    once its header has been written, as the last part; two files per rank
+                                         alternate
+    4 before a copy is overwritten       all ranks have completed the newer copy
+    5 restarted ranks                    tell each other which copies their hosts hold, and choose the newest step for
+                                         which every rank's state exists, if it is newer than the newest save; ranks
+                                         without their own copy receive it. A copy with damaged bytes is ignored
 
 The memory is a folder of files in /dev/shm, which the launcher creates (processes/restarts.py) and removes. Copies are
 valid for one layout and one launch; a different layout or a later launch resumes from a save (saver.py).
@@ -41,14 +43,15 @@ from mega.core.training.guards.finite import check_finite
 from mega.core.training.state import Progress, TrainState
 
 HEADER = 16 * mmap.PAGESIZE
-"""Bytes before the state: JSON, padded with spaces; zeros while the state is being written."""
+"""Number of bytes before the state. They contain JSON, padded with spaces, or zeros while the state is being
+written."""
 
 COPIES = 2
-"""Copies of one rank's state on one host."""
+"""Number of copies of one rank's state on one host."""
 
 
 class StateFile:
-    """A memory-mapped file with the state of one rank at one step. size: bytes of the state."""
+    """A memory-mapped file with the state of one rank at one step. size: number of bytes of the state."""
 
     def __init__(self, path: Path, size: int):
         self.path = path
@@ -60,7 +63,7 @@ class StateFile:
         self.header, self.state = self._memory[:HEADER], self._memory[HEADER:]
 
     def read(self) -> dict[str, Any] | None:
-        """The header; None without a header, such as after a kill during the copy."""
+        """The header; None if the header is missing, such as after a kill during the copy."""
         with contextlib.suppress(ValueError):
             header = json.loads(self.header.numpy().tobytes())
             return header if isinstance(header, dict) else None
@@ -70,13 +73,13 @@ class StateFile:
         self.header.fill_(0)
 
     def sound(self) -> bool:
-        """Whether the checksum of the state is right."""
+        """Whether the checksum of the state is correct."""
         header = self.read()
         return header is not None and zlib.crc32(self.state.numpy()) == header["crc"]  # type: ignore[arg-type]
 
 
 class HostFiles:
-    """The copies in this host's memory. sizes, layouts: of the state of every rank."""
+    """The copies in this host's memory. sizes, layouts: size and layout of every rank's state."""
 
     def __init__(self, folder: Path, sizes: Sequence[int], layouts: Sequence[str]):
         self.folder, self.sizes, self._layouts = folder, sizes, layouts
@@ -126,7 +129,7 @@ class HostFiles:
 
 
 class PeerCopies:
-    """The copies of one rank. All methods are collectives: all ranks must call them."""
+    """The copies of one rank. All methods are collectives that all ranks must call."""
 
     def __init__(self, state: TrainState, folder: Path):
         self._state, self._world = state, world_from_env()
@@ -150,7 +153,7 @@ class PeerCopies:
         self._error: Exception | None = None
 
     def restore(self, newest: int) -> bool:
-        """Phase 5: restore the state from a copy of a step after `newest`; returns whether there was one."""
+        """Phase 5: restore the state from a copy of a step after `newest`; returns whether there was such a copy."""
         while True:
             local_steps = self._files.steps()
             host_steps = [
@@ -162,14 +165,14 @@ class PeerCopies:
             ]
             step = max(set.intersection(*steps), default=None)
             if step is None or self._fetch(step, host_steps):
-                break  # else a copy of that step was damaged, and has been cleared
+                break  # otherwise a copy of that step was damaged, and has been cleared
         for file, header in self._files.headers():
             if header["step"] > (step or newest):
-                file.clear()  # only some ranks have reached this step
+                file.clear()  # not all ranks have reached this step
         return step is not None
 
     def take(self) -> None:
-        """Phases 1 to 4: copy the state. Errors: FloatingPointError if the state is not finite; those of the previous
+        """Phases 1 to 4: copy the state. Errors: FloatingPointError if the state is not finite; errors of the previous
         exchange."""
         state = self._state
         check_finite(state)
@@ -225,7 +228,8 @@ class PeerCopies:
             work.wait()
 
     def _fetch(self, step: int, host_steps: Sequence[Mapping[int, Sequence[int]]]) -> bool:
-        """Restore a step: each rank from its own host's memory, else from the first rank whose host has its copy.
+        """Restore a step. Each rank reads its copy from its own host's memory, else from the first rank whose host has
+        that copy.
 
         Returns False if a copy was damaged; such copies are cleared.
         """
@@ -243,7 +247,7 @@ class PeerCopies:
         ]
         for file in damaged:
             file.clear()
-        # Agreed before anything is sent: a rank that waits for a damaged copy would wait for ever.
+        # Agreed before anything is sent, because a rank that waits for a damaged copy would wait forever.
         if any(self._state.exchange(bool(damaged))):
             return False
         head = torch.empty(HEADER, dtype=torch.uint8)

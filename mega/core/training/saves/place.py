@@ -1,4 +1,5 @@
-"""Checks of --save: only one run uses the directory at a time, and it has no checkpoint of a different history."""
+"""Checks of --save: only one run uses the directory at a time, and the directory has no checkpoint of a different
+history."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
     """Check on all ranks that --save holds no checkpoint later than step `start`, at which this run starts.
 
     A later --resume auto would resume from such a checkpoint, which has a different history. A run with --resume auto
-    starts from the newest checkpoint that can be trusted, and will replace later ones. Errors: ValueError on all ranks.
+    starts from the newest checkpoint that can be trusted, and will replace later checkpoints. Errors: ValueError on all
+    ranks.
     """
     place = run.checkpoint.save
     if place is None or run.checkpoint.resume == "auto":
@@ -39,18 +41,19 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
 
 
 LOCK_WAIT = 10.0
-"""Seconds for which a run waits for the lock of its directory: a run that was stopped may still be ending."""
+"""Seconds for which a run waits for the lock of its directory, because a run that was stopped may still be ending."""
 
 LEASE_WAIT = 150.0
-"""The same after a restart: rank 0 may have been on a lost host, and a file server keeps its lock until the lease
-expires; that of NFS is 90 seconds."""
+"""The same after a restart: rank 0 may have been on a lost host, and a file server keeps that host's lock until the
+lease expires, which takes 90 seconds with NFS."""
 
 
 def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: torch.device) -> None:
-    """Lock --save for this run until `until` is closed, so that no other run, and no `checkpoint clean`, changes it.
+    """Lock the directory of --save until `until` is closed, so that no other run, and no `checkpoint clean`, changes
+    the directory.
 
-    A collective: all ranks must call it. Errors, on all ranks: ValueError if another process has the lock; OSError if
-    that process may be one of a previous attempt.
+    This is a collective that all ranks must call. Errors, on all ranks: ValueError if another process has the lock;
+    OSError if that process may belong to a previous attempt.
     """
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     free = torch.ones((), device=device)
@@ -75,14 +78,13 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
 
 
 SEEN_WITHIN = 10.0
-"""Seconds within which every rank must see a file that rank 0 has written: network file systems cache for some time
+"""Seconds within which every rank must see a file that rank 0 has written. Network file systems cache for some time
 that a file does not exist."""
 
 
 def check_shared(place: str | None, exchange: JsonExchange, rank: int) -> None:
-    """Check that --save is one folder that all hosts share: a checkpoint consists of the files of all ranks.
-
-    Errors: ValueError on all ranks, naming those that do not see a file of rank 0.
+    """Check that --save is one folder that all hosts share, because a checkpoint consists of the files of all ranks.
+    Errors: ValueError on all ranks, naming the ranks that do not see a file of rank 0.
     """
     if place is None or url_of(place) is not None or exchange is alone:
         return

@@ -1,20 +1,21 @@
-"""Verdicts on saved steps: a saved step is on trial until enough sound steps have followed, or the run diverges.
+"""Verdicts on saved steps: a saved step is on trial until enough sound steps have followed or the run diverges.
 
     sound       a step that was applied, and whose loss is finite and below the limit
-    diverged    the loss is above the limit, or the run ends because loss, weights or all gradients are not finite
+    diverged    the loss is above the limit, or the run ends because the loss, weights or all gradients are not finite
     neither     a skipped step, such as while a loss scale is adjusted
 
-The limit is LIMIT times the larger of the loss of a uniform guess (the logarithm of the vocabulary) and the first loss
-after this start: no model that learns is above it, and a model whose weights have exploded stays above it as long as
-its loss is finite.
+The limit is LIMIT times the larger of the loss of a uniform guess (the logarithm of the vocabulary size) and the first
+loss after this start. No model that learns is above the limit, and a model whose weights have exploded stays above the
+limit as long as its loss is finite.
 
-    a save                  the step is on trial; it is suspect at once if the newest step was above the limit
-    --good-after sound      the step is good, independent of earlier verdicts
+    a save                  the step is on trial; the step is suspect at once if the loss of the newest step was above
+                            the limit
+    --good-after sound      the step is good, regardless of earlier verdicts
     divergence              every step on trial becomes suspect, and the count of sound steps restarts
     the last step           all steps on trial that are not suspect are good
     a stop, a kill          no verdict: steps stay on trial, with the count of sound steps at the last save
 
-checkpoint/own/verdicts.py has the file of verdicts, and their meaning for a resume. One rank keeps the record.
+checkpoint/own/verdicts.py defines the file of verdicts, and what verdicts mean for a resume. One rank keeps the record.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ LIMIT = 2.0
 
 @dataclass
 class Trial:
-    """A saved step on trial. begun: count of sound steps at its save. manifest: digest, empty until the checkpoint is
-    published. reason: why it is suspect, or empty."""
+    """A saved step on trial. begun: count of sound steps at the save of this step. manifest: the manifest's digest,
+    empty until the checkpoint is published. reason: why the step is suspect, or empty."""
 
     begun: int
     manifest: str = ""
@@ -68,7 +69,7 @@ class Proving:
             self._resumed(start)
 
     def _resumed(self, start: int) -> None:
-        """Put the step from which the run resumes on trial, unless it is good already."""
+        """Put the step from which the run resumes on trial, unless that step is already good."""
         manifest, _ = attempt(lambda: self._store.digest(start))
         verdict = self._known.get(start)
         if verdict is None or verdict.manifest != manifest:
@@ -79,7 +80,7 @@ class Proving:
 
     @property
     def on_trial(self) -> int | None:
-        """The step that will be the next good one, which retention must keep, or None."""
+        """The step that will be the next good step, which retention must keep, or None."""
         good = max((step for step, verdict in self._known.items() if verdict.status == "good"), default=None)
         tried = (step for step, trial in self._trials.items() if good is None or (step > good and not trial.reason))
         return min(tried, default=None)
@@ -113,8 +114,8 @@ class Proving:
             self._write()
 
     def observe(self, step: int, loss: float | None, applied: bool) -> None:
-        """Take the loss of a step, and whether its update was applied; called for every step, in order. None: the loss
-        is not comparable with that of a guess."""
+        """Record a step's loss and whether its update was applied; called for every step, in order. loss: None if the
+        loss cannot be compared with the loss of a random guess."""
         if loss is not None and self._limit == math.inf:
             self._limit = LIMIT * max(self._guess, loss)
         if loss is not None and loss > self._limit:
@@ -135,8 +136,8 @@ class Proving:
         self._write()
 
     def finished(self, *, clean: bool) -> None:
-        """Called at the end of the run. clean: it has reached its last step; else the counts are stored for a
-        resume."""
+        """Called at the end of the run. clean: whether the run has reached its last step; otherwise the counts are
+        stored for a resume."""
         if clean:
             self._promote(lambda trial: not trial.reason)
         self._write()

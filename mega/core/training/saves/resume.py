@@ -1,5 +1,5 @@
 """Resuming from a checkpoint: find the checkpoint from which a run starts, and restore the state. saver.py writes
-them."""
+checkpoints."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from mega.core.untrusted import Json, below, numbers_below
 class ResumePoint:
     """The checkpoint from which a run starts.
 
-    weights_only: do not restore optimizer and progress. base: for a checkpoint of adapters, the checkpoint with the
-    frozen weights.
+    weights_only: whether to restore neither optimizer nor progress. base: for a checkpoint of adapters, the checkpoint
+    with the frozen weights.
     """
 
     checkpoint: StoredWeights
@@ -61,17 +61,18 @@ def find_resume_point(
         together(partial(check_place, Path(save), "--save"), exchange)
     if point is None or named_base(point.checkpoint) is None:
         return point
-    # In a run that resumes, --load names the base, which may have moved, or adapters of the same base.
+    # In a run that resumes, --load names the base, which may have moved, or other adapters of the same base.
     named_base_path = run.checkpoint.load if run.checkpoint.resume is not None else None
     return dataclasses.replace(point, base=open_base(point.checkpoint, named_base_path, report, exchange))
 
 
 def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange) -> ResumePoint | None:
-    """The checkpoint from which this run starts: --resume, else --load, else None; equal on all ranks.
+    """The checkpoint from which this run starts: the one of --resume, else the one of --load, else None; equal on all
+    ranks.
 
     Every rank searches, and the results are compared before any weight is read. In the directory of a run, the newest
     step is chosen that all ranks see with equal content (`CheckpointStore.find`); a message names the ranks that do not
-    trust a newer step, and why. A step that the user names is used or refused.
+    trust a newer step, and why. A step that the user names is either used or refused.
     Errors: ValueError on all ranks, if a named checkpoint is absent or damaged for any rank, or if there is no
     checkpoint that all ranks trust.
     """
@@ -104,7 +105,7 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
 
 
 def _continuing(tree: str, place: str) -> str:
-    """The advice how to continue a checkpoint of Megatron-LM."""
+    """The advice on how to continue from a checkpoint of Megatron-LM."""
     return f"`mega reshard --load-dir {tree} --save-dir {place}` makes a checkpoint, which --load {place} continues"
 
 
@@ -122,10 +123,9 @@ def _store(place: str, exchange: JsonExchange) -> CheckpointStore:
 
 
 def sidecar_files(checkpoint: StoredWeights, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The small files of the checkpoint to copy into new ones: those of its tokenizer, and those for foreign tools.
-
-    run.toml is not copied, because each run writes its own. Empty if the run has a different tokenizer, because the
-    files refer to token ids of the old one.
+    """The small files of the checkpoint to copy into new checkpoints: files of its tokenizer, and files for foreign
+    tools. run.toml is not copied, because each run writes its own run.toml. Empty if the run has a different tokenizer,
+    because the files refer to token ids of the old tokenizer.
     """
     stored_files = {name: path.read_bytes() for name, path in checkpoint.attachments.items() if name != "run.toml"}
     tokenizer_files = {
@@ -135,7 +135,8 @@ def sidecar_files(checkpoint: StoredWeights, tokenizer: Tokenizer | None) -> dic
 
 
 def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> None:
-    """Restore `state` from a checkpoint of any layout. whole: with the optimizer, even under --no-load-optim.
+    """Restore `state` from a checkpoint of any layout. whole: whether to restore the optimizer even with
+    --no-load-optim.
 
     Errors: ValueError naming the option that differs, or the tensor that is missing or damaged.
     """
@@ -148,7 +149,7 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
         base = checkpoint if point.base is None else point.base
         base_record = named_base(checkpoint)
         digest = base.digest if base_record is None else base_record["digest"]
-        # A base that is identified by the values of its weights is read from these weights, not from masters.
+        # If a base is identified by the values of its weights, it is read from these weights, not from masters.
         as_named = digest.startswith(SAMPLED)
         base.read([piece if as_named else _truest(piece, base) for piece in state.frozen_pieces()], cast=True)
         state.base = describe(base, digest)
@@ -156,7 +157,7 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
         _same_task(run, checkpoint)
     if adapters is not None and point.base is None:
         return  # the adapters are new
-    # Weights of a different dtype are rounded from the masters, which are the more precise values.
+    # Weights of a different dtype are rounded from the masters, which are more precise.
     stored_weights = [piece for piece in state.weight_pieces(mine=False) if piece.key not in new_keys]
     checkpoint.read([_truest(piece, checkpoint) for piece in stored_weights], cast=True)
     state.optimizer.masters_from_weights()
@@ -182,7 +183,8 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
 
 
 def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
-    """Check that new adapters start a new run at step 0; its checkpoints would else replace those of their base.
+    """Check that new adapters start a new run at step 0; otherwise the run's checkpoints would replace the checkpoints
+    of the adapters' base.
 
     Errors: CheckpointError.
     """
@@ -195,8 +197,8 @@ def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
 
 
 def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
-    """Names of tensors that the checkpoint does not have, which start at their initial values: those of a new head, of
-    a head with a different number of classes, and of a retriever.
+    """Names of tensors that the checkpoint does not have, which start at their initial values: tensors of a new head,
+    of a head with a different number of classes, or of a new retriever.
 
     Empty for a run that resumes, which must find all tensors.
     """
@@ -219,8 +221,8 @@ def _stated(checkpoint: StoredWeights, name: str) -> Json:
 
 
 def _dropout_rule(point: ResumePoint) -> int:
-    """The dropout rule of the run. A mega checkpoint without one is older than the rule; imported weights use the new
-    one."""
+    """The dropout rule of the run. A mega checkpoint that does not state the rule uses the oldest rule; imported
+    weights use the newest rule."""
     meta = point.checkpoint.meta
     rule = meta.get("dropout_rule", OLD_RULE if "fingerprint" in meta else RULE)
     assert isinstance(rule, int)  # plain_state.py has checked it
@@ -232,7 +234,8 @@ def differences(
 ) -> Iterator[str]:
     """Messages about the differences to the checkpoint: options, layout, and the content of token files.
 
-    threads: of `Device`. The schedule is not compared here: schedules.py refuses a different one.
+    threads: the number from `Device.threads`. The schedule is not compared here, because schedules.py refuses a
+    different schedule.
     """
     sections = below(point.checkpoint.meta, "config")
     stored = {name: value for section in sections for name, value in below(sections, section).items()}
@@ -292,8 +295,8 @@ def other_corpora(point: ResumePoint, data: Datasets) -> list[str]:
 
 
 def check_corpora(run: RunConfig, point: ResumePoint, data: Datasets) -> None:
-    """Check that the token files of a run that resumes have not changed: else its samples would be neither the
-    remaining ones nor new ones. Errors: CheckpointError naming the files."""
+    """Check that the token files of a run that resumes have not changed; otherwise its samples would be neither the
+    remaining samples nor new samples. Errors: CheckpointError naming the files."""
     if not point.weights_only and not run.data.allow_corpus_change and (changed := other_corpora(point, data)):
         raise CheckpointError(
             f"{', '.join(changed)}: holds other tokens than when {point.checkpoint.path} was written; put the old ones "
@@ -346,7 +349,8 @@ def _truest(weight: Piece, checkpoint: StoredWeights) -> Piece:
 
 
 def _same_rule(run: RunConfig, checkpoint: StoredWeights) -> None:
-    """Check that the update rule is that of the checkpoint: different rules may have moments of the same name."""
+    """Check that the update rule is that of the checkpoint, because different rules may have moments of the same
+    name."""
     optimizer, stored = run.optimizer.optimizer, below(checkpoint.meta, "config", "optimizer").get("optimizer")
     if stored not in (None, optimizer):
         raise CheckpointError(
@@ -380,7 +384,7 @@ def _same_model(run: RunConfig, point: ResumePoint) -> None:
     stored, requested = dataclasses.asdict(model), dataclasses.asdict(run.model)
     if (
         family(model).stage is family(run.model).stage
-    ):  # families of one stage differ only in options, which are compared below
+    ):  # families with the same stage differ only in options, which are compared below
         stored["family"] = requested["family"]
     for each in (stored, requested):
         if each["experts"]:  # None means the width of `ffn`

@@ -1,5 +1,5 @@
 """Restore the newest checkpoint during a run: its weights, moments and loss scale, but the current data position, so
-that the batches since then are left out. A collective of all ranks."""
+that the batches since then are left out. This is a collective of all ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mega.core.training.state import Progress, TrainState
 def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) -> Progress | None:
     """Roll back; returns the progress of the restored state, or None if nothing has been saved yet.
 
-    Later steps count as skipped. A damaged checkpoint is reported, and an older one is used. Errors, on all ranks:
-    CheckpointError if all are damaged; UnreadableError if a checkpoint temporarily cannot be read.
+    Later steps count as skipped. A damaged checkpoint is reported, and an older checkpoint is used. Errors, on all
+    ranks: CheckpointError if all are damaged; UnreadableError if a checkpoint temporarily cannot be read.
     """
     saver.wait()
     exchange = state.exchange if state.mesh.world > 1 else alone
@@ -43,7 +43,8 @@ def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) ->
                 if isinstance(error, UnreadableError) or not steps:
                     raise
                 report(f"step {step} is passed over: {error}")
-    # `restore` has replaced the progress and the guard's records by those of the checkpoint: keep the current ones.
+    # `restore` has replaced the progress and the guard's records with those of the checkpoint; put the current ones
+    # back.
     restored = state.progress
     progress.skipped = restored.skipped + progress.step - restored.step
     progress.skipped_samples = restored.skipped_samples + progress.consumed - restored.consumed

@@ -1,4 +1,4 @@
-"""Save the state of a run, at once or in the background. resume.py reads it.
+"""Save the state of a run, at once or in the background. resume.py reads saved states.
 
 A state that is not finite is not saved (guards/finite.py); the steps after a save show whether it is good (proving.py).
 
@@ -6,7 +6,7 @@ A save with --async-save:
 
     1 wait for the previous save               one save runs at a time
     2 copy every piece to host memory          allocated and page-locked before the first step, and reused; on a GPU a
-                                               thread and a stream of its own copy during the next forward and backward
+                                               separate thread and stream copy during the next forward and backward
                                                pass; the update waits until all tensors are read (HostCopy.settle)
     3 a thread publishes the copy              with the same `CheckpointStore.save`, so with the same bytes; ranks agree
                                                through gloo communicators that nothing else uses
@@ -46,11 +46,11 @@ from mega.core.training.state import TrainState
 from mega.core.untrusted import Json, numbers_below
 
 RETRY_PAUSES = (1.0, 30.0)
-"""Seconds between two attempts at a save: the first pause, and the longest one."""
+"""Seconds between two attempts at a save: the first pause, and the longest pause."""
 
 
 class Saver:
-    """Publishes the checkpoints of one run. All methods are collectives: all ranks must call them."""
+    """Publishes the checkpoints of one run. All methods are collectives that all ranks must call."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Saver:
         saved: int | None = None,
     ) -> None:
         """
-        sidecar_files: small files to store in every checkpoint; those of rank 0 count.
+        sidecar_files: small files to store in every checkpoint; rank 0's files are used.
         corpora: digests of the token files of the run.
         blends: earlier blends of the training set, see data/phases.py.
         saved: the step of the newest checkpoint, if the run has resumed from a later step in memory.
@@ -104,7 +104,7 @@ class Saver:
 
     @ACTIVITY.during("saving")
     def save(self) -> None:
-        """Publish a checkpoint of the current state; with --async-save start to.
+        """Publish a checkpoint of the current state, or with --async-save start to publish it.
 
         Errors, on every rank: FloatingPointError if the state of any rank is not finite; SaveError if any rank failed.
         Earlier checkpoints stay complete.
@@ -142,7 +142,7 @@ class Saver:
         return self._running is not None and not self._running.done()
 
     def look(self) -> None:
-        """Called every step: report a save that has ended, or raise its error."""
+        """Called at every step: report a save that has ended, or raise its error."""
         if not self.busy:
             self.wait()
 
@@ -155,10 +155,8 @@ class Saver:
             self._reported(running.result(), f" in the background, stalling the run for {self._stalled:.2f} s")
 
     def finish(self, *, clean: bool = False, saves: bool = True) -> None:
-        """At the end of training: save the state, unless this step is saved already, and wait.
-
-        clean: the run has reached its last step, and its saves are good. saves: False: do not save. Errors: those of
-        `save`.
+        """At the end of training: save the state, unless this step is already saved, and wait. clean: whether the run
+        has reached its last step, so that its saves are good. saves: whether to save. Errors: those of `save`.
         """
         if saves and self._saved_step != self.state.progress.step:
             self.save()
@@ -167,13 +165,13 @@ class Saver:
             self._proving.finished(clean=clean)
 
     def observe(self, step: int, loss: float | None, applied: bool) -> None:
-        """Take the finite loss of a step, and whether it was applied; called for every step, in order, before a save of
-        that step. None: the loss is not comparable with that of a guess."""
+        """Record the finite loss of a step, and whether the step was applied; called for every step, in order, before a
+        save of that step. loss: None if the loss cannot be compared with the loss of a random guess."""
         if self._proving is not None:
             self._proving.observe(step, loss, applied)
 
     def record_validation(self, step: int, loss: float) -> None:
-        """Take the validation loss after a step: retention keeps the saved step with the lowest one."""
+        """Record the validation loss after a step; retention keeps the saved step with the lowest validation loss."""
         if self._proving is not None:
             self._proving.record_validation(step, loss)
 
@@ -212,8 +210,8 @@ class Saver:
     def _publish(
         self, pieces: Iterable[Piece], meta: dict[str, Json], agree: Callable[[bool], bool], spared: frozenset[int]
     ) -> tuple[int, float]:
-        """Publish a checkpoint and apply retention; returns its step and the seconds that it took. spared: older steps
-        that are kept in spite of the limits."""
+        """Publish a checkpoint and apply retention; returns its step and the seconds that this took. spared: older
+        steps that are kept regardless of the limits."""
         mesh, step = self.state.mesh, int(numbers_below(meta, "progress")["step"])
         piece_list = list(pieces)
 
@@ -257,7 +255,7 @@ class Saver:
 
 
 def _in_background(work: Callable[[], tuple[int, float]]) -> Future[tuple[int, float]]:
-    """Run `work` on a daemon thread: the threads of an executor would keep the process alive."""
+    """Run `work` on a daemon thread, because the threads of an executor would keep the process alive."""
     future: Future[tuple[int, float]] = Future()
 
     def run() -> None:
@@ -282,7 +280,7 @@ def _in_time(
     rank: int,
     report: Callable[[str], None],
 ) -> SaveReport:
-    """Save; after a failure try again until the minutes are over on any rank. Errors: the last SaveError."""
+    """Save; after a failure try again until the time limit is over on any rank. Errors: the last SaveError."""
     until, pause = time.monotonic() + 60 * minutes, RETRY_PAUSES[0]
     while True:
         try:
@@ -307,7 +305,8 @@ def _own_template(run: RunConfig, sidecar_files: Attachments) -> Attachments:
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:
-    """A function that reports to all ranks of an axis whether this one succeeded, and returns whether all did."""
+    """A function that reports to all ranks of an axis whether this rank succeeded, and returns whether all ranks
+    succeeded."""
 
     def agree(ok: bool) -> bool:
         verdict = torch.tensor(float(ok), device=device)

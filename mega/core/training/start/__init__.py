@@ -1,9 +1,9 @@
 """The work before the first step: all checks of flags, of files, and of differences between ranks.
 
-inputs         check and resolve a run once, open its tokenizer and data
+inputs         checks and resolves a run once, and opens its tokenizer and data
 consistency    comparison of ranks
 equal          the values that must be equal on all ranks, and on all hosts of a run
 introduce      messages to the user before the first step
 rank           the start of a run on one rank
-dry_run        a check of any layout, without ranks
+dry_run        checks any layout, without ranks
 """

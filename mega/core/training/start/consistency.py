@@ -1,11 +1,11 @@
-"""Compare ranks before the first step. Code, flags, tokenizer and data must be equal on all of them; devices, drivers,
+"""Compare ranks before the first step. Code, flags, tokenizer and data must be equal on all ranks; devices, drivers,
 versions of libraries and clocks should be equal, and differences are reported.
 
     1 every rank lists its values          words and short digests; large files are sampled
     2 one reduction of their hashes        the only cost if everything is equal
     3 if hashes differ, gather all values  one message names the differences, with their ranks and hosts
 
-This file knows neither the model nor steps.
+This module depends neither on the model nor on steps.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mega.core.training.start.inputs import Inputs
 from mega.core.words import name_ranks
 
 CLOCKS_APART = 60.0
-"""A larger difference of clocks, in seconds, is reported: times in logs and of files would be misleading."""
+"""A larger difference of clocks, in seconds, is reported, because times in logs and of files would be misleading."""
 
 LONGEST = 200
-"""Maximum characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 
 class Comparable(NamedTuple):
-    """The values of a rank, by names that users know. must: must be equal on all ranks. better: should be equal;
-    differences are reported."""
+    """The values of a rank, by names that users know. must: values that must be equal on all ranks. better: values that
+    should be equal; differences are reported."""
 
     must: Mapping[str, str]
     better: Mapping[str, str]
@@ -97,7 +97,8 @@ def _differences(own_values: Mapping[str, str], everyone: Axis, device: torch.de
 
 
 def by_rank(values: Sequence[object], hosts: Sequence[str]) -> str:
-    """A message with the ranks of each value. hosts: of the ranks; the message names them if there are several.
+    """A message with the ranks of each value. hosts: the host of each rank; the message names hosts if there are
+    several.
 
     >>> by_rank(["a", "a", "b"], ["n1", "n1", "n2"])
     'a of ranks 0, 1 on n1, b of rank 2 on n2'

@@ -1,6 +1,6 @@
 """Check a run of any size on a laptop: build all kinds of ranks without memory, prove the plan, report sizes.
 
-Stages are built on the meta device in a mesh without process groups, so a 128-rank layout needs a single process. All
+Stages are built on the meta device in a mesh without process groups, so a 128-rank layout needs only one process. All
 tensor and data ranks of a stage hold blocks of equal size, except that the last tensor rank may hold less of the
 vocabulary. So the first and the last tensor rank of the first data rank are built.
 """
@@ -21,7 +21,8 @@ from mega.core.training.wire import build_mesh, build_stages
 
 
 def dry_run(inputs: Inputs, world: int) -> None:
-    """Build the stages, prove the plan, and print the sizes. Errors: ValueError of training, for an invalid layout."""
+    """Build the stages, prove the plan, and print the sizes. Errors: the ValueError that training would raise for an
+    invalid layout."""
     run, console = inputs.run, Console(highlight=False)
     parallel, dp = run.parallel, data_parallel(inputs.run, world)
     axes = [f"tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}", *expert_axes(run)]

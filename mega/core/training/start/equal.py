@@ -1,7 +1,7 @@
 """Values that must be equal on all ranks and hosts of a run, by names that users know: code, flags, tokenizer, data.
-No torch.
+Does not import torch.
 
-Ranks compare them before the first step (consistency.py), hosts when they join a run (processes/leader.py).
+Ranks compare these values before the first step (consistency.py), and hosts when they join a run (processes/leader.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def code() -> dict[str, str]:
 
 @cache
 def _source() -> str:
-    """Hash of all source files of the package, with their paths."""
+    """A hash of all source files of the package, with their paths."""
     root, digest = Path(mega.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -35,8 +35,8 @@ def flags(run: RunConfig | Options) -> dict[str, str]:
 
 
 def alike(options: Options, inputs: Inputs) -> dict[str, str]:
-    """The values of a host that joins a run. The flags are those that were typed: their resolved values may depend on
-    the checkpoints of the run."""
+    """The values of a host that joins a run. The flags are compared as typed, because their resolved values may depend
+    on the checkpoints of the run."""
     return {**code(), **flags(options), **contents(inputs)}
 
 

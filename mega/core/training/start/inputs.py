@@ -1,7 +1,8 @@
-"""Check and resolve a run, and open its inputs: tokenizer and data. No torch, and no numpy before data are opened.
+"""Check and resolve a run, and open its inputs: tokenizer and data. Does not import torch, nor numpy before data are
+opened.
 
 resolve_run    once in every process that the user has started: check, derive, and read the vocabulary
-open_inputs    once in every process that trains, and in the launcher, so that a mistake in a file is reported once and
+open_inputs    once in every process that trains, and in the launcher, so that a mistake in a file is reported once,
                before any rank starts, and that ranks find the sample order in the cache
 """
 
@@ -125,7 +126,7 @@ def _check_port(options: Options) -> None:
 
 
 def _rates(options: Options) -> list[str]:
-    """A message about a learning rate far above the usual ones of the optimizer."""
+    """A message about a learning rate far above the optimizer's usual rates."""
     rate, rule = options.optimizer.lr, options.optimizer.optimizer
     if rule not in USUAL_RATES or rate is None or rate <= USUAL_RATES[rule] or options.schedule.lr_decay in SWEEPS:
         return []
@@ -197,13 +198,13 @@ def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str])
 
 
 def _with_padding(options: Options, vocab: int) -> int:
-    """The size of a vocabulary whose padding counts as tokens: that of the initial checkpoint, if it is large enough
-    for the tokenizer (so that the run can continue in any layout), else the padded size of this layout."""
+    """The size of a vocabulary whose padding counts as tokens: the size in the initial checkpoint, if that is large
+    enough for the tokenizer (so that the run can continue in any layout), else the padded size of this layout."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 
     for place, source in weights_of(options):
-        with contextlib.suppress(CheckpointError):  # damaged: reported where weights are read
+        with contextlib.suppress(CheckpointError):  # damage is reported where weights are read
             stored = model_of(source.meta, place).vocab
             return stored if stored >= vocab else padded(vocab, options.parallel.tp, options.model.vocab_multiple)
     return padded(vocab, options.parallel.tp, options.model.vocab_multiple)
@@ -211,7 +212,7 @@ def _with_padding(options: Options, vocab: int) -> int:
 
 def weights_of(options: Options) -> Iterator[tuple[str, StoredWeights]]:
     """Yield (path, weights) of the checkpoints from which a run may start, in order of precedence, without reading
-    tensors. A missing or unreadable checkpoint is left out: its loading reports the error."""
+    tensors. A missing or unreadable checkpoint is left out, because loading it reports the error."""
     checkpoint = options.checkpoint
     for place in (checkpoint.save if checkpoint.resume == "auto" else checkpoint.resume, checkpoint.load):
         if place is None or (url_of(place) is None and not os.path.exists(place)):
@@ -230,7 +231,7 @@ def _has_data(run: RunConfig) -> bool:
 
 def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     """With --use-checkpoint-config: `options` with the model of --load, and with the sample kind of its family. Values
-    of `options` have precedence if a resumed run may change them; other ones are ignored, with a message."""
+    of `options` have precedence if a resumed run may change them; other values are ignored, with a message."""
     load, typed = options.checkpoint.load, options.model
     if load is None or not options.checkpoint.use_checkpoint_config:
         return options
@@ -238,7 +239,7 @@ def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     from mega.core.checkpoint.forms.open import open_weights
     from mega.core.checkpoint.own.model import model_of
 
-    source = open_weights(load)  # without a report: reading the weights gives one
+    source = open_weights(load)  # without a report, because reading the weights gives one
     model, default = model_of(source.meta, load), ModelOptions()
     if not model.lora_rank:
         model = with_adapters(model, typed)

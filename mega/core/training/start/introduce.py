@@ -1,6 +1,6 @@
 """Messages before the first step: the model, the layout, the device, the length and the outputs of a run; after a
-resume also the differences to the checkpoint. Lines have at most 120 columns unless a path is long. This file decides
-nothing.
+resume also the differences from the checkpoint. Lines have at most 120 columns unless a path is long. This module makes
+no decisions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def introduce(
     report: Callable[[str], None],
     saved: int | None = None,
 ) -> None:
-    """Print the messages before the first step. steps: number of the last step. report: called with each line. saved:
+    """Print the messages before the first step. steps: index of the last step. report: called with each line. saved:
     the step of the checkpoint, if the run has resumed from a later step in memory."""
     run = inputs.run
     for note in (*inputs.notes, *inputs.datasets.example):
@@ -69,7 +69,7 @@ def introduce(
 
 
 def expert_axes(run: RunConfig) -> list[str]:
-    """The sizes of the axes that share experts: they are folded out of the other ones, so they multiply no ranks."""
+    """The sizes of the axes that share experts: these axes are folded out of the other axes, so they add no ranks."""
     sizes = {"ep": run.parallel.ep, "etp": run.parallel.etp}
     return [f"{name} {size}" for name, size in sizes.items() if size > 1 and run.model.experts]
 
@@ -113,7 +113,7 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
 
 
 def _mask(run: RunConfig, attention: Attention, length: int) -> AttentionMask:
-    """The mask of an attention in training. Encoders use document numbers to separate tokens from padding."""
+    """The mask of an attention in training. Encoders use document indices to separate tokens from padding."""
     numbers = torch.empty(1, length, dtype=torch.int64, device="meta")
     documents = numbers if run.data.reset_attention or not attention.causal else None
     dropout = None

@@ -61,21 +61,22 @@ class TrainingResult:
     """The result of a run, equal on all ranks."""
 
     step: int
-    """The last step."""
+    """Index of the last step."""
     numbers: Mapping[str, float]
-    """The numbers of that step: "loss", "grad_norm" and the others of a row of metrics; empty without a step."""
+    """The numbers of that step: "loss", "grad_norm" and the other numbers of a row of metrics; empty if there was no
+    step."""
     evaluation: Mapping[str, Mapping[str, float]]
     """Name of each held-out set -> its newest results, including "loss"."""
     checkpoint: str | None
     """The directory of the run's checkpoints; None without --save."""
     metrics: str
-    """The file with a row of metrics for each step."""
+    """The file with one row of metrics per step."""
     code: int = 0
     """The exit code of `mega pretrain`: 0, or 128 + the signal that ended the run early."""
 
     @property
     def loss(self) -> float:
-        """The loss of the last step; NaN without a step."""
+        """The loss of the last step; NaN if there was no step."""
         return self.numbers.get("loss", math.nan)
 
 
@@ -88,12 +89,12 @@ class StartedRun:
     task: Task
     schedules: Schedules
     point: ResumePoint | None
-    """The checkpoint from which it starts; None for new weights."""
+    """The checkpoint from which the run starts; None for new weights."""
     saved: int
-    """The step of the checkpoint; the copies in memory may be newer."""
+    """The step of that checkpoint; the copies in memory may be newer."""
     copies: PeerCopies | None
     steps: int
-    """Number of the last step."""
+    """Index of the last step."""
 
     def saver(self, report: Callable[[str], None]) -> Saver | None:
         """The object that publishes checkpoints; None without --save."""
@@ -116,7 +117,7 @@ def pretrain(resolved: ResolvedRun) -> int:
     try:
         code = train(resolved).code
     except KeyboardInterrupt:
-        ignore_signals()  # the process ends: a further Ctrl-C must not interrupt the exit
+        ignore_signals()  # the process is ending, and a further Ctrl-C must not interrupt the exit
         raise
     end_together(world_from_env().rank, resolved.run.runtime.timeout_minutes)
     disconnect()
@@ -174,7 +175,8 @@ def begin(
     run, evaluated = inputs.run, inputs.run.evaluation
     mesh = build_mesh(run, rank, world, groups)
     check_consistent(comparable(inputs, device), mesh.everyone, device.torch, report)
-    # Before the search for the newest checkpoint: another process with the lock may be saving one.
+    # Locked before the search for the newest checkpoint, because another process with the lock may be saving a
+    # checkpoint.
     lock(resources, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     exchange: JsonExchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
     check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)
@@ -303,7 +305,7 @@ def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: C
 def _meters(
     run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None], lines: Callable[[str], None]
 ) -> Meters:
-    """The meters of the run. Call it after all checks, because it cuts the file of metrics."""
+    """The meters of the run. Call this function after all checks, because it removes rows from the file of metrics."""
     return Meters(
         run.log,
         start=state.progress.step,
@@ -322,7 +324,7 @@ def _meters(
 
 
 def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, steps: int) -> None:
-    """Check that the data suffice until the last step, if the batch size has changed since the checkpoint. Errors:
+    """Check that the data suffice up to the last step, if the batch size has changed since the checkpoint. Errors:
     ValueError."""
     batch = run.batch
     if dataset is None or run.data.order == "cyclic" or batch.samples is not None:
