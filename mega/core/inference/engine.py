@@ -146,7 +146,7 @@ class BatchingEngine:
             self._relay = None
         if self._depth > 1 and self._last is not None:
             with contextlib.suppress(RuntimeError):  # this failure of the device has already been reported
-                self._last.choices()  # a graph must not be destroyed while it is replayed
+                self._last.choices()  # wait, because a graph must not be destroyed during its replay
         if self._drafter is not None:
             self._drafter.close()
         self._worker.close()

@@ -89,7 +89,7 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the most likely token's probability; 0: off."""
     repetition_penalty: float = 1.0
-    """Divide positive logits, and multiply negative ones, of ids in the prompt or the answer by this; 1: off."""
+    """For ids in the prompt or the answer, divide positive logits, and multiply negative logits, by this; 1: off."""
     presence_penalty: float = 0.0
     """Subtract this from the logits of ids in the answer."""
     frequency_penalty: float = 0.0

@@ -410,7 +410,7 @@ class Scheduler:
         request, size = answer.request, self.blocks.size
         if sum(each.rows for each in self._running) + answer.rows > self.limits.requests:
             return False
-        # The last token is always computed, since its logits are needed; with prompt_logprobs all tokens are.
+        # The last token is always computed, because its logits are needed. prompt_logprobs needs those of all tokens.
         most_shared = 0 if request.prompt_logprobs or not self._shares else (len(request.prompt) - 1) // size
         shared, prefix = self.blocks.find(request.prompt, most_shared, self._root(answer))
         need = self._need(request) - (len(shared) if answer.short_until is None else 0)

@@ -41,7 +41,7 @@ class Guessed(NamedTuple):
     """A sequence whose next tokens are to be guessed."""
 
     number: int  # unique number of the sequence
-    request: int  # index of its request, as in `from_request`
+    request: int  # index of the sequence's request, as in `from_request`
     ids: Sequence[int]  # all tokens of the sequence
     longest: int  # maximum number of tokens of the sequence
     numbers: Sequence[tuple[float, ...]]  # `Step.numbers` of the next tokens, one row for each token to guess

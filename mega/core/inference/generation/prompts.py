@@ -89,7 +89,7 @@ class GenerationInputs(NamedTuple):
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
     tokenizer: Tokenizer
-    stop_ids: Mapping[str | None, frozenset[int]]  # adapter -> ids that end an answer; None: without an adapter
+    stop_ids: Mapping[str | None, frozenset[int]]  # adapter (None: the base model) -> ids that end an answer
     prompts: list[TextPrompt]  # of --input
 
 
@@ -188,7 +188,7 @@ def write_texts(plan: GenerationPlan) -> int:
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     retriever = None if plan.retriever is None else plan.retriever(model.model, tokenizer, device.torch.type)
     engine = start_engine(model, mesh, device, options, dtype=dtype, adapters=adapters, retriever=retriever)
-    # On other ranks `start_engine` has returned after rank 0 closed its engine.
+    # On other ranks, `start_engine` returns None after rank 0 has closed its engine.
     if engine is None:
         return 0
     for each in adapters:

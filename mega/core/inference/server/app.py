@@ -141,7 +141,7 @@ def _add_errors(app: FastAPI) -> None:
     for kind in (BadField, QueueFull, EngineLost, TooLong, ClientGone, AnswerFailed):
         app.add_exception_handler(kind, handle)
 
-    async def failed(request: Request, error: Exception) -> Response:  # gate.py prints it
+    async def failed(request: Request, error: Exception) -> Response:  # gate.py prints the error
         return JSONResponse(failure_body(500, FAILED), 500)
 
     app.add_exception_handler(Exception, failed)

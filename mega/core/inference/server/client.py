@@ -61,7 +61,7 @@ def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float |
         return {"top_k": 1}
     fields: dict[str, Json] = {}
     for name, value in sampling.items():
-        if value or name not in ("top_p_decay", "top_p_bound"):  # Megatron-LM refuses 0 for these
+        if value or name not in ("top_p_decay", "top_p_bound"):  # Megatron-LM refuses 0 in these fields
             fields["random_seed" if name == "seed" else name] = float(value) if name.startswith("top_p") else value
     return fields
 

@@ -62,7 +62,7 @@ class Gate:
                 await _send(counted, *refused)
             else:
                 await self._inside(scope, receive, counted)
-        except Exception as error:  # without its message, which may contain a prompt
+        except Exception as error:  # do not print the message, which may contain a prompt
             print(f"mega: {path[:60]!r} failed: {_where(error)}", file=sys.stderr, flush=True)
             if not status[0]:
                 await _send(counted, 500, FAILED)

@@ -288,7 +288,7 @@ async def read_chat(service: Service, body: object) -> ParsedRequest:
     service.check_room("messages", prompt, tokens)
     scored = {"logprobs": (fields.top_logprobs or 0) if fields.logprobs else None}
     ends = frozenset() if fields.ignore_eos else service.ends(adapter=adapter) | chat.ends
-    # A constrained answer is masked from its first token on, so it cannot contain reasoning.
+    # A constrained answer cannot contain reasoning, because it is masked from the first token on.
     masked = bool(tools.forced) or (fields.response_format or {}).get("type", "text") != "text"
     rules = CallRules(
         form=form if tools.offered else None,

@@ -128,7 +128,7 @@ class Service:
 
     def check_queue(self, count: int) -> None:
         """Refuse a request early, before any work, if the queue is full. Errors: QueueFull, EngineLost."""
-        if count <= self.driver.most:  # a larger count can never fit, and is refused with that reason later
+        if count <= self.driver.most:  # `add` refuses a larger count, which can never fit
             self.driver.check_room(count)
 
     async def encode(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ class Service:
         if len(text) > self.characters:
             raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
         try:
-            # Handing a short text to the other thread costs more than encoding it.
+            # For a short text, the change of threads costs more than the encoding.
             short = len(text) <= _SHORT
             encode = self.tokenizer.encode_special if special else self.tokenizer.encode
             ids = encode(text) if short else await self.off_loop(encode, text)
@@ -256,7 +256,7 @@ class Service:
     async def allowed(
         self, wanted: Mapping[str, object] | None, ends: frozenset[int], count: int
     ) -> list[Allowed | None]:
-        """Mask functions for `count` sequences under a response_format; None without constraint. Errors: BadField."""
+        """Mask functions for `count` sequences under a response_format; None if unconstrained. Errors: BadField."""
         if wanted is None or wanted.get("type") == "text":
             return [None] * count
         grammar = await self.off_loop(self.grammars.compile, wanted)

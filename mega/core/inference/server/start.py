@@ -90,7 +90,7 @@ def serve_rank(plan: ServePlan) -> int:
     # Bind now, so that a port in use is reported before the model is loaded.
     listening = bind(plan.listen.host, plan.listen.port) if leads else None
     if not leads:
-        for number in STOPPING:  # rank 0 ends the other ranks after it has drained
+        for number in STOPPING:  # rank 0 ends the other ranks after its requests are done
             signal.signal(number, signal.SIG_IGN)
     source = open_model(plan.path)
     adapters = open_adapters(plan.adapters, source)
