@@ -228,7 +228,7 @@ class AnswerReader:
     >>> reader = AnswerReader("tags", ("add",))
     >>> reader.push("Let us see. <tool"), reader.push('_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ... # doctest: +NORMALIZE_WHITESPACE
-    (AnswerPiece(content='Let us see. ', reasoning='', calls=()),
+    (AnswerPiece(content='Let us see.', reasoning='', calls=()),
      AnswerPiece(content='', reasoning='', calls=(Call(name='add', arguments='{"a": 1}'),)))
     """
 
