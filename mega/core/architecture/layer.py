@@ -175,7 +175,7 @@ class Dense(_Mixer):
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of experts: a token first chooses groups, then experts within them (DeepSeek-V3, 2024)."""
+    """Groups of experts: a token first chooses groups, then experts within these groups (DeepSeek-V3, 2024)."""
 
     count: int
     chosen: int
@@ -295,7 +295,7 @@ class Branch:
     after alone, of the "sum":       norm(x + f(x))                  Vaswani et al. 2017, BERT
     before and after, of "branch":   x + after(f(before(x)))         Gemma 2 and 3
     after alone, of the "branch":    x + after(f(x))                 OLMo 2
-    no norm:                         x + f(x)                        in a parallel layer with a norm of its own
+    no norm:                         x + f(x)                        in a parallel layer that has its own norm
     """
 
     mixer: Mixer

@@ -1,7 +1,7 @@
 """The mixers of branches: self-attention, attention to a memory, feed-forward.
 
 A mixer has two steps, each of which decoding replaces: `forward` computes the input of the last linear layer,
-and `out` is this linear layer, which leaves the tensor-parallel region. Shapes are those of one tensor rank: `heads`
+and `out` is this linear layer, which leaves the tensor-parallel region. Shapes are per tensor rank: `heads`
 are this rank's heads, and [tokens, h] are this rank's tokens under sequence parallelism.
 """
 

@@ -1,4 +1,4 @@
-"""A pipeline stage of layers on one residual stream, with an embedding before them and a head after them.
+"""A pipeline stage: layers on one residual stream, with an embedding before the layers and a head after the layers.
 
 A family adds its embedding, its head and the context of its batch. The recomputation of whole layers and the
 unsharding of units (ZeRO 3) are implemented here, for all families.

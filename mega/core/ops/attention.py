@@ -67,7 +67,8 @@ def expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 def fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, dropping: Attention = plain
 ) -> torch.Tensor:
-    """`plain` by torch's fused kernels: cuDNN if it supports the shape, then flash attention, then the others.
+    """`plain` by torch's fused kernels: cuDNN if it supports the shape, then flash attention, then torch's other
+    kernels.
 
     dropping: the implementation for masks with features other than documents and a window, such as dropout."""
     if not set(mask.features) <= {"documents", "a window"}:

@@ -1,7 +1,7 @@
 """Attention of ragged tokens to keys and values in the blocks of a cache (paged attention).
 
 The tokens of a step form runs: the next tokens of some sequences, one after the other without padding. The keys of a
-sequence, including those of its run, are stored in blocks of a pool, in the order of its row in `tables`:
+sequence, including the keys of its run, are stored in blocks of a pool, in the order of the sequence's row in `tables`:
 
     starts   0 1 2 6        three runs, of 1, 1 and 4 tokens
     lengths  9 3 4          number of keys of each sequence; the last token of a run sees all

@@ -168,8 +168,8 @@ def kept_choices(
 ) -> torch.Tensor:
     """bool [t, k]: the choices that are kept if each expert takes at most `limit` tokens.
 
-    policy: keep those with the largest probability ("probs"), or the first ones. numbers: int64 [t], indices of the
-    tokens in the microbatch, which order choices of equal probability.
+    policy: keep the choices with the largest probability ("probs"), or the first choices. numbers: int64 [t], indices
+    of the tokens in the microbatch, which order choices of equal probability.
     """
     by_token = numbers.repeat_interleave(chosen.shape[1]).argsort(stable=True)
     experts, weights = chosen.flatten()[by_token], probabilities.detach().flatten()[by_token]

@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA): wrappers of the GEMMs of a linear layer. The layer does not depend on them.
+"""Low-rank adapters (LoRA): wrappers of the GEMMs of a linear layer. The layer does not depend on these wrappers.
 
     forward   h = scale drop(x) A^T;  y += h B^T
     dgrad     dh = dy B;              dx += scale drop(dh A)
     wgrad     dB = dy^T h;            dA = scale dh^T drop(x)
 
-The layer does the communication: x and dy are the operands of its own GEMMs, y and dx are partial sums that it reduces
-afterwards. So an adapter needs no communication. Linear layers that are fused into one GEMM (query, key, value) share
-their input; the A matrices of these layers are stacked along dim 0, and each layer has its own B. Source: Hu et al.
-2021, section 4.
+The layer does the communication: x and dy are the operands of the layer's own GEMMs, y and dx are partial sums that the
+layer reduces afterwards. So an adapter needs no communication. Linear layers that are fused into one GEMM (query, key,
+value) share their input; the A matrices of these layers are stacked along dim 0, and each layer has its own B. Source:
+Hu et al. 2021, section 4.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def tied_buckets(grads: GradBuffer) -> list[Bucket]:
 
 
 def tied_difference(grads: GradBuffer) -> torch.Tensor | None:
-    """Compare the reduced gradients of tied tensors bit by bit over the stages that hold them.
+    """Compare the reduced gradients of tied tensors bit by bit over the stages that hold the tensors.
 
     Returns int64 [2]: the position, counted from 1, of the first of `tied_buckets` that differs (0 if none does), and a
     hash of this rank's copy of that bucket, which a float64 represents exactly. Returns None on stages that share no

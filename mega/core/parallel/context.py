@@ -203,15 +203,15 @@ def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class _Ring(torch.autograd.Function):
     """q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d].
 
-    Forward, once for the keys of every rank, those of this rank first:
+    Forward, once for the keys of every rank, beginning with this rank's keys:
         1 start to send the current keys and values to the next rank
-        2 attend to them with our queries while they are sent; merge each block into the result by its log-sum-exp
+        2 attend to these keys with our queries during the send; merge each block into the result by its log-sum-exp
         3 receive the keys and values of the previous rank
 
     Backward uses the same order. The gradients of keys and values move around the axis one step behind the keys and
     values:
         1 start to send keys and values
-        2 compute the gradients of this step's blocks while they are sent; accumulate the gradient of q locally
+        2 compute the gradients of this step's blocks during the send; accumulate the gradient of q locally
         3 receive the gradients that other ranks computed for these keys and values, add this rank's, and send the sum
         4 after the last step the sum has reached the rank that owns the keys and values
     """

@@ -6,7 +6,7 @@
       3 exchange   each row to the rank of its expert, if ranks have different tokens         exchange back
       4 sort       the rows of all sources by expert
 
-`RowPlan` gives the positions of rows. Moving them is an autograd function with a fixed order of summation. The number
+`RowPlan` gives the positions of rows. An autograd function moves rows, with a fixed order of summation. The number
 of rows that a rank gets is computed on the device, so the host has to wait for the device: for an exchange of sizes if
 ranks exchange rows, and for a count if a rank takes only some of the rows. This module does not depend on the router or
 on weights.
@@ -35,7 +35,7 @@ class ExpertAxes(NamedTuple):
     ep: Axis = SINGLE  # ranks that hold different experts
     etp: Axis = SINGLE  # tensor ranks of each expert
     both: Axis = SINGLE  # etp x ep
-    tokens: Axis = SINGLE  # ranks that have different samples, or different parts of them
+    tokens: Axis = SINGLE  # ranks that have different samples or different parts of samples
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertAxes:
@@ -178,7 +178,7 @@ class RowExchange:
         self._ep, local_experts = ep, len(sent) // ep.size
         sent = sent.view(ep.size, local_experts)
         received = sent if even else _swapped(sent, ep)
-        # [ep, local experts]: sent[r] are the rows for the experts of rank r, received[r] those from rank r for ours
+        # [ep, local experts]: sent[r]: numbers of rows for rank r's experts, received[r]: from rank r for our experts
         if sent.is_meta:  # assume an even load
             self._there = self._back = [0] * ep.size
             self._meta = True

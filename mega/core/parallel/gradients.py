@@ -199,7 +199,7 @@ class GradBuffer:
         2  as 1, and gradients are reduced and freed after every microbatch, so only spans accumulate
         3  as 2, and the weights of a unit are gathered while the unit before it runs, and freed after use
 
-    shared: name of each tensor that several pipeline stages hold -> these stages (`shared_stages`), equal on all ranks.
+    shared: name of each tensor that several pipeline stages hold -> those stages (`shared_stages`), equal on all ranks.
     matrices: whether matrices of layers get separate buckets, because the optimizer updates them as whole matrices.
     before_reduce: called with each bucket when its local gradients are complete, before they are reduced.
     """

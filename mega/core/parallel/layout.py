@@ -75,7 +75,7 @@ class BucketSpec:
 
     reduction: Reduction
     dtype: str
-    parameters: tuple[int, ...]  # indices of its parameters; those with weight decay first
+    parameters: tuple[int, ...]  # indices of its parameters, sorted so that parameters with weight decay come first
     offsets: tuple[tuple[int, int], ...]  # [begin, end) of each parameter
     length: int  # number of elements, padding included
     shard: int  # number of elements that each data rank owns

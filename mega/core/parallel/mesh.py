@@ -175,7 +175,8 @@ class Mesh:
         return cls(rank, **sizes)  # type: ignore[arg-type]
 
     def own_group(self, purpose: str) -> Axis:
-        """All ranks on a separate gloo group, for a thread whose collectives must not mix with those of training.
+        """All ranks on a separate gloo group, for a thread whose collectives must not mix with the collectives of
+        training.
 
         All ranks must call this together.
         """

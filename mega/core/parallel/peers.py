@@ -1,7 +1,8 @@
 """Exchanges that overlap GEMMs: ranks write blocks directly into each other's memory.
 
-NCCL moves data with the multiprocessors, and a GEMM occupies all of them, so an NCCL exchange started next to a GEMM
-runs after it. Here copy engines write the data and streams wait for marks in memory; neither needs a multiprocessor.
+NCCL moves data with the multiprocessors, and a GEMM occupies all multiprocessors, so an NCCL exchange started next to a
+GEMM runs after it. Here copy engines write the data and streams wait for marks in memory; neither needs a
+multiprocessor.
 
     gather   multiply the tokens of each rank as they arrive, our own first          (all-gather, then a GEMM)
     scatter  send each part of a GEMM's output when it is done, our own last; sum    (a GEMM, then a reduce-scatter)
@@ -117,7 +118,8 @@ class Scatter:
         self._exchange = through.open(rows, columns, like)
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Yield (rows of the whole, the tensor to write them to). A part is sent when the next one is requested."""
+        """Yield (rows of the whole, the tensor to which the caller writes these rows). A part is sent when the next one
+        is requested."""
         rows, buffer, own_index = self._rows, self._exchange.buffer, self._axis.index
         for ranks in _order(self._axis, rows, ours_first=False):
             if ranks == range(own_index, own_index + 1):

@@ -464,7 +464,7 @@ class TilePlan(NamedTuple):
     """The tiles of each kernel."""
 
     forward: Tiles
-    forward_full: Tiles  # bidirectional masks: larger tiles pay off, because no diagonal crosses them
+    forward_full: Tiles  # for bidirectional masks: larger tiles pay off without a diagonal
     backward_keys: Tiles
     backward_queries: Tiles
 

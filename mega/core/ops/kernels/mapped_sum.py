@@ -1,8 +1,8 @@
 """The sum of a tensor over devices that map each other's memory, as one kernel.
 
-Every device writes its tensor into a buffer of each other device, sets a mark there, waits for the marks in its own
-memory, and sums the received tensors in the order of ranks, so that the result is bitwise identical on all devices. A
-lane is one program's share of the tensor, with its own part of the buffers and its own marks.
+Every device writes its tensor into a buffer of each other device, sets a mark on that device, waits for the marks in
+its own memory, and sums the received tensors in the order of ranks, so that the result is bitwise identical on all
+devices. A lane is one program's share of the tensor, with its own part of the buffers and its own marks.
 
     memory of a rank:   buffer 0 [ranks, lanes, lane] | buffer 1 [ranks, lanes, lane] | marks [ranks, lanes], int64
 

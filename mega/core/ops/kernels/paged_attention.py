@@ -75,7 +75,7 @@ def _look(
     weights.
 
     SHARES: 1 or MOST_SHARES, so that few variants are compiled. NEW: keys and values of the new tokens follow their
-    queries in memory, and the last share begins with them; components HALF apart are rotated first."""
+    queries in memory, and the last share begins with these keys; components HALF apart are rotated first."""
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
@@ -162,8 +162,8 @@ def _kept(key_at, head_size, to_at, part, cos_at, sin_at, KV: tl.constexpr, WIDT
 
 @jit
 def _turned(at, part, there, cos_at, sin_at, HALF: tl.constexpr):
-    """Load the heads at the addresses `at`, [n, 1], and rotate them by the angles of their token. The components of a
-    pair are HALF apart."""
+    """Load the heads at the addresses `at`, [n, 1], and rotate the heads by the angles of their token. The components
+    of a pair are HALF apart."""
     x = tl.load(at + part, there, 0.0)
     if HALF:
         turns, first = part < 2 * HALF, part < HALF
