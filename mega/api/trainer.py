@@ -244,7 +244,7 @@ class Trainer:
         """Update the weights with the gradients of `forward_backward`. lr: replaces the learning rate of the schedule,
         which counts each step as one global batch of the run.
 
-        Errors: ValueError if there are no gradients; as in `save`, for a save in the background.
+        Errors: ValueError if gradients are missing; as in `save`, for a save in the background.
         """
         self._check_open()
         if lr is not None and not (isinstance(lr, int | float) and 0 <= lr < math.inf):

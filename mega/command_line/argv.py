@@ -2,9 +2,9 @@
 
 Megatron-LM's spellings and constants (`--swiglu`), values that follow one flag (`--data-path 0.2 a 0.3 b`), unique
 prefixes (`--train-it`), `--flag=value` and underscores all become the canonical `--flag=value`. Obsolete flags are
-dropped with a note; unknown ones are refused with the nearest valid one. `read` lists the mistakes of a line,
-`translate` refuses a line with a mistake. This file knows flags and their meanings, but neither Typer nor what a run
-does with them.
+dropped with a note; unknown ones are refused with the nearest valid one. `read` lists the mistakes in a command line;
+`translate` refuses a command line with mistakes. This module depends on the meanings of flags, but not on Typer or on
+what a run does with an option.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Sets:
     constant: str | None = None
     """Value that a spelling without values sets; None emits only the flag."""
     gives_way: bool = False
-    """The constant, or a renamed value, yields to any other spelling of the same option."""
+    """Whether the constant, or a renamed value, yields to any other spelling of the same option."""
     renames: Mapping[str, str | None] = field(default_factory=dict)
     """Megatron-LM's name of a value -> mega's; None sets nothing."""
     kind: type = str
     """Type of each value."""
     choices: tuple[str, ...] = ()
-    """Valid values; () is any."""
+    """Valid values; () means any."""
     families: tuple[str, ...] = ()
-    """The only model families whose scripts have this spelling; () is all."""
+    """The only model families whose scripts have this spelling; () means all."""
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Other words for a value -> mega's."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Invalid values with a better explanation than that -> the explanation."""
+    """Invalid value -> an explanation, for values that need more than a list of the valid ones."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Drops:
     families: tuple[str, ...] = ()
     """As `Sets.families`."""
     only: tuple[str, ...] = ()
-    """The values without effect; another value is refused. () is any."""
+    """The values without effect; other values are refused. () means any."""
 
 
 @dataclass(frozen=True)
 class Refuses:
-    """A spelling that exists in Megatron-LM and not here; its values are skipped."""
+    """A spelling that exists in Megatron-LM but not here; its values are skipped."""
 
     reason: str
     values: int = MANY
@@ -140,7 +140,7 @@ def meanings(
 
     obsolete: flags of other programs that are not options here; `--moe-*` is every flag that begins with `--moe-` and
     has no other meaning. stated_by: the reason why the other options of a run have no effect, such as a checkpoint that
-    determines them: they are dropped. None: they are refused.
+    determines them. These options are then dropped; if stated_by is None, they are refused.
     """
     meaning_of: dict[str, Meaning] = dict(_foreign_spellings(configured, extra, stated_by))
     meaning_of |= obsolete
@@ -358,7 +358,7 @@ def _typed(spelling: str, meaning: Meaning, values: Sequence[str]) -> Typed:
 def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
     """The known spelling that `typed` equals or is a unique prefix of; hyphens and underscores are equivalent.
 
-    Dropped and refused flags have no prefixes, as in Megatron-LM.
+    Prefixes of dropped and refused flags are not recognised, as in Megatron-LM.
     """
     if typed in known:
         return typed, known[typed]
@@ -389,7 +389,7 @@ def _following(rest: list[str], most: int) -> list[str]:
 
 
 def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list[str]:
-    """Take the values of a flag from after its `=`, or from the front of `rest`, unchanged."""
+    """Take the values of a flag, unchanged, from the text after its `=` or from the front of `rest`."""
     _, equals_sign, value = word.partition("=")
     values = [value] if equals_sign else _following(rest, meaning.values)
     if isinstance(meaning, Refuses):
@@ -427,7 +427,8 @@ def _reads_as(kind: type, word: str) -> bool:
 
 
 def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
-    """Mega's name of `value`; None if it sets nothing. Errors: ValueError if it is not a valid number or choice."""
+    """Mega's name of `value`; None if the value sets nothing. Errors: ValueError if it is not a valid number or
+    choice."""
     closed = () if meaning.gives_way else tuple(meaning.renames)
     choices = closed or meaning.choices
     value = meaning.synonyms.get(value, value)
@@ -444,7 +445,7 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
 
 
 def _agreed(spelled: Mapping[str, tuple[bool, list[str]]]) -> list[str]:
-    """The value on which all spellings of an option agree. Spellings that give way count only without others.
+    """The value on which all spellings of an option agree. Spellings that give way count only if all of them do.
     Errors: ValueError."""
     firm = {spelling: values for spelling, (gives_way, values) in spelled.items() if not gives_way}
     candidates = firm or {spelling: values for spelling, (_, values) in spelled.items()}

@@ -1,4 +1,5 @@
-"""Worked examples of every verb for `--help`: what a command line does, and the command line. Each fits 80 columns."""
+"""Worked examples of every verb for `--help`: what a command line does, and the command line. Each line fits in 80
+columns."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ def _row(name: str, explanation: str, width: int) -> str:
     >>> print(_row("--steps INT", "optimizer steps to train", 80))
       --steps INT                 optimizer steps to train
     """
-    explanation = explanation.replace("[default: ", "[default:\N{NO-BREAK SPACE}")  # keeps it on one line
+    explanation = explanation.replace("[default: ", "[default:\N{NO-BREAK SPACE}")  # keeps the default on one line
     lines = textwrap.wrap(explanation, width - COLUMN, break_long_words=False, break_on_hyphens=False)
-    # A long list of choices is broken between two of them.
+    # A long list of choices is broken between two choices.
     head = textwrap.wrap(f"  {name}".replace("|", "| "), width, subsequent_indent=" " * 6, break_on_hyphens=False)
     head = [line.replace("| ", "|") for line in head] if len(name) > width - 2 else [f"  {name}"]
     if len(head[-1]) <= COLUMN - 2 and lines:
@@ -120,7 +120,7 @@ def _argument(param: Parameter) -> str:
 
 
 def _explained(param: Parameter) -> str:
-    """The line of help; for parameters that belong to Typer, with the default."""
+    """The explanation of a parameter, including the default for parameters that belong to Typer."""
     text = (getattr(param, "help", None) or "").replace("\\[", "[")
     default = param.default if getattr(param, "show_default", False) is True else None
     has_default = default is not None and default is not False and not callable(default)

@@ -53,14 +53,15 @@ if TYPE_CHECKING:  # Typer's own copy of click
 Result = TypeVar("Result")
 
 _TYPED = "mega.typed"
-"""Key of the flags, as they were typed, in the metadata of Typer's context."""
+"""Key, in the metadata of Typer's context, of the flags as they were typed."""
 
 
 ENTRIES = "entries"
 """Attribute of a verb's function in which `command` stores the options of its sections."""
 
 LEAST_TYPED = 4
-"""Length of a word, with its hyphens, from which on a shell also completes spellings that `--help` does not show."""
+"""Minimum length of a word, with its hyphens, for which a shell also completes spellings that `--help` does not
+show."""
 
 
 class Reads(NamedTuple):
@@ -85,8 +86,8 @@ class Command(TyperCommand):
 
     stated_by: for a verb that reads a trained model, the reason why training options have no effect.
     whole_line: for a verb whose arguments are the command line of another program, with foreign flags.
-    loads_model: for a verb whose model is the one at --load, if that is given.
-    `load` sets these three.
+    loads_model: for a verb whose model is the one at --load, if --load is given.
+    `load` sets these three attributes.
     """
 
     stated_by: str | None = None
@@ -132,7 +133,8 @@ class Command(TyperCommand):
         return help_text(self, ctx, self.entries)
 
     def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
-        """Complete common flags; if none begins so, also flags that `--help` hides, and Megatron-LM's spellings."""
+        """Complete common flags; if no common flag matches, also flags that `--help` hides, and Megatron-LM's
+        spellings."""
         completions = super().shell_complete(ctx, incomplete)
         if completions or len(incomplete) < LEAST_TYPED or not incomplete.startswith("--"):
             return completions
@@ -234,7 +236,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
     verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     setattr(verb, ENTRIES, {entry.name: entry for entry in (*own_entries, *run_entries)})
-    # Otherwise inspect would follow it to the signature of `function`.
+    # Otherwise inspect would follow this attribute to the signature of `function`.
     del verb.__wrapped__
     return verb
 
@@ -259,7 +261,7 @@ class _VerbParameters(NamedTuple):
 
     @property
     def schema(self) -> Schema:
-        """The schema of the run; empty without one."""
+        """The schema of the run; empty if the verb takes no run."""
         return run_schema() if self.run is not None else Schema({}, {})
 
 
@@ -298,7 +300,7 @@ def _run_entries(takes: _VerbParameters, others: Sequence[inspect.Parameter]) ->
 
 
 def _check_ranges(values: Mapping[str, object], schema: Schema) -> None:
-    """Errors: ValueError with a line for each number of the verb's own options that is out of range."""
+    """Errors: ValueError with a line for each of the verb's own options whose number is out of range."""
     if values:
         from mega.core.config.check import out_of_range
 
@@ -355,7 +357,8 @@ def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, 
 
 
 def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -> inspect.Parameter:
-    """A config option as a parameter; None: it was not typed. others: label of its other spellings."""
+    """A config option as a parameter, whose value is None if the option was not typed. others: label of its other
+    spellings."""
     in_help = entry.option.common and (reads is None or getattr(entry.option, reads.property))
     item_type: Any = Literal[entry.choices] if entry.choices else entry.kind
     kind = list[item_type] if entry.many else item_type
@@ -377,7 +380,7 @@ def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -
 
 
 def _help(entry: Entry, whose: str) -> str:
-    """The line of help: description, default, other spellings."""
+    """The help text of an option: description, default, other spellings."""
     default = "" if entry.default in (None, (), "") else f" [default: {_shown(entry.default)}]"
     default = " [required]" if entry.required else default
     other_spellings = [spelling for spelling in entry.option.megatron if spelling != entry.flag]
@@ -399,7 +402,7 @@ def _show_everything(ctx: typer.Context, asked: bool) -> None:
 
 
 def _parameters_of(function: Callable[..., object]) -> list[inspect.Parameter]:
-    """The parameters of a function, as keyword-only."""
+    """The parameters of a function, made keyword-only."""
     signature = inspect.signature(function, eval_str=True)
     return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
 

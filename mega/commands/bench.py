@@ -35,7 +35,7 @@ def run(
 ) -> int:
     """Measure speed: the trainer's step on random tokens, one row after another in one process group.
 
-    Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same with --fp8, w3 GPT 22B with tensor ranks, t5 T5 220M. The
+    Rows: w1 (GPT 345M), w2 (Llama-2 7B), w2-fp8 (w2 with --fp8), w3 (GPT 22B with tensor ranks), t5 (T5 220M). The
     number of ranks determines the batch and layout of a row; flags override them. Row serve measures throughput, the
     time to the first token and the time between tokens for requests that arrive at random: for the model at --load, a
     model with random weights defined by flags, or a server at --url.
@@ -71,8 +71,8 @@ def _training(options: Options, given: GivenOptions, rows: list[str], bench: Ben
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
-    # Rows are appended to the file, so it must hold rows already: they would damage another file, such as a script.
-    # Devices such as /dev/null hold none.
+    # Rows are appended to --json, so an existing file must hold rows: they would damage a script, for example.
+    # Devices such as /dev/null hold no rows.
     against, out = bench.against, bench.json
     for flag, file in (("--against", against), ("--json", out if out and os.path.isfile(out) else None)):
         if file is not None:
@@ -115,8 +115,8 @@ def _note_unused(runs: Iterable[Options], given: GivenOptions) -> None:
 
 
 def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> RunConfig:
-    """The run to measure. --reset-attention is set after the checks, which require a tokenizer for it: random tokens
-    have none."""
+    """The run to measure. --reset-attention is set after the checks, because these would require a tokenizer, which
+    random tokens do not have."""
     from mega.core.config.resolve import variant
     from mega.core.training.start.inputs import resolve_run
 
@@ -125,13 +125,13 @@ def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> R
 
 
 def _measurable(options: Options, given: GivenOptions, steps: int) -> Options:
-    """`options` without data, files and length of the run, replaced by the minimum that a run needs."""
+    """`options` with the data, files and length of the run replaced with the minimum that a run needs."""
     from mega.core.bench.rows import LR
 
     values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
     values |= {"mock_data": True, "steps": steps, "reset_attention": False}
     values |= {"lr": LR} if options.optimizer.lr is None else {}
-    # With the default scale, most of the timed steps would overflow and update nothing.
+    # With the default loss scale, most of the timed steps would overflow and update nothing.
     if "initial_loss_scale" not in given.values and options.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16
     return updated(options, values)

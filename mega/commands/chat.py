@@ -32,10 +32,10 @@ def run(
         ),
     ] = None,
 ) -> int:
-    """Talk with a model: answers are streamed and follow its chat template; a base model continues text.
+    """Talk with a model: answers are streamed and follow the model's chat template; a base model continues text.
 
     Each line is a turn; lines that begin with / are commands, and /help lists them. With --url a server answers: mega
-    serve, or another one with OpenAI's API. Ctrl-C ends an answer, Ctrl-D the conversation.
+    serve, or another server with OpenAI's API. Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     from mega.core.inference.request import sampling_of
 

@@ -50,8 +50,8 @@ def show(
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Json]:
-    """The model, the base of its adapters, the layout of the run that wrote it, the date, and the losses of its step if
-    the run's metrics still exist."""
+    """Facts about a checkpoint: the model, the base of its adapters, the layout of the run that wrote the checkpoint,
+    the date, and the losses of its step if the run's metrics still exist."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import parameter_words, shape_words
     from mega.core.checkpoint.own.base import named_base

@@ -1,4 +1,5 @@
-"""`mega corpus VERB`: the steps from raw text to a corpus. Each reads and writes documents, one JSON object a line."""
+"""`mega corpus VERB`: the steps from raw text to a corpus. Each step reads and writes documents, one JSON object per
+line."""
 
 from __future__ import annotations
 
@@ -161,8 +162,8 @@ def _print_samples(counts: StepCounts, most: int) -> None:
 def root() -> None:
     """Make a corpus from raw text.
 
-    A verb reads documents, one JSON object a line, and writes those that it keeps. Repeat an interrupted call to resume
-    it.
+    A verb reads documents, one JSON object per line, and writes the documents that it keeps. Repeat an interrupted call
+    to resume it.
     """
 
 
@@ -171,7 +172,7 @@ def root() -> None:
 def urls(
     step: UrlOptions,
 ) -> SurveyStep:
-    """Drop URLs by domain, extension, length and form, and repeated ones: the tests of OpenWebText.
+    """Drop URLs by domain, extension, length and form, and repeated URLs: the tests of OpenWebText.
 
     With --as-megatron, .7z, .ai and domains in capitals are kept, as in Megatron-LM's blacklist_urls.py.
     """
@@ -328,10 +329,10 @@ def annotate(
     step: AnnotateOptions,
     scorer: ScorerOptions,
 ) -> CorpusStep:
-    """Score every document, for example its toxicity, by a server, a classifier, a list of words or a file of scores.
+    """Score every document, for example for toxicity, with a server, a classifier, a list of words or a file of scores.
 
-    A server must have the API of Perspective (POST /v1alpha1/comments:analyze). Blank texts, and texts that it refuses,
-    get null.
+    A server must have the API of Perspective (POST /v1alpha1/comments:analyze). Blank texts, and texts that the server
+    refuses, get null.
     """
     from mega.core.corpus.annotate import Annotate
 
@@ -370,7 +371,7 @@ def group(
 def remove_groups(
     step: RemoveGroupsOptions,
 ) -> SurveyStep:
-    """Drop all documents of a group but the first."""
+    """Drop all documents of a group except the first."""
     from mega.core.corpus.grouping import RemoveGroups
 
     return RemoveGroups(groups=str(step.groups), key=step.id_key)

@@ -134,7 +134,7 @@ def split(
 def presplit(
     documents: PresplitOptions,
 ) -> None:
-    """Split the text of each document into one sentence a line."""
+    """Split the text of each document into one sentence per line."""
     from mega.core.data.preprocessing.split import presplit as by_line
 
     count = by_line(
@@ -185,7 +185,7 @@ def _sample(
     masking: MaskingConfig,
     tokenizer: TokenizerConfig,
 ) -> None:
-    """Show training samples as a model gets them, one line for each token: its text, its id, whether it is trained
+    """Show training samples as a model gets them, one line for each token: its text, its id, and whether it is trained
     on."""
     from mega.core.data import show
     from mega.core.text.build import build

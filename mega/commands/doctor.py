@@ -1,4 +1,4 @@
-"""`mega doctor`: report what works on this machine and what does not. It changes nothing."""
+"""`mega doctor`: report what works on this machine and what does not, without changing anything."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Package(NamedTuple):
     use: str
     """Its purpose, for the report."""
     cuda: bool = False
-    """It can be tried only on a CUDA device."""
+    """Whether the library can be tried only on a CUDA device."""
     tried: bool = True
-    """Mega has been run with it."""
+    """Whether mega has been run with the library."""
     extra: str = ""
-    """The extra of mega that installs it."""
+    """The extra of mega that installs the library."""
 
 
 TOKENS = 1024
@@ -134,7 +134,7 @@ def _print_tables() -> None:
         for column in NAMES:
             table.add_column(column, overflow="fold")
         for row in rows:
-            # A string would be read as markup: a remark may hold brackets.
+            # A string would be read as markup, and a remark may hold brackets.
             table.add_row(*row[:2], _styled(row[2]))
         console.print(table)
 
@@ -163,7 +163,7 @@ def _host() -> Iterator[Row]:
 
 
 def _memory() -> int | None:
-    """Bytes of main memory, if the system reports them."""
+    """Bytes of main memory; None if the system does not report them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -212,7 +212,7 @@ def _backends(cuda: bool) -> Iterator[Row]:
 
 
 def _operators() -> Iterator[Row]:
-    """Which implementation of each op a run would use here, and why."""
+    """Yield the implementation of each op that a run would use here, and the reason."""
     if importlib.util.find_spec("torch") is None:
         return
     from mega.core.device import DTYPES, Device

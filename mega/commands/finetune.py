@@ -13,10 +13,10 @@ LOADS_MODEL = True
 def run(options: Options) -> int:
     """Train from the weights at --load for --task, with a new step counter and optimizer state.
 
-    It is mega pretrain with --finetune and --use-checkpoint-config if --load is given, and with the tokenizer of those
+    If --load is given, the verb is mega pretrain with --finetune, --use-checkpoint-config and the tokenizer of those
     weights. The loop, checkpoints and resume are the same, so --resume auto continues an interrupted run.
 
-    Exit codes: as of mega pretrain.
+    Exit codes: as in mega pretrain.
     """
     options = pretrained(options)
     check_begin(options, note)

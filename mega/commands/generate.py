@@ -39,7 +39,7 @@ def run(
     """Continue text with a trained model, from any checkpoint of any layout: one text, a file of texts, or typed
     prompts.
 
-    Without --prompt, --input and --num-samples it reads prompts from the terminal. --tp and --pp use several ranks,
+    Without --prompt, --input and --num-samples, prompts are read from the terminal. --tp and --pp use several ranks,
     started here or by a launcher.
     """
     given_sampling = sampling.given()
@@ -127,7 +127,7 @@ def _check_template(chat_template: str | None, load: Path | None) -> None:
 
 def _check_search(sampled: Sequence[str], texts: GenerateOptions) -> None:
     """Errors: ValueError for a given flag without effect: a sampling flag with --beams, or a flag of beams without
-    it."""
+    --beams."""
     if texts.beams and sampled:
         flag = sampled[0].replace("_", "-")
         raise ValueError(

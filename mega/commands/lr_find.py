@@ -32,7 +32,7 @@ def run(options: Options) -> int:
     if not reports or code not in (0, 1) or _version(metrics) == before:
         return code
     points = read(metrics)
-    # Of ranks that were started here, only the exit code is known, so the curve decides whether the sweep succeeded.
+    # Only the exit code of ranks that were started here is known, so the curve decides whether the sweep succeeded.
     if code and not (has_risen(points) or (diverged and len(points) >= LEAST_POINTS)):
         return code
     suggestion, picture = suggest(points), metrics.with_suffix(".svg")
@@ -43,5 +43,5 @@ def run(options: Options) -> int:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """A value that changes when the file is written again; None if it does not exist."""
+    """A value that changes when the file is written again; None if the file does not exist."""
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None

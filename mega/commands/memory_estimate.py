@@ -224,7 +224,7 @@ def _report(answer: RunEstimate, megatron: bool, stops: Interruptions) -> None:
     from mega.core.estimate.duration import training
 
     console = Console(highlight=False, soft_wrap=True)
-    report = partial(console.print, soft_wrap=not console.is_terminal)  # sentences; a terminal breaks them at blanks
+    report = partial(console.print, soft_wrap=not console.is_terminal)  # sentences, which a terminal breaks
     run, world, device = answer.run, answer.world, answer.device
     if answer.found is not None and device is not None:
         console.print(show.layouts_table(answer.found))

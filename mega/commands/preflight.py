@@ -8,8 +8,8 @@ from mega.core.bench.options import PreflightOptions
 def run(preflight: PreflightOptions) -> int:
     """Measure every rank and every pair of hosts, and report those that are slow or have other versions.
 
-    Start it as the run: with --nproc on one host, or once per rank under torchrun, mpirun or srun. Exit codes: 0; 1 if
-    something is off; 2 for a mistake.
+    Start it in the same way as the run: with --nproc on one host, or once per rank under torchrun, mpirun or srun. Exit
+    codes: 0; 1 if something is off; 2 for a mistake.
     """
     from mega.core.files import check_folder
     from mega.core.processes.launch import launch

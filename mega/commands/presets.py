@@ -1,4 +1,4 @@
-"""`mega presets`: list the models that --model knows: their shapes, parameters and memory."""
+"""`mega presets`: list the models that --model accepts: their shapes, parameters and memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mega.core.config.presets import PRESETS
 from mega.core.terminal import print_whole
 
 WEIGHTS, TRAINING = 2, 18
-"""Bytes per parameter: of bf16 weights; with fp32 gradients, master weights and Adam's two moments."""
+"""Bytes per parameter: only the bf16 weights; also fp32 gradients, master weights and Adam's two moments."""
 
 HEAD = ["preset", "family", "layers", "hidden", "heads", "seq", "vocab", "size", "weights", "training"]
 
 SMALL_VOCABULARY = 1024
-"""Vocabulary size for presets that take that of the tokenizer."""
+"""Vocabulary size assumed for presets that use the tokenizer's."""
 
 
 def run(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="only presets whose names begin so")
+        list[str] | None, typer.Argument(metavar="NAME...", help="only presets whose names begin with this")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print numbers as JSON instead of a table")] = False,
 ) -> int:

@@ -19,7 +19,7 @@ def run(options: Options) -> int:
     """Train a model from scratch, or resume from a checkpoint.
 
     Run it directly (with --nproc for several local ranks), or under torchrun, mpirun or srun. Every flag also has its
-    Megatron-LM spelling. --model, --config and flags define the run; each overrides the one before.
+    Megatron-LM spelling. --model, --config and flags define the run; later ones override earlier ones.
 
     Exit codes: 0 at the end, or when --exit-interval or --exit-minutes ended the run; 1 for a failure, 2 for a mistake;
     130, 143, 138, 129 when Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped it, after saving.

@@ -1,4 +1,4 @@
-"""`mega quickstart`: all steps from text to a trained model, in small."""
+"""`mega quickstart`: all steps from text to a small trained model."""
 
 from __future__ import annotations
 

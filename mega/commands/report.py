@@ -21,7 +21,7 @@ def run(
     """Write one self-contained page: loss, learning rate, norms, throughput, memory, events and samples of a run; the
     score of an evaluation; or the steps of a corpus, with reasons, lengths, languages, domains and examples.
 
-    A run may still be training; the page shows it so far.
+    A run may still be training; the page shows its steps so far.
     """
     from mega.core.report.page import page
     from mega.core.report.read import CorpusRecord, read

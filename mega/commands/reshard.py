@@ -1,7 +1,7 @@
 """`mega reshard`: convert a checkpoint to another layout, also from and to Megatron-LM's checkpoints.
 
-It accepts every flag of Megatron-LM's own tool (tools/checkpoint); flags that only control its two processes do
-nothing.
+It accepts every flag of Megatron-LM's own tool (tools/checkpoint); flags that only control its two processes have no
+effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
     """Convert a checkpoint to another layout, on the CPU: weights, master weights and moments, also to and from
     Megatron-LM.
 
-    Mega loads its own checkpoints into any layout without this; converted files match the ranks that read them.
+    Mega loads its own checkpoints into any layout without this verb; converted files match the ranks that read them.
     """
     from mega.core.files import check_save_dir, check_source
 
@@ -37,7 +37,7 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
     from mega.core.checkpoint.own.tables import progress_bar
 
     if reshard.verify:
-        # Before the conversion, which may take hours: not every format can be read back.
+        # Checked before the conversion, which may take hours, because not every format can be read back.
         check_comparable(load, to_ours=reshard.saver == "mega")
     check_flags(form_at(load), writer_of(reshard.saver), {**layout.flags, **reshard.flags})
     vocab = _vocab(reshard)

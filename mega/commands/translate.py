@@ -47,7 +47,7 @@ def run(
     for each in commands:
         try:
             results.append(translated(each, spellings_of))
-        except ValueError as error:  # another line of the script may be translated
+        except ValueError as error:  # other lines of the script may be translated
             unknown.append(error)
     if not results:
         raise unknown[0]

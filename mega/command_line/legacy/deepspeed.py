@@ -4,8 +4,8 @@
         ->  micro_batch 2, dtype fp16, zero 2
 
 Absent keys leave mega's defaults. A key that changes the computation and has no option here is refused by name; a key
-that only selects how DeepSpeed does it is dropped; "auto" leaves the option to flags. deepspeed.toml lists the keys;
-this file handles those that need more than a row.
+that only selects how DeepSpeed does something is dropped; "auto" leaves the option to flags. deepspeed.toml lists the
+keys; this file handles keys that need more than a row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Problems = list[str]
 def read(path: str, left_out: Problems | None = None) -> Options:
     """Option name -> value of the JSON at `path`. left_out: collects a line for each key that is not supported.
 
-    Errors: ValueError with these lines, without `left_out`.
+    Errors: ValueError with these lines if `left_out` is None.
     """
     source = f"--deepspeed-config {path}"
     return values(parse_json(read_limited(path, LIMIT, source), source), path, left_out)
@@ -40,7 +40,7 @@ def above(
     file: Mapping[str, object], path: str, flags: Mapping[str, object], left_out: Problems | None = None
 ) -> Options:
     """Combine the options of a TOML `file` with those of the JSON at `path`. If both set an option, they must agree, or
-    a flag must set it. left_out: as of `read`. Errors: ValueError naming the option, and as of `read`.
+    a flag must set it. left_out: as in `read`. Errors: ValueError naming the option, and as in `read`.
     """
     options = read(path, left_out)
     lines = [
@@ -54,7 +54,7 @@ def above(
 
 
 def values(content: object, source: str, left_out: Problems | None = None) -> Options:
-    """Option name -> value, of a parsed JSON. source: the file, for messages. left_out: as of `read`.
+    """Option name -> value, of a parsed JSON. source: the file, for messages. left_out: as in `read`.
 
     >>> values({"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}, "ds.json")
     {'clip_grad': 1.0, 'dtype': 'bf16', 'zero': 1}
@@ -90,7 +90,7 @@ class _Table:
         self.problems: Problems = parent.problems if parent is not None else []
 
     def take(self, key: str, *kinds: type) -> Any:
-        """Take the value at `key`; None if it is absent, null or "auto". A value of another kind than `kinds` is a
+        """Take the value at `key`; None if it is absent, null or "auto". A value of a kind other than `kinds` is a
         problem."""
         self.known.add(key)
         value = self.content.pop(key, None)
@@ -128,7 +128,8 @@ class _Table:
             self.take(key)
 
     def only(self, key: str, valid: object, why: str) -> None:
-        """Take a key that changes the computation, and refuse all values but `valid`, which is what mega does."""
+        """Take a key that changes the computation, and refuse all values except `valid`, which describes what mega
+        does."""
         value = self.take(key)
         if value is not None and value != valid:
             self.refuse(key, f"{json.dumps(value)} is not supported: {why}; valid: {json.dumps(valid)}")
@@ -200,7 +201,7 @@ def _zero(root: _Table) -> None:
 
 
 def _device(zero: _Table, key: str) -> str | None:
-    """The device of an offload; DeepSpeed's other options of it are dropped."""
+    """The device of an offload; DeepSpeed's other options of an offload are dropped."""
     offload = zero.table(key)
     if offload is None:
         return None
@@ -240,7 +241,7 @@ def _optimizer(root: _Table) -> None:
 
 
 def _scheduler(root: _Table) -> None:
-    """Translate a schedule to warm-up and decay. Its maximum rate overrides that of the optimizer."""
+    """Translate a schedule to warm-up and decay. The maximum rate of the schedule overrides the optimizer's rate."""
     scheduler = root.table("scheduler")
     if scheduler is None:
         return

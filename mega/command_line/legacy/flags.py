@@ -2,7 +2,7 @@
 ones.
 
 The Megatron-LM spelling of an option is a property of the option, in core/config/sections.py; programs.py handles names
-of programs. An obsolete flag is accepted with a line that says why it has no effect; a refused flag is an error with
+of programs. An obsolete flag is accepted with a note that says why it has no effect; a refused flag is an error with
 its reason.
 """
 

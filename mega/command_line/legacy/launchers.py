@@ -1,4 +1,4 @@
-"""Translate launchers: how `mega` is started in place of a program under torchrun, DeepSpeed or mpirun."""
+"""Translate launchers: how `mega` is started instead of a program under torchrun, DeepSpeed or mpirun."""
 
 from __future__ import annotations
 

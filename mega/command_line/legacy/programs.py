@@ -4,7 +4,7 @@ forks and of fairseq.
 These programs have no flag for the model family or the task; the program's name implies both. A row of programs.toml
 names the verb of `mega` that does the same, the flags that the name implies, and those of the program's own flags that
 are renamed, have no effect, or have no counterpart. Flags of training are in config/sections.py and flags.toml. This
-file knows names of programs, but neither how a line is split into words nor what a verb does.
+module depends on the names of programs, but not on how a line is split into words or on what a verb does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Program:
     """One row of programs.toml: a program, or a program with certain flags."""
 
     verb: str = ""
-    """Verb of `mega` that does the same; "" without one, for the reason `why`."""
+    """Verb of `mega` that does the same; "" if mega has no such verb, for the reason `why`."""
     adds: Mapping[str, str] = field(default_factory=dict)
     """Flag -> value that the program's name implies; the value of a switch is ""."""
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -152,7 +152,7 @@ def _task(words: Sequence[str]) -> Program:
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:
-    """The first value of a flag; "" for a flag without values, None if it is absent."""
+    """The first value of a flag; "" for a flag without values, None if the flag is absent."""
     for index, word in enumerate(words):
         name, equals_sign, value = word.partition("=")
         if name == flag:

@@ -48,7 +48,7 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
     prefixes: list[str] = []
     for text in texts:
         prefix = PurePosixPath(text).name.split(".")[0]
-        if f"{prefix}_text_{level}" in prefixes:  # a file of the same name in another folder
+        if f"{prefix}_text_{level}" in prefixes:  # a file with the same name in another folder
             prefix += f"-{len(prefixes) + 1}"
         prefixes.append(f"{prefix}_text_{level}")
         tokenizer = ("--tokenizer", "--vocab-file", "--merge-file", "--tokenizer-model")
@@ -92,7 +92,7 @@ def _validated(result: Translation, options: dict[str, list[str]]) -> None:
 
 
 def _merged(result: Translation, options: dict[str, list[str]]) -> None:
-    """merge_mp_partitions.py wrote into its input folder; mega needs a new one."""
+    """merge_mp_partitions.py wrote into its input folder; mega needs a new folder."""
     if "--load-dir" in options and "--save-dir" not in options:
         options["--save-dir"] = [options["--load-dir"][0].rstrip("/") + "-merged"]
 
@@ -236,7 +236,7 @@ def _fairseq_trained(result: Translation, options: dict[str, list[str]]) -> None
 
 
 def _fairseq_scored(result: Translation, options: dict[str, list[str]]) -> None:
-    """Set the data set of a folder, and the folder of the model, which fairseq names by one file."""
+    """Set the data set of a folder, and the folder of the model, for which fairseq names one file."""
     folder = options.pop("DATA", [""])[0].rstrip("/")
     subset = options.pop("--gen-subset", ["test"])[0]
     if folder:

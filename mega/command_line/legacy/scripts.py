@@ -1,8 +1,8 @@
 """Extract the command lines of a shell script: launcher, program and words of each.
 
-Nothing is executed. This file supports, of the shell's syntax, continued lines, comments, quotes, variables and arrays
+Nothing is executed. Of the shell's syntax, this module supports continued lines, comments, quotes, variables and arrays
 that the script itself sets, defaults (`${A:-b}`) and integer arithmetic; variables that the script does not set remain
-as they are. It knows no flag.
+as they are. This module does not depend on flags.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PART = re.compile(
     |(?P<end>\|&|\|\|?|&&|;;?|(?<![<>])&(?!>))|(?P<redirection>(?<!\S)(?:\d|&)?[<>])|.""",
     re.DOTALL | re.VERBOSE,
 )
-"""Quotes and substitutions; the end of a command; the begin of its redirections; or any other character."""
+"""Quotes and substitutions; the end of a command; the beginning of its redirections; or any other character."""
 _KEYWORDS = ("do", "then", "else", "elif", "if", "while", "until", "time", "!", "{", "(", "eval", "exec")
 """Keywords of the shell that may precede a command."""
 _BLANK = "\x00"
@@ -114,7 +114,7 @@ def _commands(statement: str) -> Iterator[str]:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Yield the lines of a script, with continued lines joined, also those inside quotes and arrays."""
+    """Yield the lines of a script, with continued lines joined, including those inside quotes and arrays."""
     pending = ""
     for raw in text.replace("\r\n", "\n").split("\n"):
         line = pending + _without_comment(raw, pending)

@@ -1,4 +1,4 @@
-"""The result of a translation, and its text. This file knows neither flags nor programs."""
+"""The result of a translation, and its text. This module does not depend on flags or programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Translation:
     """The translation of a command line."""
 
     verb: str
-    """Verb of the last command; "" without a counterpart."""
+    """Verb of the last command; "" if a counterpart is missing."""
     commands: list[list[str]] = field(default_factory=list)
     """Commands of `mega`, in the order in which to run them."""
     dropped: list[str] = field(default_factory=list)
