@@ -56,12 +56,12 @@ class MixtureOptions(Section):
         None, "width of one expert [ffn]", megatron="--moe-ffn-hidden-size", within=COUNT, most=2**24
     )
     experts_from: int = _mixed(
-        0, "number of the first layer with experts; the layers before it are dense", within=NOT_NEGATIVE
+        0, "index of the first layer with experts; the layers before it are dense", within=NOT_NEGATIVE
     )
     experts_every: int = _mixed(
         1, "every n-th layer has experts, starting at --experts-from", megatron="--moe-layer-freq", within=COUNT
     )
-    dense_layers: tuple[int, ...] = _mixed((), "numbers of further layers that are dense", within=NOT_NEGATIVE)
+    dense_layers: tuple[int, ...] = _mixed((), "indices of further layers that are dense", within=NOT_NEGATIVE)
     shared_ffn: int | None = _mixed(
         None,
         "width of a shared expert that every token uses in addition [none]",
@@ -179,7 +179,7 @@ class MixtureOptions(Section):
     )
     balance_bias_rate: float = option(
         1e-3,
-        "amount by which an update changes that bias",
+        "amount by which an update changes the bias of --balance-bias",
         megatron="--moe-router-bias-update-rate",
         within=POSITIVE,
         needs={"balance_bias": ()},

@@ -28,7 +28,7 @@ class RetrieverOptions(Section):
     )
     retro_layers: tuple[int, ...] = option(
         (),
-        "numbers of the layers that read neighbours, counted from 0 [every third layer from 5 on, "
+        "indices of the layers that read neighbours, counted from 0 [every third layer from 5 on, "
         "or from 8 on with more than 15 layers]",
         within=NOT_NEGATIVE,
         needs=_NEEDS,

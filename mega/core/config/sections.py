@@ -219,7 +219,7 @@ class DenseOptions(Section):
     rope_layers: tuple[int, ...] = option(
         (),
         "1 for a layer with rotary positions, 0 for one without, repeated from the first layer "
-        "on: 1 1 1 0 leaves out every fourth [all have them]",
+        "on: 1 1 1 0 leaves out every fourth layer [all have rotary positions]",
         within=CHANCE,
         needs={"position": ("rope",)},
     )
@@ -232,14 +232,15 @@ class DenseOptions(Section):
     )
     window: int | None = option(
         None,
-        "attention window of every layer: the tokens that a token sees, itself and those before "
-        "it, and as many after it in an encoder [all]",
+        "attention window of every layer: number of tokens that a token sees, itself and "
+        "earlier ones; in an encoder, as many later ones too [all]",
         within=COUNT,
         most=2**26,
     )
     window_layers: tuple[int, ...] = option(
         (),
-        "1 for a layer with --window, 0 for one that sees all tokens, repeated from the first layer on [all have it]",
+        "1 for a layer with --window, 0 for one that sees all tokens, repeated from "
+        "the first layer on [all have the window]",
         within=CHANCE,
         needs={"window": ()},
     )
@@ -252,7 +253,7 @@ class DenseOptions(Section):
     embedding_scale: bool = option(False, "multiply token embeddings by the square root of --hidden")
     embedding_scale_rounded: bool = option(
         False,
-        "round that square root to the dtype of the embeddings first, as Gemma does",
+        "first round the factor of --embedding-scale to the dtype of the embeddings, as Gemma does",
         needs={"embedding_scale": ()},
     )
     embedding_multiplier: float = option(1.0, "multiply token embeddings by this", within=POSITIVE)
@@ -679,7 +680,7 @@ class ParallelOptions(Section):
     overlap_param_gather: bool = option(
         True,
         "gather weights during computation: updated weights in the next forward pass (zero 1, 2), "
-        "those of a unit while the unit before it runs (zero 3)",
+        "the weights of a unit while the previous unit runs (zero 3)",
         megatron={"--overlap-param-gather": True},
     )
 
@@ -793,7 +794,7 @@ class OptimizerConfig(Section):
     )
     adam_beta1: float = option(
         0.9,
-        "decay of the first moment (adam, lamb; in muon, of all tensors but the layers' matrices)",
+        "decay of the first moment (adam, lamb; in muon, of all tensors except the layers' matrices)",
         megatron="--adam-beta1",
         within=BELOW_ONE,
         on_resume="noted",
@@ -860,13 +861,13 @@ class OptimizerConfig(Section):
     )
     muon_coefficients: Literal["quintic", "simple", "polar_express"] = option(
         "quintic",
-        "muon: polynomials of the iteration that makes a matrix orthogonal",
+        "muon: polynomials of the Newton-Schulz iterations, which make a matrix orthogonal",
         read_with={"optimizer": ("muon",)},
         on_resume="noted",
     )
     muon_steps: int = option(
         5,
-        "muon: steps of that iteration",
+        "muon: number of Newton-Schulz iterations",
         megatron="--muon-num-ns-steps",
         within=COUNT,
         read_with={"optimizer": ("muon",)},
@@ -889,7 +890,7 @@ class OptimizerConfig(Section):
     )
     muon_dtype: Literal["bf16", "fp32"] = option(
         "bf16",
-        "muon: dtype of the iteration's GEMMs",
+        "muon: dtype of the GEMMs in the Newton-Schulz iterations",
         read_with={"optimizer": ("muon",)},
         on_resume="noted",
     )
@@ -960,7 +961,7 @@ class ScheduleOptions(Section):
     )
     lr_wsd_decay_steps: int | None = option(
         None,
-        "last steps of the decay, in which wsd falls",
+        "number of last steps of the decay, in which the rate of wsd falls",
         megatron="--lr-wsd-decay-iters",
         unit="steps",
         within=COUNT,
@@ -968,7 +969,7 @@ class ScheduleOptions(Section):
     )
     lr_wsd_decay_samples: int | None = option(
         None,
-        "last samples of the decay, in which wsd falls",
+        "number of last samples of the decay, in which the rate of wsd falls",
         megatron="--lr-wsd-decay-samples",
         unit="samples",
         within=COUNT,
@@ -1296,7 +1297,7 @@ class MaskingConfig(Section):
     sample_kind: Literal["gpt", "bert", "t5", "tfrecords"] = option(
         "gpt",
         "gpt: consecutive tokens; bert: pairs of parts with masked words; t5: text with some "
-        "spans taken out; tfrecords: pairs of BERT, read from TFRecords",
+        "spans taken out; tfrecords: BERT's pairs, read from TFRecords",
         megatron={"--use-tfrecords": "tfrecords"},
         families={"bert": ("bert",), "t5": ("t5",), "tfrecords": ("bert",)},
         on_resume="noted",
@@ -1545,7 +1546,8 @@ class CheckpointConfig(Section):
     )
     good_after: int = option(
         100,
-        "a checkpoint counts as good after this many sound steps; a resume skips one if the run diverged before that",
+        "a checkpoint counts as good after this many sound steps; a resume skips "
+        "a checkpoint if the run diverged before that",
         unit="steps",
         within=COUNT,
         needs={"save": ()},
@@ -1617,11 +1619,13 @@ class LogOptions(Section):
     )
     wandb_name: str | None = option(
         None,
-        "name of the run in Weights & Biases, to which the date is added; also enables it",
+        "name of the run in Weights & Biases, to which the date is added; also enables these reports",
         megatron={"--wandb-name": VALUE, "--wandb-exp-name": VALUE},
     )
     wandb_entity: str | None = option(None, "user or team in Weights & Biases", megatron="--wandb-entity")
-    wandb_id: str | None = option(None, "resume this run in Weights & Biases; also enables it", megatron="--wandb-id")
+    wandb_id: str | None = option(
+        None, "resume this run in Weights & Biases; also enables these reports", megatron="--wandb-id"
+    )
     wandb_dir: str | None = option(
         None, "directory for the files of Weights & Biases [next to --metrics]", megatron="--wandb-save-dir"
     )
@@ -1736,7 +1740,7 @@ class RuntimeConfig(Section):
     )
     phase_timeout_minutes: float = option(
         60,
-        "the same limit while ranks that answer load, build caches, evaluate or save; at least --timeout-minutes",
+        "the limit for ranks that answer while they load, build caches, evaluate or save; at least --timeout-minutes",
         unit="minutes",
         within=MINUTES,
         bench="unused",
@@ -1812,7 +1816,7 @@ class SupervisionConfig(Section):
     hosts: int | None = option(
         None,
         "run on this many hosts, each of which runs this command; additional hosts wait as "
-        "spares. MASTER_ADDR and MASTER_PORT name the first one",
+        "spares. MASTER_ADDR and MASTER_PORT name the first host",
         within=COUNT,
         needs={"nproc": ()},
     )

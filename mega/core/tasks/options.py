@@ -55,7 +55,7 @@ class TaskOptions(VerbSection):
     )
     json_key: str = option("text", "key of the text in JSON lines", megatron="--json-keys")
     random_windows: int | None = option(None, "for ppl, score this many windows drawn at random")
-    limit: int | None = option(None, "score only this many examples, from the first on")
+    limit: int | None = option(None, "score only the first N examples")
     seed: int = 1234
     """Seed of random windows: the run's --seed."""
 
@@ -103,7 +103,7 @@ class ToxicityOptions(VerbSection):
 
     continuations: int = option(25, "for toxicity: continuations of each prompt", within=COUNT)
     tokens: int = option(20, "for toxicity: tokens of a continuation", megatron="--out-seq-length", within=COUNT)
-    top_p: float = option(0.9, "for toxicity: sample from the likeliest tokens of this total probability")
+    top_p: float = option(0.9, "for toxicity: sample from the most likely tokens of this total probability")
     temperature: float = option(1.0, "for toxicity: temperature of sampling")
     valid_data: str = ""
     """The file of prompts."""
