@@ -1,8 +1,8 @@
 """Build a corpus from raw web text: steps drop, repair and cut documents, and count the reasons.
 
 A step (`documents.CorpusStep`) is a function over documents. `run.process` applies it to files, part by part, in any
-number of processes. The output bytes do not depend on that number, and an interrupted run resumes. The room knows
-neither token files nor torch.
+number of processes. The output bytes do not depend on the number of processes, and an interrupted run can be resumed.
+This package does not depend on token files or torch.
 
 documents, parts, part_files   a document and the result of a step for it; an input cut into parts; the output of a part
 run, folder, ledger            a step over files, its output folder, and the counts of kept and dropped documents

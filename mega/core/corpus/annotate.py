@@ -15,7 +15,7 @@ from mega.core.corpus.scorers import Scorer, ScorerOptions, cleaned, make_scorer
 
 _TOGETHER = 256
 PART_BYTES_ASKED = 1 << 17
-"""Bytes of text in a part when a server scores it: at most this much is sent again after an interruption."""
+"""Bytes of text per part when a server scores the texts. At most one part is sent again after an interruption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,24 +24,24 @@ class Annotate:
 
     name: ClassVar[str] = "annotate"
     scorer: str
-    """What scores the texts, see `scorers`."""
+    """The scorer of the texts, see `scorers`."""
     key: str = "text"
     """Key of the text."""
     score_key: str = "score"
     """Key that the scores are written to."""
     most_bytes: int = 20480
-    """Bytes of a text that are scored."""
+    """Maximum number of bytes of a text that are scored."""
     how: ScorerOptions = field(metadata={"setting": False})
-    """Connection settings of a server. The scores do not depend on them."""
+    """Connection settings of a server. The scores do not depend on these settings."""
 
     @property
     def part_bytes(self) -> int | None:
-        """Bytes of text in a part, or None for the default."""
+        """Bytes of text per part, or None for the default."""
         return PART_BYTES_ASKED if self.how.is_server else None
 
     @property
     def one_process(self) -> str:
-        """The reason why the step must run in one process, or "" if it may run in several."""
+        """The reason why the step must run in one process, or "" if several processes are allowed."""
         return "a server is asked by --connections of one process" if self.how.is_server else ""
 
     def check(self, document: CorpusDocument) -> None:

@@ -1,11 +1,11 @@
-"""Group near duplicates on disk, from the bands of all documents. Memory holds one number per document.
+"""Group near duplicates on disk, from the bands of all documents. Only one number per document is kept in memory.
 
     1 pairs_of_bands   band keys are distributed over files by value and sorted; documents with equal keys form a
                        bucket; the pairs of all buckets are distributed and sorted in turn, and duplicates removed
     2 (elsewhere)      the shingles of the paired documents are written, in the order of the documents
-    3 groups           pairs that overlap enough are joined; the first document of a group is kept
+    3 groups           documents that overlap enough are grouped; the first document of a group is kept
 
-The file knows neither text nor signatures.
+This module does not depend on texts or signatures.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Numbers = NDArray[np.uint64]
 _ROWS_TOGETHER = 1 << 21
 _MOST_FILES = 512
 _MOST_PAIRWISE = 64
-"""Documents of a bucket that are all compared with each other. Any further document is compared with the first of the
-bucket and with its predecessor only, so a large bucket does not need a quadratic number of comparisons."""
+"""Number of documents of a bucket that are all compared with each other. Any further document is compared only with the
+first document of the bucket and with its predecessor, so a large bucket does not need a quadratic number of
+comparisons."""
 
 
 class Distributed:
-    """Rows of two numbers, distributed over files by an owner number. Each file is read sorted."""
+    """Rows of two numbers, distributed over files by an owner number. Each file is sorted when it is read."""
 
     def __init__(self, folder: Path, name: str, expected: int) -> None:
         count = min(max(1, -(-expected // _ROWS_TOGETHER)), _MOST_FILES)
@@ -58,9 +59,9 @@ class Distributed:
 
 
 def pairs_of_bands(folder: Path, bands: Iterator[tuple[int, NDArray[np.uint64]]], documents: int, count: int) -> int:
-    """Write `pairs.bin`: sorted, distinct rows of two document numbers. Returns the number of rows.
+    """Write `pairs.bin`: sorted, distinct rows of two document indices. Returns the number of rows.
 
-    bands: for each block of documents, the number of its first document and its keys [documents, count]. NO_KEY marks a
+    bands: for each block of documents, the index of the first document and the keys [documents, count]. NO_KEY marks a
     missing key.
     """
     keyed = Distributed(folder, "bands", documents * count)
@@ -107,7 +108,7 @@ def _pairs(rows: Numbers) -> Iterator[Numbers]:
 
 
 class ShingleFile:
-    """The shingles of documents, in ascending document number, read one document at a time."""
+    """The shingles of documents, in ascending order of document index, read one document at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._numbers = np.fromfile(folder / "shingles.numbers", np.uint64)
@@ -128,14 +129,15 @@ class ShingleFile:
         return np.frombuffer(os.pread(self._file, 8 * (end - begin), 8 * begin), np.uint64)
 
     def keep(self, number: int) -> Numbers:
-        """Like `of`, and cache the result, since the next pairs share this document."""
+        """Like `of`, but cache the result, since the next pairs share this document."""
         shingles = self.of(number)
         self._last = (number, shingles)
         return shingles
 
     @staticmethod
     def write(folder: Path, blocks: Iterator[tuple[Numbers, Numbers, Numbers]]) -> None:
-        """blocks: document numbers, the end offset of each document's shingles, and all shingles of the block."""
+        """Write the shingles. blocks: document indices, the end offset of each document's shingles, and all shingles of
+        the block."""
         written_hashes = 0
         with (
             open(folder / "shingles.numbers", "wb") as numbers,
@@ -206,5 +208,5 @@ class DocumentGroups:
 
 
 def begins_of(sizes: Sequence[int]) -> list[int]:
-    """The begin offset of each run, followed by the end of the last one."""
+    """The begin offset of each run, followed by the end of the last run."""
     return [0, *np.cumsum(np.array(sizes, np.int64)).tolist()]

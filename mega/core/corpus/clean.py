@@ -3,8 +3,8 @@ scripts.
 
     ftfy_fix_text            repair mojibake, HTML entities, ligatures, curled quotes and line ends with ftfy
     language                 drop documents in other languages
-    min_tokens               drop documents of fewer tokens, the end-of-document token included
-    general_cleaning         replace runs of blanks, and line breaks inside a sentence, by one blank
+    min_tokens               drop documents with fewer tokens, counting the end-of-document token
+    general_cleaning         replace runs of blanks, and line breaks inside a sentence, with one blank
     remove_512               drop documents shorter than 512 characters
     remove_256_javascript    drop documents shorter than 256 characters that mention JavaScript
     remove_512_non_english   drop documents shorter than 512 characters in other languages
@@ -62,7 +62,7 @@ def fixer() -> Callable[[str], str]:
             return text
         lines, config = _lines(text), escaped
         for number, line in enumerate(lines):
-            if "<" in line:  # ftfy keeps entities from here on: the text shows that it is HTML
+            if "<" in line:  # ftfy keeps entities from here on, because "<" suggests HTML
                 config = unescaped
             if not untouched(line):
                 lines[number] = ftfy.fix_text(line, config)
@@ -86,20 +86,20 @@ class Clean:
     tasks: tuple[CleanTask, ...] = DEFAULT_TASKS
     """Tasks, in the order in which they are applied."""
     language: str = "en"
-    """Language to keep, a code of ISO 639-1."""
+    """Language to keep, as an ISO 639-1 code."""
     language_by: LanguageLibrary = "py3langid"
     """Library that detects the language."""
     language_model: str = ""
     """File of a fastText model."""
     min_tokens: int = 128
-    """Tokens of the shortest document, the end-of-document token included."""
+    """Minimum number of tokens in a document, including the end-of-document token."""
     tokenizer: tuple[tuple[str, Any], ...] = ()
-    """Names and values of the tokenizer section. Empty: a token counts as four bytes."""
+    """Names and values of the tokenizer section. If empty, four bytes count as a token."""
     as_megatron: bool = False
-    """After ftfy_fix_text the tasks of cleanup_fix_dataset.py are skipped, as that script does."""
+    """After ftfy_fix_text, skip the tasks of cleanup_fix_dataset.py, as that script does."""
 
     def load(self) -> Work:
-        """Errors: ValueError where a task's library is not installed."""
+        """Load the libraries of all tasks. Errors: ValueError if a library is not installed."""
         detect = None
         if {"language", "remove_512_non_english"} & set(self.tasks):
             detect = detector(self.language_by, self.language_model, language=self.language)

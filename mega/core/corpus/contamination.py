@@ -1,7 +1,8 @@
 """N-grams of benchmark questions, and a search for them in texts.
 
-A question of fewer than `shortest` words is left out. A question of at most `longest` words is one n-gram. For a longer
-question, each run of `longest` words is an n-gram. Source: Megatron-LM 23.06, tools/openwebtext/filter_ngrams.py.
+A question with fewer than `shortest` words is left out. A question with at most `longest` words is one n-gram. In a
+longer question, each run of `longest` words is an n-gram. Source: Megatron-LM 23.06,
+tools/openwebtext/filter_ngrams.py.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def words_of(text: str, *, as_megatron: bool = False) -> WordPositions:
 
 
 def questions(task: str, path: Path) -> Iterator[str]:
-    """The questions in a task's file or folder: JSON, JSON lines, or lines of .txt; also in .gz.
+    """The questions in a task's file or folder: JSON, JSON lines, or lines of a .txt file, which may be packed as .gz.
 
-    Errors: ValueError naming the file if it holds no question.
+    Errors: ValueError naming the file if the file holds no question.
     """
     paths = sorted(inside for inside in path.rglob("*") if inside.is_file()) if path.is_dir() else [path]
     count = 0
@@ -105,7 +106,7 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for inside in value:
             yield from _texts(inside)
-    elif isinstance(value, dict):  # CoQA's questions, Natural Questions' question
+    elif isinstance(value, dict):  # the questions of CoQA and Natural Questions
         yield from _texts(value.get("input_text", value.get("text", value.get("question"))))
 
 
@@ -133,16 +134,16 @@ class Hit(NamedTuple):
 class Finder:
     """Find the first n-gram of a text. At each word the longest n-grams are tried first.
 
-    A text of fewer than `longest` words is not searched. Shorter n-grams at the very end of a text are found only if
+    A text with fewer than `longest` words is not searched. Shorter n-grams at the very end of a text are found only if
     the text has more than `longest` words.
     """
 
     ngrams: dict[str, int]
-    """n-gram -> its number of words."""
+    """n-gram -> number of words in it."""
     longest: int
-    """Words of the longest n-gram."""
+    """Number of words in the longest n-gram."""
     as_megatron: bool = False
-    """Offsets refer to the lower-cased text."""
+    """Whether offsets refer to the lower-cased text."""
 
     def __post_init__(self) -> None:
         lengths = sorted(set(self.ngrams.values()) - {self.longest})
@@ -156,8 +157,8 @@ class Finder:
         return [ngram for ngram, word_count in self.ngrams.items() if word_count == size]
 
     def may_have(self, text: str) -> bool:
-        """Fast test whether a text may contain an n-gram. False is always right, True is wrong for few texts."""
-        is_ascii = text.isascii()  # for ASCII both functions find the same words, and the first is faster
+        """Fast test of whether a text may contain an n-gram. The answer False is always right; True is rarely wrong."""
+        is_ascii = text.isascii()  # for ASCII text both functions find the same words, and `words_of_text` is faster
         words = words_of_text(text) if is_ascii else words_of(text, as_megatron=self.as_megatron).words
         codes = word_codes(words)
         hashes_of_size: dict[int, NDArray[np.uint64]] = self._hashes  # type: ignore[attr-defined]
@@ -189,7 +190,7 @@ def _runs(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
 
 
 def _any_match(runs: NDArray[np.uint64], sorted_hashes: NDArray[np.uint64]) -> bool:
-    """Whether any run is in `known`, which is sorted. `np.isin` would be slow, since `known` is far longer than
+    """Whether any run is in `sorted_hashes`. `np.isin` would be slow, since `sorted_hashes` is far longer than
     `runs`."""
     if not len(sorted_hashes):
         return False
@@ -203,7 +204,7 @@ def _hashes(texts: Iterable[str]) -> NDArray[np.uint64]:
 
 
 def before_and_after(text: str, hit: Hit, margin: int) -> tuple[str, str]:
-    """The text before and after an n-gram, cut at sentence ends at least `margin` characters away from it.
+    """The text before and after an n-gram, cut at sentence ends at least `margin` characters away from the n-gram.
 
     >>> before_and_after("One. Two. what is it. Three. Four.", Hit(10, "what is it"), 1)
     ('One. Two.', ' Four.')

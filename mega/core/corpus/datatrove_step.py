@@ -1,4 +1,4 @@
-"""A step for datatrove pipelines: runs any `mega corpus` step that looks at one document at a time on a cluster.
+"""A step for datatrove pipelines: runs on a cluster any `mega corpus` step that processes one document at a time.
 
     from datatrove.executor import SlurmPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -9,7 +9,7 @@
     steps = [JsonlReader("raw"), CorpusFilter(Clean(language="de")), JsonlWriter("clean")]
     SlurmPipelineExecutor(steps, tasks=64, time="10:00:00", partition="cpu").run()
 
-No other module imports this file, since it needs datatrove: pip install '.[datatrove]' in a clone.
+No other module imports this module, since datatrove must be installed: pip install '.[datatrove]' in a clone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mega.core.data.sources import parsed
 class CorpusFilter(PipelineStep):  # type: ignore[misc]
     """Apply a step to datatrove's documents. Reasons and counts become datatrove's statistics.
 
-    The metadata of a document become the other keys of its line. If a step cuts a document into pieces, each piece
-    becomes a document.
+    A document's metadata becomes the other keys of its line. If a step cuts a document into pieces, each piece becomes
+    a document.
     """
 
     type = "FILTER"

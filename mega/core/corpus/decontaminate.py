@@ -27,7 +27,8 @@ _DICTIONARY = "dictionary.json"
 
 
 class Pieces(NamedTuple):
-    """The remaining pieces of a document. trimmed: there is one piece, shorter than the document."""
+    """The remaining pieces of a document. trimmed: whether there is exactly one piece, and it is shorter than the
+    document."""
 
     texts: list[str]
     trimmed: bool
@@ -44,26 +45,27 @@ class Decontaminate:
     tasks: tuple[tuple[str, str], ...] = ()
     """Names and files of the benchmarks."""
     shortest: int = 8
-    """Words of the shortest question that is searched for."""
+    """Minimum number of words in a question that is searched for."""
     longest: int = 13
-    """Words of an n-gram of a longer question."""
+    """Maximum number of words in an n-gram; a longer question has several n-grams."""
     common: int = 10
     """An n-gram that occurs this often is a common phrase and is kept."""
     least: int = 200
-    """A piece of no more characters is dropped."""
+    """A piece with this many characters or fewer is dropped."""
     margin: int = 200
-    """Characters that are cut on each side of an n-gram."""
+    """Minimum number of characters that are cut on each side of an n-gram."""
     most_pieces: int = 10
-    """A document that is cut into more pieces is dropped."""
+    """A document cut into more pieces than this is dropped."""
     save: str = ""
     """File to write the n-grams and their counts to."""
     load: str = ""
     """File of n-grams and counts to use in place of tasks."""
     as_megatron: bool = False
-    """Every document gets a split_id, and offsets refer to the lower-cased text."""
+    """Whether every document gets a split_id and offsets refer to the lower-cased text."""
 
     def ngrams(self) -> dict[str, int]:
-        """The n-grams of all tasks, or of the file `load`, with their numbers of words. Errors: ValueError."""
+        """The n-grams of all tasks, or of the file `load`, with the number of words in each n-gram. Errors:
+        ValueError."""
         if not self.load:
             texts = (text for task, path in self.tasks for text in questions(task, Path(path)))
             return ngrams(texts, self.shortest, self.longest)

@@ -1,6 +1,6 @@
 """A document of a corpus, the result of a step for it, and its serialization. The module does not access files.
 
-A step that looks at one document at a time is written as follows:
+A step that processes one document at a time is written as follows:
 
     @dataclass(frozen=True)
     class Shortest:
@@ -14,8 +14,8 @@ A step that looks at one document at a time is written as follows:
         def shortest(self, document: CorpusDocument) -> Result:
             return drop_document("short") if len(document.text) < self.least else keep_document(document)
 
-The fields of a step are its settings. Earlier work is resumed only if they are equal, so everything that affects the
-result must be a field.
+The fields of a step are its settings. Earlier work is resumed only if its settings are equal, so everything that
+affects the result must be a field.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _NOT_EXACT = re.compile(rb"\d{18}|NaN|Infinity|\d[eE][+]?\d\d")
 class CorpusDocument:
     """One line of the input.
 
-    line: its bytes, without the line end
-    key: the key of its text
-    plain: the line is the text itself, not JSON
+    line: bytes of the line, without the line end
+    key: key of the text
+    plain: whether the line is the text itself, not JSON
     part: name of the input part that contains the line
-    index: its number in the part, from 0; blank lines do not count
-    number: its line number in the part, from 1
+    index: index of the document in the part, from 0; blank lines do not count
+    number: line number in the part, from 1
     locate: maps a line number to "file:number", for messages
     """
 
@@ -66,7 +66,7 @@ class CorpusDocument:
 
     @property
     def where(self) -> str:
-        """File and line number. It may have to read the file to count lines."""
+        """File and line number. The file may have to be read to count lines."""
         return self._locate(self.number)
 
     @property
@@ -86,7 +86,7 @@ class CorpusDocument:
 
     @property
     def text(self) -> str:
-        """The text under the key. Errors: ValueError with the reason if it is missing."""
+        """The text under the key. Errors: ValueError with the reason if the text is missing."""
         value = self.fields.get(self.key)
         if isinstance(value, str):
             return value
@@ -143,18 +143,18 @@ def as_line(fields: Mapping[str, object]) -> bytes:
 class Result(NamedTuple):
     """The result of a step for one document."""
 
-    lines: Sequence[bytes]  # Replacement of the document, without line ends: no line, the line itself, or several
+    lines: Sequence[bytes]  # Replacement lines without line ends: none, the line itself, or several
     reason: str | None = None  # Why the document is dropped, or None
     counts: Mapping[str, int] = {}  # Other events to count, such as "text repaired"
     measures: Mapping[str, str] = {}  # Values for the tables of the report, such as {"language": "de"}
 
 
 Work = Callable[[Iterable[CorpusDocument]], Iterator[Result]]
-"""Maps the documents of a part to their results, one each, in order."""
+"""Maps the documents of a part to one result per document, in order."""
 
 
 class CorpusStep(Protocol):
-    """A step: a frozen dataclass whose fields are its settings. It must be small, since it is sent to other
+    """A step: a frozen dataclass whose fields are its settings. A step must be small, since it is sent to other
     processes."""
 
     @property
@@ -164,7 +164,7 @@ class CorpusStep(Protocol):
 
     @property
     def key(self) -> str:
-        """Key of the text, which every document must have. "": any JSON object is a document.
+        """Key of the text, which every document must have. If "", any JSON object is a document.
 
         A step with other requirements has a method `check(document)`, which raises ValueError with the rule.
         """
@@ -184,7 +184,8 @@ Survey = Callable[[Iterable[CorpusDocument]], Mapping[str, "NDArray[np.generic]"
 
 @runtime_checkable
 class SurveyStep(Protocol):
-    """A step that must see all documents before it can decide about one. A frozen dataclass like `CorpusStep`."""
+    """A step that must see all documents before it can decide about any of them. A frozen dataclass like
+    `CorpusStep`."""
 
     @property
     def name(self) -> str:
@@ -202,7 +203,7 @@ class SurveyStep(Protocol):
         ...
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Load libraries, and return the pass. For stage 0 it is also called once before the folder exists.
+        """Load libraries, and return the pass. For stage 0, this method is also called once before the folder exists.
 
         Errors: ValueError naming flag, value and rule.
         """
@@ -223,7 +224,7 @@ def stage_folder(folder: Path, stage: int) -> Path:
 
 
 def each(function: Callable[[CorpusDocument], Result]) -> Work:
-    """Build the work of a step that looks at one document at a time."""
+    """Build the work of a step that processes one document at a time."""
     return lambda documents: map(function, documents)
 
 
@@ -242,8 +243,8 @@ Check = Callable[[CorpusDocument], None]
 
 
 def check_of(step: CorpusStep | SurveyStep) -> Check:
-    """The method `check` of a step, if it has one. By default a document is a JSON object, with a text if the step has
-    a key."""
+    """The method `check` of a step, if it has one. Without this method, a document is a JSON object, with a text if the
+    step has a key."""
     check: Check | None = getattr(step, "check", None)
     if check is not None:
         return check

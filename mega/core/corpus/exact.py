@@ -22,8 +22,8 @@ class ExactDuplicates:
     name: ClassVar[str] = "exact-duplicates"
     stages: ClassVar[int] = 1
     key: str = "text"  # Key of the text
-    paragraphs: bool = False  # Cut out repeated lines in place of dropping repeated documents
-    least: int = 60  # Characters of the shortest line to compare, and of the shortest document to keep after cutting
+    paragraphs: bool = False  # Cut out repeated lines instead of dropping repeated documents
+    least: int = 60  # Minimum number of characters in a line to compare, and in a document to keep after cutting
 
     def survey(self, stage: int, folder: Path) -> Survey:
         """Compute a key for every document or line."""

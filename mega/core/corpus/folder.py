@@ -1,12 +1,13 @@
 """The output folder of a step: its files, its lock, the record of the work, and the remains of an earlier call.
 
     OUT/00000-000000.jsonl ...    kept documents of each part; if no document is kept, the file is not written
-    OUT/.00000-000000.json ...    counts of the part, until all parts are done; a part with counts is done
+    OUT/.00000-000000.json ...    counts of the part, until all parts are done; a part that has counts is done
     OUT/.survey/                  notes of the first pass of a two-pass step, until all parts are done
     OUT/.work.json                identity of the unfinished work
     OUT/.corpus.json              identity of the finished work and the counts of all parts
 
-If the output is one file, OUT is a hidden folder next to it until all parts are done. The file knows no documents.
+If the output is one file, OUT is a hidden folder next to it until all parts are done. This module does not depend on
+documents.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ SURVEY = ".survey"
 _WORK = ".work.json"
 _MOST_BYTES = 1 << 28
 _LOCK_SECONDS = 20.0
-"""How long a call waits for the workers of a killed call to exit. On a busy machine they need several seconds."""
+"""Number of seconds that a call waits for the workers of a killed call to exit. On a busy machine, workers need several
+seconds."""
 _PART_NAME = re.compile(r"\.?\d{5}-\d{6}\.")
 
 Packing = Literal["none", "gz", "zst"]
@@ -53,17 +55,18 @@ class RunOptions:
     workers: int = 1
     """Number of processes."""
     shard: tuple[int, int] = (0, 1)
-    """(i, n): process share i of n, with i in 0 .. n - 1."""
+    """(i, n) with i in 0 .. n - 1: process share i of n."""
     on_error: Literal["stop", "skip"] = "stop"
     """Reaction to a line that does not hold a document."""
     overwrite: bool = False
-    """Replace the result of other work."""
+    """Whether to replace the result of other work."""
     show_dropped: int = 5
     """Number of dropped documents per reason that are kept for the report."""
     part_bytes: int = PART_BYTES
-    """Bytes of text in a part."""
+    """Number of bytes of text per part."""
     progress: Callable[[StepCounts, int, int], None] | None = None
-    """Called after every part with the counts so far, the stored bytes that are done, and all stored bytes."""
+    """Function called after every part with the counts so far, the number of stored bytes processed, and their
+    total."""
 
     @property
     def one_file(self) -> bool:
@@ -112,7 +115,7 @@ def check_output(paths: Sequence[Path], options: RunOptions) -> None:
 
 
 def read_record(path: Path) -> dict[str, Json] | None:
-    """Read a JSON object written by `write_record`. None if the file does not exist."""
+    """Read a JSON object written by `write_record`, or return None if the file does not exist."""
     if not path.is_file():
         return None
     record = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
@@ -132,7 +135,7 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
     """Lock the folder of the parts for this shard, record this work in it, and yield the folder's temporary files by
     part.
 
-    accepted: identity of this work, followed by identities of other work that it may resume.
+    accepted: identity of this work, followed by identities of other work that may be resumed.
 
     The temporary files are the half-written files of killed processes. Errors: ValueError if the folder holds other
     files.
@@ -160,7 +163,8 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
 
 
 def wait_for_lock(descriptor: int) -> bool:
-    """Wait for the lock, since workers of a killed process hold it until they exit. Returns whether it was acquired."""
+    """Wait for the lock, since workers of a killed process hold the lock until they exit. Returns whether the lock was
+    acquired."""
     until = time.monotonic() + _LOCK_SECONDS
     while not locked_alone(descriptor):
         if time.monotonic() > until:
@@ -170,7 +174,7 @@ def wait_for_lock(descriptor: int) -> bool:
 
 
 def _is_step_file(path: Path) -> bool:
-    """Whether `process` wrote a file of the folder."""
+    """Whether a file of the folder was written by `process`."""
     return path.name.startswith((_WORK, RECORD, SURVEY, ".shard-")) or _PART_NAME.match(path.name) is not None
 
 
@@ -244,7 +248,7 @@ def join_parts(folder: Path, output: Path) -> None:
 
 
 def remove_leftovers(options: RunOptions) -> None:
-    """Remove files next to a complete output that a call left when it was killed just before its end."""
+    """Remove files next to a complete output that remain from a call that was killed just before its end."""
     if not options.one_file:
         locks = options.folder.glob(".lock-*")
         hidden = [*locks, *(path for path in options.folder.glob(".*") if _is_step_file(path) and path.name != RECORD)]

@@ -1,11 +1,11 @@
-"""Group near duplicates from a file of pairs, and remove all documents of a group but the first.
+"""Group near duplicates from a file of pairs, and remove all documents of a group except the first.
 
-    pairs    {id: [{other id: overlap}, ...]}      one object a line, as find_duplicates.py and --pairs write them
-    groups   {"0": [id, id, ...]}                  one object a line, as group_duplicate_url.py and --groups write them
+    pairs    {id: [{other id: overlap}, ...]}      one object per line, from find_duplicates.py or --pairs
+    groups   {"0": [id, id, ...]}                  one object per line, from group_duplicate_url.py or --groups
 
-`mega corpus near-duplicates` does both in one call. This file works on pairs and groups that other programs wrote. It
-keeps the first document of the data, where Megatron-LM's script keeps an arbitrary one. Source: Megatron-LM 23.06,
-tools/openwebtext.
+`mega corpus near-duplicates` does both in one call. This module uses pairs and groups that other programs wrote. It
+keeps the first document in the input, whereas Megatron-LM's script keeps an arbitrary document. Source: Megatron-LM
+23.06, tools/openwebtext.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REASON = "in a group whose first is kept"
 
 
 def group_pairs(pairs: Path, groups: Path, threshold: float) -> tuple[int, int]:
-    """Write the groups of documents that overlap by `threshold` or more. Returns the numbers of groups and of
+    """Write the groups of documents that overlap by `threshold` or more. Returns the number of groups and the number of
     documents.
 
     Groups and ids are in the order of their first occurrence. Errors: ValueError naming file and line.
@@ -83,7 +83,7 @@ def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveGroups:
-    """Drop all documents of a group but the first in the data."""
+    """Drop all documents of a group except the first in the input."""
 
     name: ClassVar[str] = "remove-groups"
     stages: ClassVar[int] = 1
@@ -102,7 +102,7 @@ class RemoveGroups:
                 groups.append(ids)
         merged_groups = DocumentGroups(len(groups))
         for number, ids in enumerate(groups):
-            for each in ids:  # a later line joins a group that has one of its ids
+            for each in ids:  # a line is merged into an earlier group that has one of its ids
                 merged_groups.join(owner.setdefault(each, number), number)
 
         def keys(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
@@ -114,7 +114,7 @@ class RemoveGroups:
         return keys
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Mark all documents of a group but the first."""
+        """Mark all documents of a group except the first."""
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:

@@ -1,9 +1,9 @@
 """Detect the language of a text: a function from a text to an ISO 639-1 code, or "" if the language is unclear.
 
-`py3langid` knows 139 languages, and its model is part of the wheel. It reads 1,000 characters of a text, half of them
-from the middle: reading more rarely changes the answer and costs proportionally more time. `langdetect`, which
-Megatron-LM's scripts use, is about fifty times slower and random (its seed is fixed here); it reads up to 10,000
-characters. For `fasttext` the user names a model file.
+`py3langid` detects 139 languages, and its model is part of the wheel. It is given 1,000 characters of a text, half of
+them from the middle, because more characters rarely change the answer and cost proportionally more time. `langdetect`,
+which Megatron-LM's scripts use, is about fifty times slower and uses random numbers (its seed is fixed here). It reads
+up to 10,000 characters. For `fasttext`, the user provides a model file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def sample_of(text: str) -> str:
 
 
 Detector = tuple[Callable[[str], str], Collection[str]]
-"""The function, and all languages that it knows."""
+"""The detecting function, and all languages that it can return."""
 
 
 def detector(library: LanguageLibrary, model: str = "", *, language: str = "en") -> Callable[[str], str]:
-    """Build the function that detects languages. language: a language that it must know.
+    """Build the function that detects languages. language: a language that the function must support.
 
     Errors: ValueError if the library is not installed, or its model cannot be read.
     """
@@ -62,10 +62,10 @@ def _langdetect() -> Detector:
     def detect(text: str) -> str:
         try:
             return str(langdetect.detect(text))
-        except langdetect.LangDetectException:  # no features
+        except langdetect.LangDetectException:  # the text has no features
             return ""
 
-    detect("a word")  # load its profiles
+    detect("a word")  # load the language profiles
     return detect, langdetect.detector_factory._factory.langlist
 
 
@@ -83,7 +83,7 @@ def _fasttext(model: str) -> Detector:
         labels = predict(" ".join(sample_of(text).split()))[0]
         return _language(labels[0]) if len(labels) else ""
 
-    # The threshold is below any probability: with 0, fastText would leave out very unlikely languages.
+    # The threshold is below any probability, because with 0 fastText would leave out very unlikely languages.
     return detect, {_language(label) for label in predict("a word", k=1 << 16, threshold=-1.0)[0]}
 
 

@@ -1,8 +1,8 @@
 """Counts of a step: documents by reason, samples of dropped documents, measures of kept documents.
 
-    documents = kept + the sum of dropped; written >= kept where a step cuts documents
+    documents = kept + sum of dropped; written >= kept if a step cuts documents
 
-Counts of parts can be added in any order. The file knows no step.
+Counts of parts can be added in any order. This module does not depend on steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 SAMPLE_CHARACTERS = 400
 _MOST_VALUES = 2000
-"""Values that are counted separately for one measure, such as domains. Rarer values are counted together as "(others)".
+"""Maximum number of values counted separately per measure, such as domains. Rarer values are counted as "(others)".
 """
 OTHERS = "(others)"
 _NUMBERS = ("documents", "kept", "written", "bytes")
@@ -35,24 +35,24 @@ class StepCounts:
     """Counts of the documents of one or more parts."""
 
     documents: int = 0
-    """Documents that were read."""
+    """Number of documents read."""
     kept: int = 0
-    """Documents that were kept."""
+    """Number of documents kept."""
     written: int = 0
-    """Documents that were written."""
+    """Number of documents written."""
     bytes: int = 0
-    """Bytes of the written lines."""
+    """Number of bytes in the written lines."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Reason -> documents."""
+    """Reason -> number of dropped documents."""
     other: Counter[str] = field(default_factory=Counter)
-    """Other events -> documents."""
+    """Other events -> number of documents."""
     samples: dict[str, list[DroppedSample]] = field(default_factory=dict)
-    """Reason -> some documents that were dropped for it."""
+    """Reason -> some documents that were dropped for this reason."""
     measures: dict[str, Counter[str]] = field(default_factory=dict)
-    """Name -> value -> written documents, such as "language" -> "en" -> 90."""
+    """Name -> value -> number of written documents, such as "language" -> "en" -> 90."""
 
     def sample(self, reason: str, location: str, part: str, index: int, text: str, limit: int) -> None:
-        """Add a dropped document to the samples, if it is one of the first `limit` of its reason."""
+        """Add a dropped document to the samples, if its hash is one of the `limit` lowest for its reason."""
         if limit < 1:
             return
         order = zlib.crc32(f"{part}/{index}".encode())
@@ -81,7 +81,7 @@ class StepCounts:
             self.measures[name] = _most_common(self.measures.get(name, Counter()) + values)
 
     def as_json(self) -> dict[str, object]:
-        """JSON-compatible values, sorted: equal counts give equal bytes."""
+        """JSON-compatible values, sorted so that equal counts give equal bytes."""
         return {
             **{name: getattr(self, name) for name in _NUMBERS},
             "dropped": dict(sorted(self.dropped.items())),
@@ -94,7 +94,7 @@ class StepCounts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StepCounts:
-        """The inverse of `as_json`. Errors: TypeError or KeyError if the value has another form."""
+        """The inverse of `as_json`. Errors: TypeError or KeyError if the value has a different form."""
         return cls(
             **{name: int(content[name]) for name in _NUMBERS},
             dropped=Counter(content["dropped"]),

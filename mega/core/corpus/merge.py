@@ -10,7 +10,7 @@ from mega.core.corpus.documents import Work, each, keep_document
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Keep every document. key: key of a text that each document must have; "": any JSON object is a document."""
+    """Keep every document. key: key of a text that each document must have. If "", any JSON object is a document."""
 
     name: ClassVar[str] = "merge"
     key: str = ""

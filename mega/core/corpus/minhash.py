@@ -1,8 +1,8 @@
 """MinHash: a short signature whose equal entries estimate the overlap of two sets of shingles, and its bands.
 
-There are two settings. `WordShingles` (the default): runs of five words, hashed by this file and permuted by rensa.
-`CharShingles`: what Megatron-LM 23.06 computes with mattilyra/LSH: windows of five bytes, MurmurHash3, and minima of
-*signed* numbers that start at -1, so a hash without its top bit never counts.
+There are two settings. `WordShingles` (the default): runs of five words, hashed by this module and permuted by rensa.
+`CharShingles` gives the signatures that Megatron-LM 23.06 computes with mattilyra/LSH: windows of five bytes,
+MurmurHash3, and minima of *signed* numbers that start at -1, so a hash whose top bit is 0 never counts.
 Sources: Broder (1997); MurmurHash3_x86_32 (A. Appleby).
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Signatures = NDArray[np.uint32]
-"""[documents, permutations]"""
+"""uint32 [documents, permutations]."""
 Shingles = NDArray[np.uint64]
 """Distinct hashes of a document's shingles, sorted."""
 Overlap = Literal["union", "min", "max"]
@@ -32,7 +32,8 @@ _NO_SHINGLE = np.uint32(0xFFFFFFFF)
 
 
 def mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix the bits of hashes: every output bit depends on every input bit. Source: Steele et al. (2014), splitmix64."""
+    """Mix the bits of hashes, so that every output bit depends on every input bit. Source: Steele et al. (2014),
+    splitmix64."""
     h = hashes.copy()
     h ^= h >> np.uint64(30)
     h *= np.uint64(0xBF58476D1CE4E5B9)
@@ -53,7 +54,7 @@ def _windows(codes: NDArray[np.uint64], size: int) -> Shingles:
 
 
 class _WordHashes(dict[str, int]):
-    """A cache of 64-bit word hashes. It is emptied when it is full."""
+    """A cache of 64-bit word hashes, which is emptied when it is full."""
 
     def __missing__(self, word: str) -> int:
         if len(self) >= _KNOWN_WORDS:
@@ -71,7 +72,7 @@ class WordShingles:
     size: int = 5
 
     def load(self) -> None:
-        """Errors: ValueError where rensa is not installed."""
+        """Load rensa. Errors: ValueError if rensa is not installed."""
         try:
             import rensa  # noqa: F401
         except ImportError:
@@ -96,7 +97,7 @@ class WordShingles:
         return mixed(h), np.concatenate([[0], np.cumsum(counts)])
 
     def signatures(self, texts: Sequence[str]) -> Signatures:
-        """Signatures [texts, permutations]. A text without shingles gets the largest numbers."""
+        """Signatures [texts, permutations]. A text without shingles gets the largest number in every entry."""
         from rensa import RMinHash
 
         words = [words_of_text(text) for text in texts]
@@ -139,8 +140,8 @@ def word_codes(words: Sequence[str]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class CharShingles:
-    """Megatron-LM's setting: signatures of five-byte windows; overlap of five-character windows without the last
-    one."""
+    """Megatron-LM's setting: signatures of five-byte windows, and overlap of five-character windows without the last
+    window."""
 
     permutations: int = 100
     seed: int = 1234
@@ -169,7 +170,7 @@ class CharShingles:
 
 
 _TOGETHER = 512
-"""Windows per batch, chosen so that their hashes for all seeds fit in the processor's cache."""
+"""Number of windows per batch, chosen so that their hashes for all seeds fit in the processor's cache."""
 
 
 def _byte_windows(data: bytes, size: int) -> NDArray[np.uint8]:
@@ -192,7 +193,7 @@ def murmur3(keys: NDArray[np.uint8], seeds: NDArray[np.uint32]) -> NDArray[np.ui
     h = _rotated(h, 13)
     h *= np.uint32(5)
     h += np.uint32(0xE6546B64)
-    h ^= (_rotated(last * c1, 15) * c2) ^ np.uint32(5)  # the tail, then the length
+    h ^= (_rotated(last * c1, 15) * c2) ^ np.uint32(5)  # mix in the tail, then the length
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x85EBCA6B)
     h ^= h >> np.uint32(13)

@@ -1,13 +1,14 @@
 """Near duplicates: documents whose shingles overlap enough. The first document of each group is kept.
 
-    survey 0     compute signatures, and a key for each of their bands
+    survey 0     compute signatures, and a key for each band of a signature
     conclude 0   two documents with an equal key are a candidate pair
     survey 1     write the shingles of the documents in candidate pairs
-    conclude 1   compute their exact overlap; group pairs that overlap by `threshold`; drop all but the first of a group
+    conclude 1   group pairs whose exact overlap is `threshold` or more; mark all but the first of a group
 
-A dropped document therefore overlaps by the threshold with another one of its group. A pair is missed if its documents
-share no band: by default 0.2 % of the pairs at a Jaccard similarity of 0.8. Documents of `against` come before all
-others and are not written. Source: Megatron-LM 23.06, tools/openwebtext/find_duplicates.py, group_duplicate_url.py.
+A dropped document therefore overlaps by the threshold or more with another document of its group. A pair is missed if
+its documents share no band. With the default settings, 0.2 % of the pairs with a Jaccard similarity of 0.8 are missed.
+Documents of `against` come before all others and are not written. Source: Megatron-LM 23.06,
+tools/openwebtext/find_duplicates.py, group_duplicate_url.py.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from mega.core.files import whole_file
 
 REASON = "near duplicate"
 RECORDED = 0.5
-"""Megatron-LM's find_duplicates.py writes pairs of a larger overlap than this."""
+"""Megatron-LM's find_duplicates.py writes pairs whose overlap is larger than this value."""
 _TOGETHER = 128
 
 
@@ -51,10 +52,10 @@ class NearDuplicates:
     name: ClassVar[str] = "near-duplicates"
     stages: ClassVar[int] = 2
     key: str = "text"  # Key of the text
-    threshold: float = 0.8  # Overlap from which two documents are duplicates
-    bands: int = 20  # Bands of a signature
-    rows: int = 6  # Permutations of a band
-    shingle_words: int = 5  # Words of a shingle
+    threshold: float = 0.8  # Minimum overlap of duplicates
+    bands: int = 20  # Number of bands in a signature
+    rows: int = 6  # Number of permutations in a band
+    shingle_words: int = 5  # Number of words in a shingle
     overlap_of: Overlap = "union"  # The set that the overlap is a fraction of
     as_megatron: bool = False  # Use the signatures and shingles of Megatron-LM's script
     id_key: str = "url"  # Key of a document's id in the files `groups` and `pairs`
@@ -106,12 +107,13 @@ class NearDuplicates:
         }
 
     def _id(self, document: CorpusDocument) -> str:
-        """The id of a document in the lists. Its location is used only if it has no id, since finding it is slow."""
+        """The id of a document in the lists. A document without an id is identified by its location, which is slow to
+        find."""
         document_id = document.fields.get(self.id_key)
         return document.where if document_id is None else str(document_id)
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Stage 0 decides which documents are compared, stage 1 which are dropped."""
+        """Stage 0 decides which documents are compared, stage 1 decides which documents are dropped."""
         if stage == 0:
             self._conclude_pairs(folder, parts)
         else:
@@ -135,7 +137,7 @@ class NearDuplicates:
         blocks = (notes(notes_folder, part) for part in parts)
         ShingleFile.write(folder, ((block["numbers"], block["ends"], block["hashes"]) for block in blocks))
         groups = DocumentGroups(total)
-        # Documents that are already in one group need no comparison, unless all pairs are listed.
+        # Documents that are already in the same group need no comparison, unless all pairs are listed.
         skip = groups.joined if not self.pairs else lambda first, second: False
         compare = partial(overlap, of=self.overlap_of)
         recorded: list[Pair] = []
@@ -171,7 +173,7 @@ class NearDuplicates:
             _write_lines(self.pairs, ({names[first]: overlaps} for first, overlaps in mains.items()))
 
     def judge(self, folder: Path) -> Work:
-        """Drop all documents of a group but the first."""
+        """Drop all documents of a group except the first."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             marks = np.zeros(0, np.bool_)
@@ -194,7 +196,7 @@ def _write_marks(folder: Path, name: str, marks: NDArray[np.bool_]) -> None:
 
 
 def _marked(folder: Path, part: str, name: str) -> tuple[int, NDArray[np.bool_]]:
-    """The number of a part's first document, and the marks of the part's documents."""
+    """The index of a part's first document, and the marks of the part's documents."""
     begins = _begins(folder)
     names = list(begins)  # in the order of the parts
     begin, end = begins[part], begins[names[names.index(part) + 1]]

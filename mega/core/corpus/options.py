@@ -1,4 +1,4 @@
-"""Option sections of the `mega corpus` verbs. No torch."""
+"""Option sections of the `mega corpus` verbs. This module does not import torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 

@@ -1,5 +1,4 @@
-"""Turn one part of a step's input into the files of its output: the work of one worker. The file knows no other
-part."""
+"""Convert one part of a step's input into output files, in a worker. This module does not depend on other parts."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class PartOptions(NamedTuple):
     folder: Path  # Folder for the kept documents
     dropped: Path | None  # Folder for the dropped documents, or None
     packing: Packing  # Compression of the files
-    on_error: str  # "stop" or "skip", at a line that holds no document
-    samples: int  # Dropped documents to record per reason
+    on_error: str  # "stop" or "skip": reaction to a line that holds no document
+    samples: int  # Maximum number of dropped documents to record per reason
 
 
 def write_part(part: InputPart, key: str, check: Check, work: Work, options: PartOptions) -> StepCounts:
@@ -52,9 +51,9 @@ def write_part(part: InputPart, key: str, check: Check, work: Work, options: Par
 
 
 class ReadableDocuments:
-    """The readable documents of a part, and a queue of those that have no result yet.
+    """The readable documents of a part, and a queue of the documents that have no result yet.
 
-    stop: raise BadLine at the first line that holds no document; otherwise the line is counted as dropped.
+    stop: raise BadLine at the first line that holds no document. If False, such lines are counted as dropped.
     """
 
     def __init__(
@@ -152,12 +151,12 @@ def line_file(folder: Path, name: str, plain: bool, packing: Packing) -> context
 
 
 class _Empty(Exception):
-    """Nothing was written, so the file must not appear."""
+    """Raised if nothing was written, so that the file does not appear."""
 
 
 @contextlib.contextmanager
 def packed(file: BinaryIO, packing: Packing) -> Iterator[BinaryIO]:
-    """A file that compresses into another one. Equal content gives equal bytes."""
+    """A file that writes its compressed content to `file`. Equal content gives equal bytes."""
     if packing == "none":
         yield file
     elif packing == "gz":

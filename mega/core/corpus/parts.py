@@ -15,7 +15,7 @@ from mega.core.corpus.documents import CorpusDocument
 from mega.core.data.sources import BLOCK_BYTES, STDIN, BadLine, Kind, LineBlock, SourcePiece, blocks, kind_of, pieces
 
 PART_BYTES = 1 << 24
-"""Bytes of text in a part of lines. For parquet a part is a row group, for arrow a whole file."""
+"""Number of bytes of text per part of lines. For parquet a part is a row group, for arrow a whole file."""
 
 
 class UnreadLine(NamedTuple):
@@ -29,14 +29,14 @@ class UnreadLine(NamedTuple):
 class InputPart:
     """Consecutive lines of one input file."""
 
-    file: int  # Number of the file, from 0
-    number: int  # Number of the part in the file, from 0
+    file: int  # Index of the file
+    number: int  # Index of the part in the file
     source: SourcePiece  # Where a worker reads the lines
-    plain: bool  # A line is text, not JSON
-    begin: int  # Stored bytes of all files before the part
-    end: int  # Stored bytes of all files up to the end of the part
-    blocks: tuple[LineBlock, ...] = ()  # The lines themselves, for a packed file
-    lines_before: int | None = None  # Lines of the file before `blocks`
+    plain: bool  # Whether a line is text, not JSON
+    begin: int  # Number of stored bytes of all files before the part
+    end: int  # Number of stored bytes of all files up to the end of the part
+    blocks: tuple[LineBlock, ...] = ()  # The lines of the part, if the file is packed
+    lines_before: int | None = None  # Number of lines of the file before `blocks`
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class InputPart:
 
     @property
     def size(self) -> int:
-        """Bytes that the part holds in memory."""
+        """Number of bytes that the part holds in memory."""
         return sum(block.size for block in self.blocks)
 
     def documents(self, key: str) -> Iterator[CorpusDocument | UnreadLine]:
@@ -77,12 +77,12 @@ class InputPart:
                 yield UnreadLine(self.locate(number), block.problem)
 
     def near(self, number: int) -> str:
-        """Like `locate`, without reading the file: the line number counts from the part's first byte."""
+        """Like `locate`, but without reading the file: the line number is counted from the part's first byte."""
         first = self.source.first if self.source.kind == "lines" else 0
         return f"{self.source.path} (from byte {first}):{number}" if first else self.locate(number)
 
     def locate(self, number: int) -> str:
-        """The file and line of line `number` of the part, from 1."""
+        """The location "file:number" of line `number` of the part, counting from 1."""
         if self.source.kind in ("parquet", "arrow"):
             return f"{self.source.path}: row {number} of row group {self.source.first}"
         if is_dump(self.source.path):
@@ -104,8 +104,8 @@ def _line_ends(path: Path, end: int) -> int:
 def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: int = PART_BYTES) -> Iterator[InputPart]:
     """The parts of all files that shard i of n processes, with i in 0 .. n - 1.
 
-    The stored bytes of all files are divided equally among the shards. A part belongs to the shard in whose share it
-    begins; a packed file is not divided.
+    The stored bytes of all files are divided equally among the shards. A part belongs to the shard in whose share the
+    part begins. A packed file is not divided.
     """
     index, count = shard
     sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
@@ -133,7 +133,7 @@ def is_plain(path: Path) -> bool:
 
 
 def is_dump(path: Path) -> bool:
-    """Whether a file is a Wikipedia dump. Its pages are its documents."""
+    """Whether a file is a Wikipedia dump, whose pages are its documents."""
     return path.name.lower().removesuffix(path.suffix.lower() if _packed(path) else "").endswith(".xml")
 
 
@@ -152,7 +152,7 @@ def _pages(read: Iterator[LineBlock]) -> Iterator[LineBlock]:
 
 
 def _begun(text: bytes) -> list[bytes]:
-    """The pages that begin in a text. A page without an end becomes a line of its own.
+    """The pages that begin in a text. A page without an end becomes a separate line.
 
     >>> _begun(b" <page>a <page>b</page>")
     [b'<page>a ', b'<page>b</page>']

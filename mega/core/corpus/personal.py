@@ -54,7 +54,7 @@ _CHECKS: dict[PersonalKind, Callable[[str], bool]] = {"ip": _public, "card": _is
 
 @dataclass(frozen=True, kw_only=True)
 class MaskPersonal:
-    """Replace personal data by placeholders."""
+    """Replace personal data with placeholders."""
 
     name: ClassVar[str] = "mask-pii"
     key: str = "text"

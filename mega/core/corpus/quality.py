@@ -1,6 +1,6 @@
 """Filters on text quality, with the published rules and thresholds of two corpora. Words are separated by blanks.
 
-    gopher-quality      Rae et al. (2021), table A1: length, words, symbols, bullets, stop words of English
+    gopher-quality      Rae et al. (2021), table A1: length, words, symbols, bullets, English stop words
     gopher-repetition   Rae et al. (2021), table A1: repeated lines, paragraphs and n-grams
     fineweb             Penedo et al. (2024), section 3.6: line ends, short lines, repeated lines, lists
 
@@ -53,7 +53,7 @@ class Measured:
 
 
 Rules = Iterator["tuple[str, bool]"]
-"""Reasons, and whether the text must be dropped for each."""
+"""Reasons, each with whether the text must be dropped for this reason."""
 
 
 def gopher_quality(text: Measured) -> Rules:
@@ -97,7 +97,7 @@ def gopher_repetition(text: Measured) -> Rules:
 
 
 def repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """The number of parts that occurred before, and their characters.
+    """The number of parts that occurred before, and the total number of their characters.
 
     >>> repeated(["a", "bc", "a", "bc", "bc"])
     (3, 5)
@@ -112,7 +112,7 @@ def repeated(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def _commonest(words: Sequence[str], n: int) -> int:
-    """Characters of all occurrences of the most common run of n words."""
+    """Number of characters in all occurrences of the most common run of n words."""
     runs = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
     if not runs:
         return 0
@@ -121,7 +121,7 @@ def _commonest(words: Sequence[str], n: int) -> int:
 
 
 def _repeated_runs(words: Sequence[str], n: int) -> int:
-    """Characters of runs that occurred before. The search continues after each such run."""
+    """Number of characters in runs of n words that occurred before. The search continues after each such run."""
     earlier: set[str] = set()
     characters = word = 0
     while word <= len(words) - n:
@@ -153,7 +153,7 @@ PRESETS: dict[QualityPreset, Callable[[Measured], Rules]] = {
 
 
 def broken_rule(text: str, presets: Sequence[QualityPreset]) -> str | None:
-    """The first rule that a text breaks, with its preset, or None."""
+    """The first rule that a text breaks, with the preset of the rule, or None."""
     measured = Measured(text)
     for preset in presets:
         for reason, breaks in PRESETS[preset](measured):

@@ -2,13 +2,13 @@
 
     input = ["raw/*.jsonl.gz"]
     output = "corpus"             a folder; step 2 writes corpus/2-clean, and the last step writes the corpus
-    workers = 8                   any flag that all verbs share
+    workers = 8                   any flag that is common to all verbs
 
     [[step]]
     verb = "clean"
     language = "en"               any flag of the verb, with _ or -
 
-The file knows no verb.
+This module does not depend on particular verbs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def steps(path: Path) -> list[RecipeStep]:
         flags = shared | {key: value for key, value in step.items() if key != "verb"}
         line = ["--input", *inputs, "--output", str(step_output), *_flags(flags, f"{path}: step {number}")]
         recipe_steps.append(RecipeStep(step["verb"], line, step_output))
-        inputs = [str(step_output)]  # the next step reads the output of this one
+        inputs = [str(step_output)]  # the next step reads the output of this step
     return recipe_steps
 
 

@@ -1,8 +1,8 @@
 """Find items that occurred before: documents, paragraphs or URLs. Keys are kept on disk, so memory is bounded.
 
 1 a survey computes a 128-bit key for every item, part by part
-2 the keys are distributed over files by value: equal keys are in the same file
-3 each file is sorted; of equal keys all but the first are marked, by item number
+2 the keys are distributed over files by value, so equal keys are in the same file
+3 each file is sorted; among equal keys, all but the first are marked, by item index
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mega.core.corpus.folder import write_record
 from mega.core.files import whole_file
 
 Keys = NDArray[np.uint64]
-"""[items, 2]; a key of zeros is never a repeat."""
+"""uint64 [items, 2]; a key of zeros is never a repeat."""
 
 _KEYS_TOGETHER = 1 << 21
 _MOST_FILES = 256
@@ -39,8 +39,8 @@ def keys_of(items: Iterable[bytes | None]) -> Keys:
 
 
 def mark_repeats(folder: Path, parts: Sequence[str]) -> None:
-    """Mark repeated items for `repeats`, from the array `keys` in the notes of all parts. The first of equal keys is
-    kept."""
+    """Mark repeated items for `repeats`, from the array `keys` in the notes of all parts. Among equal keys, the first
+    is kept."""
     begins, total = {}, 0
     for part in parts:
         begins[part] = total

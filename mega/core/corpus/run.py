@@ -7,8 +7,8 @@ depend on the number of processes.
     4 finish    the counts of all parts are summed, and the parts are joined if the output is one file
 
 Files appear atomically: first the lines of a part, then its counts. The same call resumes interrupted work and refuses
-other work. Several shards write into one folder. With a survey each shard is called twice, since it needs the notes of
-all. The file knows no step.
+other work. Several shards write into one folder. For a step with a survey, each shard is called twice, since the second
+call needs the notes of all shards. This module does not depend on particular steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from mega.core.files import whole_file
 from mega.core.untrusted import below
 
 VERSION = 1
-"""Version of the steps. Work of another version is not resumed."""
+"""Version of the steps. Work of a different version is not resumed."""
 
 _CONCLUDED = "concluded.json"
 
@@ -59,22 +59,22 @@ class StepOutcome(NamedTuple):
     """The result of one call."""
 
     counts: StepCounts  # Counts of the documents
-    complete: bool = True  # All shards are done
-    repeated: bool = False  # The work was done before, and nothing was written
-    surveyed: bool = False  # Only this shard's survey is done. The call must be repeated when all shards are surveyed.
+    complete: bool = True  # Whether all shards are done
+    repeated: bool = False  # Whether the work was already done, so nothing was written
+    surveyed: bool = False  # Whether only this shard's survey is done; call again when all shards are surveyed
 
 
 def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions) -> StepOutcome:
     """Apply a step to all documents of `inputs`: files, folders and globs, see `sources.find`.
 
-    Formats: JSON lines, also in .gz .zst .xz .bz2; parquet; arrow; .txt with one document per line.
+    Formats: JSON lines (also packed: .gz .zst .xz .bz2), parquet, arrow, and .txt with one document per line.
     Errors: ValueError naming flag, or file and line; OSError. Finished parts are kept.
     """
     paths, identity, repeated = begin(inputs, step, options)
     if repeated is not None:
         return repeated
     against = len(find(options.against, "--against")) if options.against else 0
-    # Load first: problems with the step's files or libraries are reported before anything is written.
+    # Load first, to report problems with the step's files or libraries before anything is written.
     _ = step.survey(0, options.folder / SURVEY) if isinstance(step, SurveyStep) else step.load()
     with locked_folder(options, accepted_identities(step, paths, options)) as stale:
         writing: CorpusStep
@@ -92,7 +92,7 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
 def begin(
     inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions
 ) -> tuple[list[Path], str, StepOutcome | None]:
-    """The input files, a hash of the work, and its outcome if it is already done. Errors: ValueError."""
+    """The input files, a hash of the work, and the outcome of the work if it is already done. Errors: ValueError."""
     against = find(options.against, "--against") if options.against else []
     paths = [*against, *find(inputs)]
     check_output(paths, options)
@@ -113,7 +113,7 @@ def begin(
 
 
 def _check_form(paths: Sequence[Path], options: RunOptions) -> None:
-    """Check that one output file has the form of the input, and a name that says so. Errors: ValueError."""
+    """Check that a single output file has the same form as the input, and a matching name. Errors: ValueError."""
     if not options.one_file:
         return
     name = options.output.name.lower().removesuffix(".gz").removesuffix(".zst")
@@ -124,8 +124,8 @@ def _check_form(paths: Sequence[Path], options: RunOptions) -> None:
 
 
 def accepted_identities(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> list[str]:
-    """Hashes of this work and of unfinished work that it resumes. With --on-error skip it also resumes work that a bad
-    line stopped."""
+    """Hashes of this work and of unfinished work that this work can resume. With --on-error skip, work that was stopped
+    by a bad line can also be resumed."""
     identity = _identity(step, paths, options)
     return (
         [identity]
@@ -153,7 +153,7 @@ PartWork = Callable[[InputPart], StepCounts]
 
 
 class _PartJob(Protocol):
-    """The work on every part. It must be small, since it is sent to other processes."""
+    """The work on every part. A job must be small, since it is sent to other processes."""
 
     def load(self) -> PartWork:
         """Load libraries, and return the work."""
@@ -192,8 +192,8 @@ class _WriteJob:
 def _write_parts(
     paths: Sequence[Path], against: int, step: CorpusStep, options: RunOptions, stale: dict[str, list[Path]]
 ) -> StepCounts:
-    """Write every unfinished part of the shard, and return the counts of all. The first `against` files are not
-    written."""
+    """Write every unfinished part of the shard, and return the summed counts of all its parts. The first `against`
+    files are not written."""
     total = sum(path.stat().st_size for path in paths)
     counts = StepCounts()
 
@@ -266,7 +266,8 @@ class _SecondPass:
 
 
 def _run_surveys(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -> StepCounts | None:
-    """Make all surveys. Each stage begins after the previous one was concluded, which needs the notes of all shards.
+    """Make all surveys. Each stage begins after the conclusion of the previous stage, which needs the notes of all
+    shards.
 
     Returns None if all surveys are done, otherwise the counts of this shard, since other shards are still running.
     """
@@ -300,7 +301,7 @@ def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOpt
         write_record(mark, {"documents": counts.documents})
     if not all((notes_folder / f"shard-{i + 1}-of-{count}.json").is_file() for i in range(count)):
         return
-    # Several shards may see all marks at the same time. The first one that gets the lock concludes.
+    # Several shards may see all marks at the same time. The first shard that gets the lock concludes the stage.
     with open(notes_folder / "lock", "wb") as lock:
         if wait_for_lock(lock.fileno()) and not (notes_folder / _CONCLUDED).is_file():
             for stale in [*folder.glob("*.tmp"), *notes_folder.glob("*.tmp")]:

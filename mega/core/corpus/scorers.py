@@ -1,8 +1,8 @@
 """Scorers of texts by attributes between 0 and 1, such as toxicity: a server, a classifier, a word list, a file.
 
-    https://HOST/...   a server with the protocol of Perspective's comments:analyze; its key is in the environment
+    https://HOST/...   a server with the protocol of Perspective's comments:analyze; an environment variable has the key
     model:DIR          a Hugging Face sequence classifier; its labels are the attributes
-    words:FILE         the fraction of a text's words that are in the file, times ten, at most 1: for tests and recipes
+    words:FILE         the fraction of a text's words that are in the file, times ten, at most 1; for tests and recipes
     scores:FILE        JSON lines with "text" and "score", such as an earlier annotation
 
 A scorer is created in the process that uses it, and returns scores in the order of the texts.
@@ -36,7 +36,7 @@ _TOGETHER = 16
 _MOST_ANSWER = 1 << 20
 
 Scores = Mapping[str, float] | None
-"""Attribute -> value; None if a text has no score."""
+"""Attribute -> value, or None if a text has no score."""
 
 
 class Scorer(Protocol):
@@ -45,7 +45,7 @@ class Scorer(Protocol):
     def score(self, texts: Sequence[str]) -> list[Scores]:
         """Scores in the order of the texts; None for a text that cannot be scored.
 
-        Errors: ValueError naming the scorer if it does not answer, or answers in another form.
+        Errors: ValueError naming the scorer if it does not answer, or answers in an unexpected form.
         """
         ...
 
@@ -138,7 +138,7 @@ class FileScorer:
 
 
 class ClassifierScorer:
-    """A Hugging Face sequence classifier. The attribute of a label is its name in lower case."""
+    """A Hugging Face sequence classifier. The attribute of a label is the name of the label in lower case."""
 
     def __init__(self, path: Path) -> None:
         if not (path / "config.json").is_file():
@@ -158,8 +158,8 @@ class ClassifierScorer:
 
 
 class ServerScorer:
-    """Perspective's protocol: concurrent requests below a given rate. A failed request is repeated with growing
-    pauses."""
+    """A server with Perspective's protocol. Requests are concurrent and below a given rate. A failed request is
+    repeated with growing pauses."""
 
     def __init__(self, options: ScorerOptions) -> None:
         self._options = options
@@ -210,7 +210,7 @@ class ServerScorer:
         raise ValueError(f"{self._where}: no answer in {self._options.tries} tries ({reason}); what is done stays done")
 
     def _wait(self) -> None:
-        """Sleep until the rate allows another request."""
+        """Sleep until the rate limit allows another request."""
         if not self._options.rate:
             return
         with self._lock:
@@ -243,7 +243,8 @@ def checked(scores: object, location: str) -> Scores:
 
 
 def cleaned(text: str, most_bytes: int | None = None) -> str:
-    """A text as it is scored: without end-of-document marks, cut to `most_bytes` at a character boundary.
+    """A text in the form that is scored: without end-of-document marks, and cut to `most_bytes` at a character
+    boundary.
 
     >>> cleaned("a<|endoftext|>"), cleaned("aü", 2)
     ('a', 'a')

@@ -1,6 +1,6 @@
 """Keep the share of all documents with the lowest values of a key, such as the least toxic half.
 
-Documents without a value are dropped. Ties are broken by the input order, and kept documents stay in that order.
+Documents without a value are dropped. Ties are broken by the input order, and kept documents stay in input order.
 Source: Megatron-LM 23.06, examples/detxoify_lm/annotations/filter-selfgeneration.py.
 """
 
@@ -36,9 +36,9 @@ class Select:
     share: float = 0.5
     """Share of all documents that is kept, counting documents without a value."""
     above: float = 0.5
-    """The report counts documents with higher values as toxic."""
+    """Documents with higher values are counted as toxic in the report."""
     report: str = ""
-    """File for the statistics; "": not written."""
+    """File for the statistics. If "", no file is written."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -55,7 +55,7 @@ class Select:
         _ = self._value(document)
 
     def _value(self, document: CorpusDocument) -> float:
-        """The value of a document, NaN if it is missing. Errors: ValueError if it is not a number."""
+        """The value of a document, or NaN if the value is missing. Errors: ValueError if the value is not a number."""
         value: object = document.fields
         for name in self.by.split("."):
             if not isinstance(value, dict) or value.get(name) is None:

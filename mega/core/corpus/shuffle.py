@@ -1,4 +1,4 @@
-"""Shuffle documents of any total size. The order is a function of the seed and of each document's number.
+"""Shuffle documents of any total size. The order is a function of the seed and the document indices.
 
     1 each document gets a random key and is written to the file of its key range
     2 each file is sorted by key, and becomes a part of the output
@@ -41,7 +41,7 @@ class Shuffle:
     bucket_bytes: int = _BUCKET_BYTES
 
     def load(self) -> Work:
-        """A single document has no order: keep it."""
+        """The work on a single document, which is kept unchanged."""
         return each(keep_document)
 
 

@@ -1,4 +1,4 @@
-"""Select URLs worth downloading: OpenWebText's five tests, in their order, each with its reason.
+"""Select URLs worth downloading: OpenWebText's five tests, in their original order, each with a reason.
 
 A URL is dropped for its domain (the registered label, without suffix and subdomain), for its extension, as too short,
 as malformed, or as a duplicate of a kept URL. Source: Megatron-LM 23.06, tools/openwebtext/blacklist_urls.py.
@@ -63,7 +63,7 @@ _WELL_FORMED = re.compile(
 
 
 def url_test(domains: Iterable[str], extensions: Sequence[str], *, any_case: bool = True) -> Callable[[str], int]:
-    """A function from a URL to the index in REASONS of the first test that it fails; 0 if it passes all.
+    """A function from a URL to the index in REASONS of the first test that it fails; 0 if the URL passes all tests.
 
     any_case: domains are compared in lower case, so http://IMGUR.com matches imgur. Errors: ValueError if tldextract is
     not installed.
@@ -95,7 +95,7 @@ def _registered_label(any_case: bool) -> Callable[[str], str]:
     except ImportError:
         raise ValueError("mega corpus urls: needs tldextract; pip install '.[corpus]' in a clone") from None
     extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
-    extract("http://example.com")  # load the list
+    extract("http://example.com")  # load the built-in list
 
     @lru_cache(_HOSTS)
     def of_host(host: str) -> str:

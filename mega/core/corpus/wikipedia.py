@@ -25,9 +25,9 @@ class Wikipedia:
     name: ClassVar[str] = "wikipedia"
     key: ClassVar[str] = ""
     site: str = "https://en.wikipedia.org/wiki"  # First part of each URL
-    least: int = 1  # Characters of the shortest article
-    punctuation: bool = True  # Replace typographic punctuation by ASCII
-    sentences: str = ""  # Language for splitting each sentence into a line (for BERT); "": do not split
+    least: int = 1  # Minimum number of characters in an article
+    punctuation: bool = True  # Replace typographic punctuation with ASCII
+    sentences: str = ""  # Language for writing one sentence per line (for BERT); "": do not split
     splitter: str = "punkt"  # Library that splits sentences
 
     def check(self, document: CorpusDocument) -> None:

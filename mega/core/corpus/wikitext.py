@@ -3,7 +3,7 @@
 Kept: paragraphs, the words of links, headings of sections that have text (as "History."), quoted italics. Left out:
 templates, tables, lists, references, files, categories, galleries, comments. A formula becomes `formula_1`, code
 becomes `codice_1`. These are the choices of the package wikiextractor, which most Wikipedia corpora were made with;
-docs/corpora.md lists the differences. The file knows no dump.
+docs/corpora.md lists the differences. This module does not depend on the format of the dump.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STANDARD = str.maketrans(
 
 
 def parser() -> Callable[[str], Wikicode]:
-    """The parse function of mwparserfromhell. Errors: ValueError if it is not installed."""
+    """The parse function of mwparserfromhell. Errors: ValueError if mwparserfromhell is not installed."""
     try:
         import mwparserfromhell
     except ImportError:
@@ -134,7 +134,7 @@ def _paragraphs(text: str) -> Iterable[str]:
 
 
 def standard_punctuation(text: str) -> str:
-    """Replace typographic quotes, dashes, dots and blanks by ASCII.
+    """Replace typographic quotes, dashes, dots and blanks with ASCII.
 
     >>> standard_punctuation("\u201cIt\u2019s 3\u20134\u2026\u201d")
     '"It\\'s 3-4..."'

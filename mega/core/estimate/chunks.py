@@ -1,6 +1,6 @@
 """The part of a model on each pipeline rank, as numbers. Equal chunks have equal memory and time.
 
-The file knows no torch and no bytes.
+This module does not import torch, and does not depend on sizes in bytes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ class LayerKind(NamedTuple):
     window: int | None
     """Attention window, or None."""
     rotates: bool
-    """The layer has rotary positions."""
+    """Whether the layer has rotary positions."""
     experts: bool = False
-    """The layer has experts."""
+    """Whether the layer has experts."""
 
 
 class Chunk(NamedTuple):
     """A contiguous part of the model on one rank. Ranks with equal chunks have equal memory and time."""
 
     names: tuple[str, ...]
-    """Names of its units outside the stacks."""
+    """Names of the units of the chunk outside the stacks."""
     stacks: tuple[int, ...]
-    """Its number of blocks in each stack of the model."""
+    """Number of blocks of the chunk in each stack of the model."""
     kinds: tuple[LayerKind, ...] = ()
-    """Kind of each of its blocks; empty if all blocks of the model are alike."""
+    """Kind of each block of the chunk; empty if all blocks of the model are alike."""
     before: int | None = None
-    """Number of blocks before its own. Only set if the position of a block matters: some blocks read neighbours that
-    earlier or later blocks encode."""
+    """Number of blocks before the blocks of the chunk. Set only if the position of a block matters, that is, if some
+    blocks read neighbours that earlier or later blocks encode."""
 
     @property
     def blocks(self) -> int:
@@ -91,7 +91,7 @@ def _kinds(model: ModelConfig) -> list[LayerKind]:
 
 
 def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
-    """The model with all layers of one kind."""
+    """The model with all layers of kind `kind`."""
     rope = () if kind.rotates or model.position != "rope" else (0,)
     model = replace(model, window=kind.window, window_layers=(), local_rope_base=None, rope_layers=rope)
     experts = model.experts if kind.experts else 0

@@ -1,10 +1,10 @@
-"""The time of operations: a chunk's operations, recorded on the meta device, in seconds on a card.
+"""The time in seconds that a chunk's operations, recorded on the meta device, take on a card.
 
-    ChunkOperations  one microbatch on a chunk: operations of each unit, forward, backward, deferred weight gradients
+    ChunkOperations  one microbatch on a chunk: operations of each unit (forward, backward, deferred weight gradients)
     seconds          of one operation, read from measured curves
     played           a sequence of operations, with overlapping exchanges
 
-The file does not know what a model consists of: an operation is a shape. operation_log.py records operations.
+This module does not depend on the model: an operation is given by its shape. operation_log.py records operations.
 curves.json was measured on an H100 (tests/gpu/cost_curves.py) and is scaled to the peak rates of other cards
 (hardware.toml).
 """
@@ -26,25 +26,25 @@ from mega.core.estimate.hardware import Hardware
 class Gemm(NamedTuple):
     """A matmul of a linear layer [m tokens, k inputs] -> [m, n outputs]: forward, dgrad or wgrad."""
 
-    m: int  # Tokens
-    k: int  # Inputs
-    n: int  # Outputs
+    m: int  # Number of tokens
+    k: int  # Number of inputs
+    n: int  # Number of outputs
     layout: str  # "forward", "dgrad" or "wgrad"
     dtype: str  # Dtype of the factors
-    moved: int  # Bytes read and written
+    moved: int  # Number of bytes read and written
     times: int = 1  # Number of repetitions
 
 
 class AttentionWork(NamedTuple):
     """One attention kernel."""
 
-    kernel: str  # Name of its curve
-    backward: bool  # Whether it is the backward pass
-    rows: int  # Batch x heads
-    queries: int  # Tokens of queries
-    keys: int  # Tokens of keys
+    kernel: str  # Name of the curve for this kernel
+    backward: bool  # Whether this is the backward pass
+    rows: int  # Batch size times number of heads
+    queries: int  # Number of query tokens
+    keys: int  # Number of key tokens
     width: int  # Head dimension
-    share: float  # Fraction of all (query, key) pairs that is computed
+    share: float  # Fraction of all (query, key) pairs that are computed
 
 
 class ElementwiseWork(NamedTuple):
@@ -55,7 +55,7 @@ class ElementwiseWork(NamedTuple):
 
 
 class CollectiveBegin(NamedTuple):
-    """A collective begins."""
+    """The beginning of a collective."""
 
     number: int  # Identifies the collective for `Wait`
     kind: str  # Such as "all-reduce" or "shift"
@@ -71,7 +71,7 @@ class Wait(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Copies of `blocks` blocks of `size` bytes each into the memory of other ranks begin."""
+    """The beginning of copying `blocks` blocks of `size` bytes each into the memory of other ranks."""
 
     exchange: int
     size: int
@@ -79,7 +79,8 @@ class Send(NamedTuple):
 
 
 class Received(NamedTuple):
-    """The following operations need the next `blocks` blocks of other ranks, which send as this rank does."""
+    """The following operations wait for the next `blocks` blocks from other ranks, which are assumed to send at the
+    same times as this rank."""
 
     exchange: int
     blocks: int
@@ -96,17 +97,17 @@ class ChunkOperations(NamedTuple):
     forward: Units  # Forward pass
     backward: Units  # Backward pass
     weight: Units  # Weight gradients that a schedule with a split backward pass defers
-    cargo: int  # Bytes received from the previous stage, or sent to the next
+    cargo: int  # Bytes received from the previous stage or sent to the next stage
 
 
 # -- curves
 
 
 class Curve:
-    """Seconds as a function of shape, interpolated: work / rate, times the mean deviation of nearby points, + delay.
+    """Interpolated seconds as a function of shape: work / rate * mean deviation of nearby points + delay.
 
-    points: coordinates (any positive numbers), work and measured seconds. The weight of a point falls with the distance
-    between the logarithms of the coordinates. delay: seconds of a kernel without work.
+    points: coordinates (any positive numbers), work and measured seconds. The weight of a point decreases with the
+    distance between the logarithms of the coordinates. delay: seconds of a kernel without work.
     """
 
     CLOSE = 0.02
@@ -119,8 +120,8 @@ class Curve:
         self._off = [math.log((seconds - delay) * self._rate / work) for _, work, seconds in points]
 
     def seconds(self, shape: tuple[float, ...], work: float, speed: float = 1.0) -> float:
-        """speed: relative speed of another card. The first coordinate is divided by it, since a faster card is less
-        busy with it."""
+        """Seconds for a shape. speed: relative speed of another card. The first coordinate is divided by the speed,
+        since the same shape keeps a faster card less busy."""
         point_logs, total, weighted_deviation = (
             tuple(math.log2(max(x, 1e-9)) for x in (shape[0] / speed, *shape[1:])),
             0.0,
@@ -172,16 +173,16 @@ def _attention_flops(rows: float, queries: float, keys: float, width: float, bac
 
 @dataclass(frozen=True)
 class Card:
-    """A device, with methods that scale the curves to it."""
+    """A device, with methods that scale the curves to this device."""
 
     on: Hardware
 
     def seconds(self, operation: Gemm | AttentionWork | ElementwiseWork) -> float:
-        """How long the device is busy with an operation, including the gap before the next one."""
+        """Seconds that the device is busy with an operation, including the gap before the next operation."""
         return _seconds(operation, self.on)
 
     def collective(self, kind: str, size: float, ranks: int, stride: int) -> float:
-        """A collective of `size` bytes in total over ranks with distance `stride`."""
+        """Seconds of a collective of `size` bytes in total over ranks with distance `stride`."""
         on = self.on
         if ranks == 1:
             return 0.0
@@ -190,21 +191,21 @@ class Card:
         share = (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
         if stride * ranks <= on.node:
             return share * size / (on.inside * 1e9) + on.latency * 1e-6
-        # A ring that enters and leaves a node through several GPUs uses the network card of each.
+        # A ring that enters and leaves a node through several GPUs uses the network card of each of these GPUs.
         network_cards = max(1, on.node // stride)
         rate = min(on.inside, on.outside * network_cards)
         return share * size / (rate * 1e9) + on.latency_outside * 1e-6 * ranks
 
     def handed(self, size: float, ranks: int, stride: int) -> float:
-        """Each rank sends `size` bytes to the next one, at distance `stride`, at the same time. The slowest pair
-        decides."""
+        """Seconds for each rank to send `size` bytes to the next rank, at distance `stride`, at the same time. The
+        slowest pair determines the time."""
         outside = stride * ranks > self.on.node
         rate = self.on.outside if outside else self.on.peer
         delay = self.on.latency_outside if outside else self.on.latency
         return size / (rate * 1e9) + delay * 1e-6
 
     def elementwise(self, moved: float) -> float:
-        """A pass over this number of bytes."""
+        """Seconds of a pass over `moved` bytes."""
         return max(moved / (self.on.bandwidth * 1e12 * self.on.elementwise), SHORTEST) + self.on.launch * 1e-6
 
 
@@ -216,7 +217,8 @@ PEAK, FP8, PRODUCT, ATTENTION = 989.0, 1979.0, 0.70, (0.558, 0.467)
 causal attention (forward, backward) reach."""
 
 GEMM_IN_STEP, ATTENTION_IN_STEP = 1.015, 0.912
-"""Speed within a step relative to the curves. The curves repeat one operation, which changes the card's clock rate."""
+"""Speed within a step relative to the curves. For the curves, one operation was repeated, which changes the card's
+clock rate."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -249,16 +251,17 @@ class UnitTime(NamedTuple):
     """The time and launches of a sequence of operations."""
 
     seconds: float
-    """Seconds of the device."""
+    """Device time in seconds."""
     launches: int
-    """Kernels that the host launched."""
+    """Number of kernels that the host launched."""
     exchanges: int
-    """Exchanges that the host launched."""
+    """Number of exchanges that the host launched."""
 
 
 @lru_cache(maxsize=1 << 12)
 def play_unit(unit: Sequence[Operation], hardware: Hardware) -> UnitTime:
-    """Play the operations of a unit. Collectives run one after the other on their own stream, and so do copies."""
+    """Simulate the operations of a unit. Collectives run one after the other on one stream, and copies on another
+    stream."""
     card, device_time, network_free, copies_end = Card(hardware), 0.0, 0.0, 0.0
     running: dict[int, tuple[float, float]] = {}
     arrivals: dict[int, list[float]] = {}
@@ -271,7 +274,7 @@ def play_unit(unit: Sequence[Operation], hardware: Hardware) -> UnitTime:
             exchanges += 1
         elif isinstance(operation, Wait):
             start, end = running.pop(operation.number, (device_time, device_time))
-            # While a collective runs, it takes some processors from the overlapping kernels.
+            # A running collective takes some processors from the overlapping kernels.
             device_time = max(device_time + CROWDED * max(0.0, min(device_time, end) - start), end)
         elif isinstance(operation, Send):
             exchanges += 1
@@ -317,19 +320,20 @@ class Pass:
 
 
 def chunk_pass(operations: ChunkOperations, hardware: Hardware, *, recorded: bool) -> Pass:
-    """The time of one microbatch. recorded: replayed as a CUDA graph, so the host has no work per operation."""
+    """The time of one microbatch. recorded: the microbatch is replayed as a CUDA graph, so the host has no work per
+    operation."""
     device, host = zip(
         *(_summed(units, hardware) for units in (operations.forward, operations.backward, operations.weight)),
         strict=True,
     )
     total = Pass(*device)
-    # The host launches the operations one by one. A device that is faster waits for it.
+    # The host launches the operations one by one. A faster device waits for the host.
     slowdown = 1.0 if recorded else max(1.0, sum(host) / max(total.all, 1e-12))
     return total * slowdown
 
 
 def _summed(units: Units, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of the device and of the host."""
+    """Device time and host time, in seconds."""
     unit_times = [play_unit(unit, hardware) for unit in units]
     device = sum(one.seconds for one in unit_times)
     host_time = sum(UNIT * bool(one.launches) + LAUNCH * one.launches + EXCHANGE * one.exchanges for one in unit_times)
@@ -337,5 +341,5 @@ def _summed(units: Units, hardware: Hardware) -> tuple[float, float]:
 
 
 UNIT, LAUNCH, EXCHANGE = 0.27, 0.016, 0.061
-"""Fractions of the host's time for a plain block (25 launches, forward and backward): the overhead of a unit's pass, of
-a launch, and of an exchange, which also waits for the hosts of other ranks."""
+"""The overhead of a unit's pass, of a launch, and of an exchange (which includes waiting for the hosts of other ranks),
+as fractions of the host's time for a plain block (25 launches, forward and backward)."""

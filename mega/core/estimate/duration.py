@@ -1,4 +1,4 @@
-"""The time of a whole training, failures included, and the best checkpoint interval."""
+"""The total time of a training run, including failures, and the best checkpoint interval."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Interruptions:
-    """Interruptions of training."""
+    """Interruptions of a training run."""
 
     mtbf_hours: float | None = None
-    """Mean time between failures of the whole machine; None: no failures."""
+    """Mean time between failures of the whole machine, in hours. If None, there are no failures."""
     save_seconds: float = 30.0
-    """Time of a save."""
+    """Time of a save, in seconds."""
     restart_seconds: float = 600.0
-    """From a failure to the next step: detection, new processes, reading a checkpoint."""
+    """Seconds from a failure to the next step: detection, new processes, reading a checkpoint."""
 
 
 @dataclass(frozen=True)
 class TrainingTime:
-    """The predicted time of a training."""
+    """The predicted time of a training run."""
 
     steps: int  # Number of steps
-    days: float  # From the first step to the last
+    days: float  # Days from the first step to the last
     effective: float  # Fraction of the time that is neither saving, lost nor repeated
-    save_interval: int | None  # Steps between checkpoints, None without any
+    save_interval: int | None  # Steps between checkpoints, or None if there are none
     saves: int  # Number of checkpoints
-    save_every: float | None  # Seconds between checkpoints at the best interval; None without failures
-    save_every_steps: int | None  # The best interval in steps
-    save_every_days: float | None  # The time of the training with the best interval
+    save_every: float | None  # Seconds between checkpoints at the best interval; None if there are no failures
+    save_every_steps: int | None  # The best interval, in steps
+    save_every_days: float | None  # Days of training at the best interval
 
 
 def training(run: RunConfig, world: int, device: Hardware, stops: Interruptions) -> TrainingTime | None:
-    """The time of the whole training, or None if its length is not given. Errors: ValueError if it would never end.
+    """The total time of a training run, or None if its length is not given. Errors: ValueError if the run would never
+    end.
 
-    Saves follow --save-interval. Without it, and with failures, the best interval is used.
+    Saves follow --save-interval. If the interval is missing and there are failures, the best interval is used.
     """
     steps, interval = lengths(run).steps, run.checkpoint.save_interval
     if not steps:
@@ -72,7 +73,7 @@ def training(run: RunConfig, world: int, device: Hardware, stops: Interruptions)
 
 
 def _whole_steps(run: RunConfig, world: int, device: Hardware) -> float:
-    """The length of the training in steps of the full batch. Steps of a batch ramp-up count as fractions."""
+    """The length of the training run in steps of the full batch. Steps of a batch ramp-up count as fractions."""
 
     def rough(size: int) -> float:
         return step_time(variant(run, {"global_batch": size}), world, device, play=False).seconds
@@ -92,15 +93,16 @@ def training_time(
     restart_seconds: float = 0.0,
     failure_seconds: float | None = None,
 ) -> TrainingTime:
-    """The time of `steps` steps of `step_seconds` each, saved every `save_interval` steps and after the last, with
-    failures. Without an interval the optimum of Young and Daly is used.
+    """The time of `steps` steps of `step_seconds` each, including failures, with a save every `save_interval` steps and
+    after the last step. If no interval is given, the optimum of Young and Daly is used.
 
-    save_seconds: time of one save. It stops the training unless `overlapped`. restart_seconds: from a failure to the
-    next step. failure_seconds: mean time between failures of the whole machine, not of one device; None: no failures.
+    save_seconds: time of one save. Training stops during a save unless `overlapped`. restart_seconds: time from a
+    failure to the next step. failure_seconds: mean time between failures of the whole machine, not of one device. If
+    None, there are no failures.
 
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps". The wall time is
     his equation 20: M exp(R/M) (exp((t+d)/M) - 1) T/t for interval t, save d, restart R, failures M, work T, with the
-    true length of the last interval. It is infinite if it exceeds the range of a float.
+    true length of the last interval. The time is infinite if it exceeds the range of a float.
 
     >>> plan = training_time(30.0, 95000, save_seconds=60, restart_seconds=600, failure_seconds=10 * 3600)
     >>> round(plan.days, 1), round(plan.effective, 3), plan.save_every_steps, round(plan.save_every / 60)

@@ -1,7 +1,7 @@
-"""The extra memory of an uneven load of experts.
+"""The extra memory that is needed if the experts have uneven loads.
 
-The estimate assumes that all experts are chosen equally often. If all tokens choose the experts of one rank, that rank
-gets more rows, and stores them for the backward pass.
+The estimate assumes that all experts are chosen equally often. If all tokens choose the experts of one rank, this rank
+gets more rows, and stores these rows for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class WorstLoad(NamedTuple):
     """The load of one mixture and microbatch on one rank."""
 
     even: int
-    """Rows of its experts if all experts are chosen equally often."""
+    """Number of rows of the rank's experts if all experts are chosen equally often."""
     rows: int
-    """Rows of its experts in the worst case."""
+    """Number of rows of the rank's experts in the worst case."""
     more: int
     """Additional bytes in the worst case for one microbatch, over all mixtures of the fullest stage."""
 
 
 def worst_load(run: RunConfig) -> WorstLoad | None:
-    """The worst load of a resolved run. None if no rank can get more rows than another: it has all experts, or a fixed
-    number of rows per expert."""
+    """The worst load of a resolved run. None if no rank can get more rows than another, because every rank has all
+    experts or a fixed number of rows per expert."""
     parallel, layers = run.parallel, architecture(run.model).layers
     mixtures = [layer.experts for layer in layers if layer.experts is not None]
     if not mixtures or parallel.ep == 1:

@@ -1,4 +1,4 @@
-"""Fit the constants of a device to measured times, and write them as a file. The file does not measure."""
+"""Fit the constants of a device to measured times, and write these constants as a file. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mega.core.estimate.hardware import SHARES
 class Product:
     """A measured product [m, k] x [k, n]."""
 
-    m: int  # Rows of the first factor
+    m: int  # Number of rows of the first factor
     k: int  # Inner dimension
-    n: int  # Columns of the second factor
-    width: int  # Bytes of an element
+    n: int  # Number of columns of the second factor
+    width: int  # Number of bytes per element
     seconds: float  # Measured time
 
     @property
@@ -28,7 +28,7 @@ class Product:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(delay, seconds per unit) of the line with the smallest relative errors. Both are at least 0.
+    """(delay, seconds per unit) of the line with the smallest relative errors. Both values are at least 0.
 
     >>> delay, each = line([1, 10, 100], [3, 12, 102])
     >>> round(delay, 6), round(each, 6)
@@ -50,8 +50,8 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def product_shares(samples: Sequence[Product], peak: float, bandwidth: float, launch: float) -> tuple[float, float]:
-    """(product, traffic): the fraction of `peak` (operations per second), and the fraction of memory traffic that is
-    not hidden.
+    """(product, traffic): the fraction of `peak` (operations per second) that is reached, and the fraction of memory
+    traffic that is not hidden.
 
     Least squares of relative errors of seconds = flops / (peak product) + traffic moved / bandwidth + launch.
 
@@ -62,7 +62,7 @@ def product_shares(samples: Sequence[Product], peak: float, bandwidth: float, la
     >>> min(product_shares(made, 1e12, 1e11, launch=1.0)) > 0
     True
     """
-    # Keep 10 % for the product: a tiny product may be measured faster than the launch alone.
+    # Keep 10 % of the time for the product, because a tiny product may be measured faster than the launch alone.
     rows = [(one.flops / one.seconds, one.moved / one.seconds, max(1 - launch / one.seconds, 0.1)) for one in samples]
     aa, ab, bb = (sum(x * y for x, y in pairs) for pairs in zip(*(_squares(a, b) for a, b, _ in rows), strict=True))
     ay, by = sum(a * y for a, _, y in rows), sum(b * y for _, b, y in rows)

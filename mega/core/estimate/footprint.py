@@ -1,7 +1,7 @@
-"""Bytes of one microbatch on one model chunk, from its trace, together with temporary buckets.
+"""Bytes of one microbatch on one model chunk, from the trace of the chunk, together with temporary buckets.
 
-trace.py measures each part of the chunk. This file plays the parts in sequence. It knows no pipeline, and imports torch
-only when it is called.
+trace.py measures each part of the chunk. This module adds up the parts in sequence. It does not depend on the pipeline,
+and imports torch only when it is called.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class Footprint:
     """One microbatch on one chunk, in bytes."""
 
     held: int
-    """Stored from the forward to the backward pass."""
+    """Bytes stored from the forward pass to the backward pass."""
     forward: int
-    """Peak of the forward pass, `held` included."""
+    """Peak of the forward pass, including `held`."""
     backward: int
-    """Peak of the backward pass, `held` included."""
+    """Peak of the backward pass, including `held`."""
     deferred: int
-    """Stored from the backward pass to a separate weight-gradient pass."""
+    """Bytes stored from the backward pass to a separate weight-gradient pass."""
     in_flight: int
-    """Blocks of finished exchanges that are still allocated after a forward pass, once for all microbatches. They are
-    included in `forward` and `backward`."""
+    """Blocks of finished exchanges that are still allocated after a forward pass, once for all microbatches. These
+    blocks are included in `forward` and `backward`."""
     cargo: int
-    """Received from the previous stage, or sent to the next."""
+    """Bytes received from the previous stage or sent to the next stage."""
     batch: int
-    """The batch."""
+    """Bytes of the batch."""
     mapped: int
-    """Outside the allocator."""
+    """Bytes outside the allocator."""
     head: int
     """The part of `held` that is stored after the last block."""
 
@@ -48,7 +48,7 @@ def footprint(
 ) -> Footprint:
     """The footprint of one microbatch of a resolved `run` on a chunk.
 
-    buckets: temporary buckets (ZeRO 2 and 3) of the only stage. repeats: another microbatch ran before.
+    buckets: temporary buckets (ZeRO 2 and 3) of the only stage. repeats: whether another microbatch ran before.
     """
     from mega.core.estimate.trace import trace
 
@@ -72,7 +72,7 @@ def footprint(
 
 
 class _Walk:
-    """Plays the parts of a chunk in sequence, and tracks live bytes.
+    """Adds up the parts of a chunk in sequence, and tracks live bytes.
 
     leaving: bytes of the gradient reduction that is in flight.
     """

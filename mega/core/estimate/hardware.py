@@ -1,4 +1,4 @@
-"""Devices and clusters as numbers: hardware.toml next to this file, or a user's file in the same format."""
+"""Devices and clusters as numbers: from hardware.toml next to this module, or from a user's file in the same format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARES = ("product", "elementwise", "attention_forward", "attention_backward")
 """Fields that are fractions of the device's peak."""
 
 RETIRED = {"traffic"}
-"""Fields of files from before curves were measured. They are accepted and ignored."""
+"""Fields in files from before curves were measured. These fields are accepted and ignored."""
 
 LEAST, MOST = 1e-12, 1e12
 """Limits of every number, well inside the range in which float arithmetic is safe."""
@@ -38,8 +38,8 @@ class Hardware:
     attention_forward: float  # Fraction of the peak that causal attention reaches, forward
     attention_backward: float  # Fraction of the peak that causal attention reaches, backward
     launch: float  # Microseconds between two kernels
-    host: float  # Microseconds of the host for a block of a microbatch, forward and backward
-    node: int  # GPUs of one host
+    host: float  # Host time in microseconds per block and microbatch, forward plus backward
+    node: int  # Number of GPUs per host
     inside: float  # Bus GB/s of collectives within a host
     outside: float  # GB/s of each GPU's network card
     peer: float  # GB/s between two GPUs of a host
@@ -50,7 +50,7 @@ class Hardware:
 
     @property
     def fp8(self) -> float:
-        """TFLOP/s of fp8 products. A device without fp8 emulates them in fp32."""
+        """TFLOP/s of fp8 products. A device without fp8 emulates fp8 products in fp32."""
         return self.peak.get("fp8", self.peak["fp32"])
 
 
@@ -60,10 +60,10 @@ def _known_devices() -> Mapping[str, Mapping[str, Any]]:
 
 
 def hardware(name: str, source: str | None = None) -> Hardware:
-    """A known device, or the one that the TOML file `name` describes.
+    """A known device, or the device that the TOML file `name` describes.
 
-    source: the flag that named the device, if not --gpu. Errors: ValueError naming it, for an unknown name, a broken
-    file, or an unknown field.
+    source: the flag that named the device, if not --gpu. Errors: ValueError naming the flag, for an unknown name, a
+    broken file, or an unknown field.
 
     >>> hardware("h200").peak["bf16"]
     989.0

@@ -1,6 +1,6 @@
-"""Warn before the ranks of `--nproc` start if this host has too few cores or too little memory for them.
+"""Warn before the ranks of `--nproc` start if this host has too few cores or too little memory for these ranks.
 
-The warnings do not stop the run: the estimate may be wrong, and slow ranks still work.
+The warnings do not stop the run, because the estimate may be wrong, and slow ranks still work.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PROCESS = 0.35 * GIB
 """Bytes of a rank that has loaded torch and holds no tensor."""
 
 BYTES = 18
-"""Bytes of a parameter in training in bf16; fp32 takes 16."""
+"""Number of bytes per parameter for training in bf16; training in fp32 takes 16."""
 
 SAVED = 40
 """Bytes per element of the residual stream and block, approximately the memory for the backward pass."""
 
 
 def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
-    """Yield lines about resources that a resolved `run` exceeds; nothing if its ranks have GPUs."""
+    """Yield messages about resources that a resolved `run` exceeds. If its ranks have GPUs, nothing is yielded."""
     if run.runtime.device == "cuda" or (run.runtime.device == "auto" and has_cuda()):
         return
     if ranks > (cpus := cores()):
@@ -51,7 +51,7 @@ def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
 
 
 def _rough(run: RunConfig, ranks: int) -> float:
-    """A rough estimate of the bytes of all ranks. The exact estimate takes seconds, so small runs skip it."""
+    """A rough estimate of the bytes of all ranks. The exact estimate takes seconds, so it is skipped for small runs."""
     model, parallel = architecture(run.model), run.parallel
     share = ranks / (parallel.tp * parallel.pp)
     tokens = run.batch.micro_batch * sum(text_lengths(run))
@@ -60,7 +60,7 @@ def _rough(run: RunConfig, ranks: int) -> float:
 
 
 def available() -> int | None:
-    """Bytes of memory available for new processes; None if the system does not report it."""
+    """Bytes of memory available for new processes, or None if the system does not report this number."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))

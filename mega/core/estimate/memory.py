@@ -1,7 +1,7 @@
-"""Memory of every rank of a run: constant memory, and a step played through the pipeline's plan.
+"""Memory of every rank of a run: constant memory, and the memory of a step simulated with the pipeline's plan.
 
-All ranks of a pipeline stage use equal memory, so there is one answer per stage: its peak, the parts of the peak, and
-when it occurs. The plan is the one that the trainer executes.
+All ranks of a pipeline stage use equal memory, so the result has one entry per stage: the peak, the parts of the peak,
+and when the peak occurs. The plan is the plan that the trainer executes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
 
 LIBRARIES = 32 << 20
-"""Workspace of cuBLAS on a Hopper device, which comes from the allocator like any tensor. A CUDA graph has two more,
-one for each pass."""
+"""Workspace of cuBLAS on a Hopper device, which comes from the allocator like any tensor. A CUDA graph has two more
+workspaces, one for each pass."""
 
 SENT = 4
 """Maximum number of pipeline sends in flight (parallel/pipeline.py)."""
@@ -40,15 +40,15 @@ SLACK = 0.06
 class StageMemory:
     """One rank of a pipeline stage, in bytes. The parts add up to the peak."""
 
-    stage: int  # Number of the stage
-    layers: int  # Its blocks
+    stage: int  # Index of the stage
+    layers: int  # Number of blocks in the stage
     held: Weights  # Weights and optimizer state
-    batches: int  # All microbatches of a step
-    activations: int  # Stored for microbatches in flight
+    batches: int  # Inputs of all microbatches of a step
+    activations: int  # Activations stored for microbatches in flight
     working: int  # Additional memory of the op at the peak
     cargo: int  # Pipeline sends and receives
     live: int  # Maximum number of microbatches (of a chunk) in flight
-    when: str  # What runs at the peak
+    when: str  # Description of what runs at the peak
     graph: int = 0  # Additional memory that a recorded microbatch keeps from the allocator (--cuda-graph)
 
     @property
@@ -67,18 +67,18 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """All stages of a run, and totals."""
+    """The memory of all stages of a run, and totals."""
 
     stages: tuple[StageMemory, ...]
     """The stages in order."""
     parameters: int
-    """Elements of the model."""
+    """Number of parameter elements of the model."""
     checkpoint: int
     """Bytes of a checkpoint."""
     communicators: int
-    """Maximum number of process groups of a rank. Each has buffers outside the allocator."""
+    """Maximum number of process groups of a rank. Each group has buffers outside the allocator."""
     mapped: int
-    """Bytes outside the allocator, which tensor ranks write the tokens of an exchange into (--tp-overlap)."""
+    """Bytes outside the allocator into which tensor ranks write the tokens of an exchange (--tp-overlap)."""
 
     @property
     def worst(self) -> StageMemory:
@@ -87,7 +87,7 @@ class Memory:
 
     @property
     def need(self) -> int:
-        """Bytes that a device needs for the fullest rank, slack included."""
+        """Bytes that a device needs for the fullest rank, including slack."""
         return max(stage.peak + stage.slack for stage in self.stages)
 
     def needed(self, communicator: float) -> float:
@@ -112,8 +112,8 @@ def memory(run: RunConfig, world: int) -> Memory:
         )
         activations, working, cargo, when = timeline.peak(footprints_)
         update = _update(run, weights_of_stage) + max(one.in_flight for one in footprints_)
-        # A graph keeps the memory of its microbatch. With data-parallel ranks the last microbatch of several runs
-        # eagerly and adds to it; otherwise only updates and validation do.
+        # A graph keeps the memory of its microbatch. With data-parallel ranks, the last of several microbatches runs
+        # eagerly and adds to this memory; otherwise only updates and validation add to it.
         graph = (activations + working) if records_graph(run, world) else 0
         graph_bytes = graph if eager_microbatches(dp * parallel.cp, count) else min(graph, max(update, working))
         if update > activations + working + cargo:
@@ -148,8 +148,8 @@ def minimum_gib(run: RunConfig, world: int, communicator: float) -> float:
 
 
 def communicators(run: RunConfig, dp: int) -> int:
-    """The number of process groups of an inner rank: those of its axes (equal sets of ranks share one), and links to
-    neighbours.
+    """The number of process groups of an inner rank: the groups of its axes (equal sets of ranks share one group), and
+    the links to its neighbours.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -168,7 +168,7 @@ def communicators(run: RunConfig, dp: int) -> int:
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """Bytes of tensors in a checkpoint: trained weights; also masters and moments if they are saved."""
+    """Bytes of tensors in a checkpoint: trained weights, and masters and moments if these are saved."""
     weight, high = BYTES[run.precision.dtype], wide_bytes(run.precision.dtype)
     offloaded = run.optimizer.optimizer_offload  # the host then keeps separate masters
     masters = high if high != weight and (offloaded or run.precision.masters) else 0
@@ -199,7 +199,7 @@ def kv_cache_bytes(run: RunConfig) -> int:
 
 
 def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -> dict[Chunk, Footprint]:
-    """The footprint of one microbatch of `count` on each of the chunks."""
+    """The footprint of one of `count` microbatches on each of the chunks."""
     buckets = transient_buckets(run, dp)
     return {chunk: footprint(run, chunk, buckets, repeats=count > 1) for chunk in chunks}
 
@@ -209,11 +209,12 @@ STEADY = ("1f1b", "interleaved", "zb-h1")
 
 
 def representative(run: RunConfig, count: int) -> int:
-    """The fewest microbatches whose plan has the same peaks as `count`: the steady state only repeats.
+    """The smallest number of microbatches whose plan has the same peaks as `count`, since the steady state only
+    repeats.
 
-    Any other schedule, such as gpipe, may have no steady state. Under 1F1B rank r is full once it holds pp - r
-    microbatches. Interleaved plans need two rounds of pp to fill every chunk, and a third for the maximum cargo in
-    flight; their last round may be uneven.
+    The result is `count` for any other schedule, such as gpipe, which may have no steady state. Under 1F1B, rank r is
+    full once it holds pp - r microbatches. Interleaved plans need two rounds of pp to fill every chunk, and a third for
+    the maximum cargo in flight; their last round may be uneven.
     """
     parallel = run.parallel
     if parallel.schedule not in STEADY:
@@ -234,13 +235,14 @@ def _update(run: RunConfig, weights: Weights) -> int:
 
 
 class LiveSet(NamedTuple):
-    """The live tensors of a rank during a compute, as counts. Without bytes, so runs with the same plan share it."""
+    """The live tensors of a rank during a compute step, as counts. Counts do not depend on sizes in bytes, so runs with
+    the same plan share a live set."""
 
     kind: str  # "F" or "B"
     chunk: int  # The chunk that runs
     held: tuple[int, ...]  # Microbatches of each chunk between forward and backward
     deferred: tuple[int, ...]  # Microbatches of each chunk between backward and weight gradients
-    cargo: int  # Received pieces that wait, and sent gradients that may be in flight
+    cargo: int  # Number of received pieces that wait, and of sent gradients that may be in flight
 
 
 @dataclass(frozen=True)
@@ -248,12 +250,13 @@ class Timeline:
     """One rank's plan."""
 
     sets: Mapping[LiveSet, int]
-    """Its distinct live sets in order -> the first microbatch with this set."""
+    """The distinct live sets in order -> the index of the first microbatch with this set."""
     live: int
     """Maximum number of microbatches (of a chunk) in flight."""
 
     def peak(self, chunks: Sequence[Footprint]) -> tuple[int, int, int, str]:
-        """Activations, working memory and cargo of the (first) largest live set, and what runs then."""
+        """Activations, working memory and cargo of the (first) largest live set, and a description of what runs
+        then."""
         held_bytes, deferred_bytes = [chunk.held for chunk in chunks], [chunk.deferred for chunk in chunks]
         peaks = {"F": [chunk.forward for chunk in chunks], "B": [chunk.backward for chunk in chunks]}
 

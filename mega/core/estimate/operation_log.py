@@ -1,8 +1,8 @@
 """Record the operations of a stage on the meta device, as shapes for cost.py.
 
-trace.py's dispatch mode reports torch ops. Kernels, attention and exchanges report themselves (ops/observe.py). Bytes
-are those of the tensors read and written, each counted once. If an op reads some rows of a table, only these rows
-count.
+trace.py's dispatch mode reports torch ops. Kernels, attention and exchanges report themselves (ops/observe.py). The
+bytes of an op are the bytes of the tensors that it reads and writes, each counted once. If an op reads some rows of a
+table, only these rows count.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ ALLOCATIONS = {
 """Ops that launch no kernel."""
 
 LOOK_UPS = {"embedding": 2.0, "index": 2.0, "index_select": 2.0, "gather": 2.0, "nll_loss_forward": 1.0}
-"""Ops that read some rows of a table -> passes over the result."""
+"""Ops that read some rows of a table -> number of passes over the result."""
 
 ADDED_ROWS = {"index_add_": 3.0, "index_put_": 3.0, "embedding_dense_backward": 3.0, "scatter": 3.0, "scatter_": 3.0}
-"""Ops that write some rows of a table -> passes over these rows, the largest argument except the table."""
+"""Ops that write some rows of a table -> number of passes over these rows. The rows are the largest argument other than
+the table."""
 
 WRITTEN = {"copy_", "fill_", "zero_"}
 """In-place ops that do not read their output."""
@@ -50,7 +51,8 @@ CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_atten
 
 
 class OperationLog:
-    """Operations in the order of execution. packed: fraction of a row's pairs that remain with packed documents."""
+    """Operations in the order of execution. packed: fraction of a row's (query, key) pairs that remain if documents are
+    packed."""
 
     def __init__(self, *, packed: float = 1.0) -> None:
         self.operations: list[Operation] = []
@@ -113,7 +115,7 @@ class OperationLog:
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Gemm:
-    """[.., m, k] x [.., k, n]. The strides decide the layout: a factor whose inner dim is not the last one is
+    """[.., m, k] x [.., k, n]. The strides determine the layout: a factor whose inner dim is not the last dim is
     transposed."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     layout = "wgrad" if _is_transposed(a) else "forward" if _is_transposed(b) else "dgrad"

@@ -1,5 +1,5 @@
-"""The operations of a chunk of the model, from its trace. The file knows no seconds, and imports torch only when it is
-called."""
+"""The operations of a chunk of the model, from the trace of the chunk. This module does not depend on times, and
+imports torch only when it is called."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
 
 
 def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
-    """The same from fewer traces: the sizes of all operations are linear in the microbatch size. Deferred weight
-    gradients are counted as backward."""
+    """The operations of a chunk from fewer traces, assuming that the sizes of all operations are linear in the
+    microbatch size. Deferred weight gradients are counted as backward."""
     run, size = variant(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
-    if size <= 2 or run.parallel.tp_overlap:  # with tp_overlap the pieces of an exchange depend on the size nonlinearly
+    if size <= 2 or run.parallel.tp_overlap:  # with tp_overlap, the pieces of an exchange are not linear in the size
         return operations(run, chunk)
     one, two = (operations(variant(run, {"micro_batch": few}), chunk) for few in (1, 2))
     if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:
@@ -38,7 +38,7 @@ def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
 
 @lru_cache(maxsize=1 << 10)
 def _extrapolated(one: tuple[Operation, ...], two: tuple[Operation, ...], size: int) -> tuple[Operation, ...]:
-    """Extrapolate to `size` samples from the operations of one and of two."""
+    """Extrapolate to `size` samples from the operations of one sample and of two samples."""
     scaled = []
     for a, b in zip(one, two, strict=True):
         kind: Any = type(a)

@@ -1,4 +1,4 @@
-"""Option section of `mega memory-estimate`. No torch."""
+"""Option section of `mega memory-estimate`. This module does not import torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 

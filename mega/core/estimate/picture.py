@@ -1,5 +1,4 @@
-"""The bars of a memory estimate as a .svg or .png picture. Only .png needs matplotlib, which is imported when
-needed."""
+"""The bars of a memory estimate as a .svg or .png picture. Only .png needs matplotlib, which is imported on demand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Search for the layout of a run: all ways to divide a model over some devices, those that fit, and the fastest of
-them.
+"""Search for the layout of a run: all ways to divide a model over some devices, the layouts that fit, and the fastest
+of these layouts.
 
-A candidate is the run with other layout values. The rules of every run check it, the memory estimate decides whether it
-fits, and its plan gives the time. The file has no formulas of its own.
+A candidate is the run with different layout values. It is checked by the rules for every run; the memory estimate
+decides whether it fits, and its plan gives the time. This module contains no formulas for memory or time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ RESERVE = 0.03
 """Fraction of a device's memory that a layout must leave free. Predicted peaks have about this error."""
 
 CONTEXT = 4096
-"""Minimum tokens per rank of the context axis. For shorter parts other axes are cheaper."""
+"""Minimum number of tokens per rank of the context axis. For shorter parts, other axes are cheaper."""
 
 MICRO = (1, 2, 4, 8, 16)
 """Microbatch sizes."""
 
 ZERO = (1, 2, 3)
-"""ZeRO stages. Pipelines support only the first."""
+"""ZeRO stages. Pipelines support only stage 1."""
 
 
 class RecomputeOptions(TypedDict):
@@ -74,8 +74,8 @@ class Candidate:
     world: int  # Number of ranks
     options: LayoutOptions  # The options of the layout
     run: RunConfig  # The resolved run
-    memory: Memory  # Its predicted memory
-    time: StepTime  # Its predicted step time
+    memory: Memory  # The predicted memory
+    time: StepTime  # The predicted step time
     communicator: float  # GiB for each process group
 
     @property
@@ -84,7 +84,7 @@ class Candidate:
 
     @property
     def need(self) -> float:
-        """GiB of the fullest rank, slack and communicators included."""
+        """GiB of the fullest rank, including slack and communicators."""
         return self.memory.needed(self.communicator)
 
 
@@ -95,17 +95,18 @@ class SearchResult:
     candidates: list[Candidate]
     """Layouts that fit, fastest first."""
     tried: int
-    """Layouts that obey the rules."""
+    """Number of layouts that obey the rules."""
     weighed: int
-    """The fastest of them whose memory was estimated, until enough fit."""
+    """Number of these layouts, fastest first, whose memory was estimated until enough layouts fit."""
     fitting: int
-    """Layouts among these that fit."""
+    """Number of layouts among these that fit."""
     smallest: float
-    """GiB of the smallest layout, whether it fits or not."""
+    """GiB of the layout with the smallest memory, even if it does not fit."""
 
 
 def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Hardware]:
-    """Number and kind of devices: `--fit 8x80GB` (an H100 with that memory), `--fit 8xh200`, or `--gpus 8 --gpu h200`.
+    """Number and kind of devices, from `--fit 8x80GB` (H100s with this memory), `--fit 8xh200`, or `--gpus 8 --gpu
+    h200`.
 
     Errors: ValueError naming the flag.
 
@@ -147,8 +148,8 @@ def any_layout(options: Options, world: int) -> Options:
 def search(options: Options, world: int, device: Hardware, keep: int = 8) -> SearchResult:
     """The best layouts of `options` on `world` devices.
 
-    options: a run as typed, with its vocabulary; its layout options are replaced. Errors: ValueError if the global
-    batch is missing, or with the first rule that every layout breaks.
+    options: the options of a run as typed, with the vocabulary size. Layout options are replaced. Errors: ValueError if
+    the global batch is missing, or with the first rule that every layout breaks.
     """
     if options.batch.global_batch is None:
         raise ValueError("--global-batch is missing: layouts can only be compared at one batch size")
@@ -161,8 +162,8 @@ def search(options: Options, world: int, device: Hardware, keep: int = 8) -> Sea
 
 @contextmanager
 def _frozen_garbage() -> Iterator[None]:
-    """Exclude existing objects, mostly torch's, from garbage collection: collecting them repeatedly takes a fifth of a
-    search."""
+    """Exclude existing objects, mostly torch's, from garbage collection, because collecting them repeatedly takes a
+    fifth of the time of a search."""
     gc.freeze()
     try:
         yield
@@ -171,14 +172,14 @@ def _frozen_garbage() -> Iterator[None]:
 
 
 def _searched(options: Options, world: int, device: Hardware, keep: int) -> SearchResult:
-    """Visit layouts in order of a rough time, and estimate their memory until enough of them fit."""
+    """Visit layouts in order of a rough time, and estimate the memory of each layout until enough layouts fit."""
     allowed = _by_rough_time(options, world, device)
     fitting: list[tuple[LayoutOptions, RunConfig, Memory]] = []
     weighed, smallest, available_gib = 0, inf, (1 - RESERVE) * device.memory
     smallest_too_large: dict[tuple[object, ...], int] = {}
     for layout, resolved in allowed:
         weighed += 1
-        # A layout that does not fit also does not fit with larger microbatches.
+        # A layout that does not fit does not fit with larger microbatches either.
         other_options = tuple(value for name, value in layout.items() if name != "micro_batch")
         if layout["micro_batch"] >= smallest_too_large.get(other_options, inf):
             continue
@@ -191,7 +192,8 @@ def _searched(options: Options, world: int, device: Hardware, keep: int) -> Sear
             smallest_too_large[other_options] = layout["micro_batch"]
             continue
         fitting.append((layout, resolved, layout_memory))
-        # The error of the rough time is less than the pipeline's fill and drain, so the best layout is among the first.
+        # The error of the rough time is less than the time to fill and drain the pipeline, so the best layout is among
+        # the first layouts.
         if len(fitting) == 3 * keep:
             break
     played = [
@@ -203,7 +205,7 @@ def _searched(options: Options, world: int, device: Hardware, keep: int) -> Sear
 
 
 def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple[LayoutOptions, RunConfig]]:
-    """Layouts that obey the rules, resolved, sorted by a rough time that does not need to play their plans."""
+    """Layouts that obey the rules, resolved, sorted by a rough time, which is computed without simulating the plans."""
     timed_layouts, refusals, base = (
         list[tuple[float, LayoutOptions, RunConfig]](),
         list[str](),
@@ -225,7 +227,8 @@ def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple
 
 
 def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> str:
-    """Why no layout obeys the rules: the rules that all layouts break, or else the numbers that must divide."""
+    """The reason why no layout obeys the rules: the rules that all layouts break, or else the numbers that must be
+    divisible."""
     first = refusals[0].splitlines() if refusals else []
     broken = [set(refusal.splitlines()) for refusal in refusals]
     if shared := [line for line in first if all(line in lines for lines in broken)]:
@@ -241,7 +244,8 @@ def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> 
 
 
 def _units(options: Options, world: int, node: int) -> list[int]:
-    """The smallest global batches with a valid layout. Their multiples, which also have one, are left out.
+    """The smallest global batches with a valid layout. Multiples of these batches also have a valid layout and are left
+    out.
 
     >>> _units(compose("llama2-13b"), 12, 8), _units(compose("llama2-13b"), 14, 8)
     ([3], [7])
@@ -268,7 +272,7 @@ def _allowed(options: Options, world: int) -> bool:
 def layouts(options: Options, world: int, node: int) -> list[LayoutOptions]:
     """All layouts worth checking, as options of a run.
 
-    On whole hosts tp must divide the number of GPUs per host, unless no such layout exists.
+    On whole hosts, tp must divide the number of GPUs per host, unless no such layout exists.
     """
     all_layouts = list(_layouts(options, world, node))
     return [layout for layout in all_layouts if world % node or node % layout["tp"] == 0] or all_layouts
@@ -292,7 +296,8 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]
                     "chunks": chunks,
                     "schedule": schedule,
                     "layers_per_chunk": None,
-                    # Used whenever the sequence can be divided: it saves memory, and its exchanges move no more bytes.
+                    # Used whenever the sequence can be divided, because it saves memory and its exchanges move no more
+                    # bytes.
                     "sequence_parallel": tp > 1 and (options.batch.seq_length or 0) % (tp * cp) == 0,
                     "zero": zero,
                     "micro_batch": micro,
@@ -301,7 +306,7 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]
 
 
 def _grids(options: Options, world: int, node: int) -> Iterator[tuple[int, int, int]]:
-    """tp, cp and pp of whole replicas on `world` ranks.
+    """Yield (tp, cp, pp) such that `world` ranks hold whole replicas.
 
     Tensor ranks divide a block's heads and its feed-forward layer, within one host. The context axis leaves at least
     CONTEXT tokens of a sequence to a rank.
@@ -316,7 +321,7 @@ def _grids(options: Options, world: int, node: int) -> Iterator[tuple[int, int, 
 
 
 def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
-    """Schedules of a pipeline, with their numbers of chunks."""
+    """Schedules of a pipeline, each with its number of chunks."""
     if pp == 1:
         return [("1f1b", 1)]
     return [("1f1b", 1), ("zb-h1", 1), *(("interleaved", c) for c in (2, 3, 4) if layers // pp % c == 0)]

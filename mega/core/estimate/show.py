@@ -1,4 +1,4 @@
-"""The output of an estimate: tables, bars and lines as text, and one JSON value."""
+"""The output of an estimate: tables, bars and messages as text, and one JSON value."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 
 
 LATE = 0.95
-"""The host is reported as too slow if the step time without it is at most this fraction."""
+"""The host is reported as too slow if the step time without the host's work is at most this fraction of the step
+time."""
 
 SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
 """Headings for narrow columns."""
 
 
 def parts(stage: StageMemory) -> dict[str, int]:
-    """Bytes of each part, keyed by heading; they add up to the peak."""
+    """Bytes of each part, keyed by heading. The parts add up to the peak."""
     held_names = ("weights", "grads", "masters", "moments")
     return {head: getattr(stage.held if name in held_names else stage, name) for head, name, _ in PARTS}
 
@@ -89,7 +90,8 @@ def options(run: RunConfig, world: int) -> dict[str, Json]:
 
 
 def as_json(run: RunConfig, world: int, memory: Memory, device: Hardware | None = None) -> dict[str, Json]:
-    """Sizes in bytes (`_gib`: GiB), times in seconds, stages in order. The layout is keyed by option name."""
+    """The estimate as JSON values. Sizes are in bytes (`_gib`: in GiB), times in seconds, and stages in order. The
+    layout is keyed by option name."""
     timed: dict[str, Json] = {}
     if device is not None:
         need = memory.needed(device.communicator)
@@ -130,7 +132,7 @@ def as_json(run: RunConfig, world: int, memory: Memory, device: Hardware | None 
 def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
     """The result of a search, fastest first: the options of each layout, GiB of its fullest rank, and its step time.
 
-    start: command lines that start the first layout; missing: flags that they still need.
+    start: command lines that start the first layout; missing: flags that these command lines still need.
     """
     return {
         "tried": result.tried,
@@ -151,8 +153,8 @@ def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence
 
 
 def table(memory: Memory) -> Table:
-    """GiB of each part at the peak, one row per kind of stage. Equal consecutive stages share a row. Fits 80
-    columns."""
+    """GiB of each part at the peak, one row per kind of stage. Equal consecutive stages share a row. The table fits in
+    80 columns."""
     from rich.table import Table
 
     output = Table(
@@ -193,7 +195,7 @@ def bars(memory: Memory, width: int = 52) -> Iterator[Text]:
 
 def _continues(run: RunConfig) -> bool:
     """Whether the family can be served."""
-    from mega.core.family import family  # imports torch, which an invalid run does not need
+    from mega.core.family import family  # imports torch, which is not needed for an invalid run
 
     return family(run.model).prompt is not None
 
@@ -206,7 +208,8 @@ def _serving(run: RunConfig) -> str:
 
 
 def notes(run: RunConfig, world: int, memory: Memory, device: Hardware | None, megatron: bool) -> Iterator[str]:
-    """Lines below the table. With a `device`: whether the run fits, and the step time."""
+    """Yield the messages below the table. If a `device` is given, they state whether the run fits, and the step
+    time."""
     worst, stage_weights = memory.worst, memory.worst.held
     yield (
         f"peak: {gib(worst.peak)} GiB on stage {worst.stage}, in the {worst.when}, {worst.live} in flight; "
@@ -250,12 +253,12 @@ def notes(run: RunConfig, world: int, memory: Memory, device: Hardware | None, m
             )
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
-    if megatron and not run.model.experts:  # its formula holds for dense models only
+    if megatron and not run.model.experts:  # the formula holds for dense models only
         yield from _megatron_says(run, world)
 
 
 def _megatron_says(run: RunConfig, world: int) -> Iterator[str]:
-    """Lines with Megatron-LM's theoretical report of the run."""
+    """Yield messages with Megatron-LM's theoretical report for the run."""
     from mega.core.estimate.megatron import report
 
     estimate = report(run, world)
@@ -279,7 +282,7 @@ def precision(run: RunConfig, memory: Memory, halved: Memory, seconds: tuple[flo
 
 
 def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
-    """Seconds of a step with --cuda-graph, if the run could use it and does not."""
+    """Seconds of a step with --cuda-graph, if the run could use this option and does not."""
     recorded = variant(run, {"cuda_graph": True})
     if records_graph(run, world) or any(graph(recorded)):
         return None
@@ -287,7 +290,7 @@ def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
 
 
 def training_note(whole: TrainingTime, stops: Interruptions, typed: bool) -> str:
-    """A line with the time of the training. typed: the user gave a save interval."""
+    """A message with the time of the training run. typed: whether the user gave a save interval."""
     text = f"{whole.steps} steps: {whole.days:.2f} days"
     if whole.save_interval is None:
         return text
@@ -369,7 +372,7 @@ def explain_choice(result: SearchResult, device: Hardware) -> str:
 def launch_lines(words: Sequence[str], world: int, node: int, tp: int) -> list[str]:
     """Complete command lines: torchrun on one or several hosts, and sbatch.
 
-    Every host starts the same number of ranks: all its devices, or else whole groups of `tp`.
+    Every host starts the same number of ranks: one for each of its devices, or else whole groups of `tp`.
     """
     import shlex
 
@@ -393,7 +396,7 @@ def gib(size: float) -> str:
 
 
 def equal_stages(memory: Memory) -> Iterator[tuple[int, int, StageMemory]]:
-    """Yield first and last number of consecutive stages that are equal to a hundredth of a GiB, with the stage."""
+    """Yield the first and last index of consecutive stages that are equal to a hundredth of a GiB, with the stage."""
     begin = 0
     for number, stage in enumerate(memory.stages):
         after = memory.stages[number + 1] if number + 1 < len(memory.stages) else None

@@ -1,7 +1,7 @@
-"""The time of a step: the pipeline's plan on a clock, reductions over data ranks, and the update.
+"""The time of a step: the simulated time of the pipeline's plan, reductions over data ranks, and the update.
 
-    pipeline   the plan that the trainer executes, played with the seconds of a microbatch on each chunk (cost.py)
-    step       plus the exposed part of the reductions over data ranks, and the optimizer
+    pipeline   the plan that the trainer executes, simulated with the seconds of a microbatch on each chunk (cost.py)
+    step       the pipeline, plus the exposed part of the reductions over data ranks, and the optimizer
 
 The constants are in hardware.toml and curves.json; nothing is measured here.
 """
@@ -26,33 +26,33 @@ from mega.core.plan import Costs, plan, simulate
 RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0, "muon": 21.0}
 """fp32 (or wider) numbers per parameter that an update in eager torch ops moves, in addition to masters and gradients.
 Measured (tests/gpu/updates.py), except for Muon, which is counted without its products. Adam's number is for torch's
-fused update on a host; on a device a single kernel does the update."""
+fused update on a host; on a device, a single kernel does the update."""
 
 MOMENTUM = 4.5
-"""The same for the velocities of SGD."""
+"""Numbers per parameter that an update of the velocities of SGD moves."""
 
 HIDES, LAST = 0.8, 0.1
 """Fraction of a pass that can overlap with an exchange between data ranks; and fraction of the exchange that cannot be
-overlapped: the last gradient reduction and the first parameter gather."""
+overlapped, that is, the last gradient reduction and the first parameter gather."""
 
 
 @dataclass(frozen=True)
 class StepTime:
     """The predicted time of one step, in seconds."""
 
-    seconds: float  # The whole step
-    pipeline: float  # All microbatches through the pipeline
+    seconds: float  # Time of the whole step
+    pipeline: float  # Time of all microbatches through the pipeline
     bubble: float  # Fraction of the pipeline's time in which ranks wait
-    reduction: float  # Exposed gradient reduction
-    update: float  # Optimizer update and exposed weight gather
+    reduction: float  # Time of the exposed gradient reduction
+    update: float  # Time of the optimizer update and the exposed weight gather
     tflops: float  # Model TFLOP/s per device
-    mfu: float  # Model operations over the devices' peak in that time
+    mfu: float  # Model operations divided by the devices' peak for the time of the step
 
 
 def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True) -> StepTime:
     """Predict one step of a resolved `run`.
 
-    play: False computes the pipeline's time from its slowest stage only, which is much faster.
+    play: if False, compute the pipeline's time from the slowest stage only, which is much faster.
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     recorded = records_graph(run, world)
@@ -60,7 +60,7 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
     stages = stage_chunks(run)
     chunks, hop_seconds = times.pipeline(), times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop_seconds) if play else _bound(run, chunks, count)
-    # The stages reduce and update in parallel, but the gradient norm and the next step wait for the slowest.
+    # The stages reduce and update in parallel, but the gradient norm and the next step wait for the slowest stage.
     stage_weights_of = {stage: stage_weights(run, dp, stage) for stage in set(stages)}
     reductions = [times.reduction(dp, stage_weights_of[stage]) for stage in stages]
     reduction = max(reductions)
@@ -94,7 +94,7 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
 
 
 def plan_costs(run: RunConfig, world: int, device: Hardware) -> Costs:
-    """Seconds of the acts of the pipeline's plan, as `step_time` plays it."""
+    """Seconds of the acts of the pipeline's plan, as used by `step_time`."""
     parallel, times = run.parallel, Times(run, device, recorded=records_graph(run, world))
     return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)))
 
@@ -102,7 +102,7 @@ def plan_costs(run: RunConfig, world: int, device: Hardware) -> Costs:
 def update_bytes(run: RunConfig) -> float:
     """Bytes per parameter that zeroing gradients, their norm and the optimizer update move on a device.
 
-    For an update on the host only the first two count.
+    For an update on the host, only the first two count.
 
     >>> from mega.core.config.resolve import resolve
     >>> from mega.core.config.compose import compose
@@ -142,23 +142,24 @@ def stepwise_bytes(run: RunConfig) -> float:
 
 
 def exposed(exchange: float, overlapped: float) -> float:
-    """The time that an exchange between data ranks adds to the pass that it overlaps: its exposed part, and the
-    slowdown of the pass."""
+    """The time that an exchange between data ranks adds to the pass that it overlaps: the exposed part of the exchange,
+    and the slowdown of the pass."""
     exposed_seconds = max(LAST * exchange, exchange - HIDES * overlapped)
     return exposed_seconds + cost.CROWDED * (exchange - exposed_seconds)
 
 
 def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float) -> tuple[float, float]:
-    """The time of all microbatches, and the sum of all ranks' work.
+    """The time of all microbatches, and the sum of the work of all ranks, in seconds.
 
-    A long plan is extrapolated from short ones: once the pipeline is full, each further round takes the same time.
+    The time of a long plan is extrapolated from short plans, since each further round takes the same time once the
+    pipeline is full.
     """
     parallel = run.parallel
     busy = count * sum(chunk.all for chunk in chunks)
     if parallel.pp == 1:
         return busy, busy
     kind, costs = parallel.schedule, _costs(chunks, hop)
-    # 1F1B is in its steady state after pp microbatches, interleaved plans after two rounds of pp.
+    # 1F1B is in its steady state after pp microbatches; interleaved plans are after two rounds of pp.
     short = 2 * parallel.pp + count % parallel.pp
     longer = short + parallel.pp
     if count <= longer:
@@ -187,7 +188,7 @@ def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, f
 class Times:
     """Seconds of the parts of a step of a resolved `run` on a card.
 
-    recorded: microbatches are CUDA graphs. rough: faster and less exact.
+    recorded: whether microbatches are CUDA graphs. rough: compute the times faster but less exactly.
     """
 
     def __init__(self, run: RunConfig, device: Hardware, *, recorded: bool, rough: bool = False) -> None:
@@ -195,7 +196,8 @@ class Times:
         self._operations = rough_operations if rough else operations
 
     def pipeline(self) -> list[Pass]:
-        """The time of one microbatch on every chunk: all stages of the first chunk, then of the second, ..."""
+        """The time of one microbatch on every chunk: all stages of the first chunk, then all stages of the second
+        chunk, ..."""
         stages = stage_chunks(self.run)
         passes = {chunk: self.chunk(chunk) for chunk in set(chain(*stages))}
         return [passes[stage[number]] for number in range(self.run.parallel.chunks) for stage in stages]
@@ -209,28 +211,30 @@ class Times:
         if parallel.pp == 1:
             return 0.0
         size = self._operations(self.run, stage_chunks(self.run)[0][0]).cargo
-        # Without sequence parallelism all tensor ranks hold the same tensor. Each then sends 1 / tp of it.
+        # Without sequence parallelism, all tensor ranks hold the same tensor, and each rank sends 1 / tp of this
+        # tensor.
         split = parallel.sequence_parallel and parallel.tp > 1
         return self.card.handed(size / (1 if split else parallel.tp), parallel.pp, distance)
 
     def collective(self, kind: str, size: float, ranks: int) -> float:
-        """A collective over data and context ranks."""
+        """Seconds of a collective over data and context ranks."""
         return self.card.collective(kind, size, ranks, self.run.parallel.tp)
 
     def reduction(self, dp: int, weights: Weights) -> float:
-        """Reducing a stage's gradients over the data ranks, without overlap."""
+        """Seconds of reducing a stage's gradients over the data ranks, without overlap."""
         parallel = self.run.parallel
         assert self.run.precision.grad_dtype
         kind = "reduce-scatter" if parallel.zero else "all-reduce"
         return self.exchanged(kind, dp, weights, BYTES[self.run.precision.grad_dtype])
 
     def exchanged(self, kind: str, dp: int, weights: Weights, size: int) -> float:
-        """A collective of all trained parameters, `size` bytes per element, over the ranks that hold copies of them."""
+        """Seconds of a collective of all trained parameters, `size` bytes per element, over the ranks that hold
+        copies."""
         by_axis = weights.by_axis(data_shards(self.run.parallel, dp))
         return sum(self.collective(kind, size * elements, ranks) for elements, ranks in by_axis)
 
     def sharing(self, dp: int, weights: Weights, chunk: Pass) -> float:
-        """The time that ZeRO 2 and 3 add to every microbatch: buckets are created, reduced and added; weights are
+        """The time that ZeRO 2 and 3 add to every microbatch: buckets are created, reduced and added, and weights are
         gathered twice.
 
         A complete bucket is reduced immediately, even without --overlap-grad-reduce. Weights are gathered during the
@@ -249,10 +253,10 @@ class Times:
         return bucket_seconds + exposed(gathered, chunk.forward) + exposed(gathered + summed, backward)
 
     def update(self, dp: int, weights: Weights, forward: float) -> float:
-        """The update of a stage's rank; and, under ZeRO 1 and 2, the exposed part of the weight gather.
+        """Seconds of the update of a stage's rank and, under ZeRO 1 and 2, of the exposed part of the weight gather.
 
         forward: seconds of the rank's first forward pass, whose units wait for their weights in sequence. With recorded
-        passes the whole gather precedes the first one.
+        passes, the whole gather precedes the first pass.
         """
         run, on, parallel = self.run, self.on, self.run.parallel
         shards = data_shards(parallel, dp)
@@ -267,10 +271,11 @@ class Times:
         return seconds
 
     def offloaded(self, parameters: float, mates: int) -> float:
-        """An update on the host, whose memory bandwidth `mates` ranks share. Buckets are processed one by one, without
-        overlap.
+        """Seconds of an update on the host, whose memory bandwidth is shared by `mates` ranks. Buckets are processed
+        one by one, without overlap.
 
-        Reduced gradients are copied to the host and widened there. Weights are narrowed there and copied back.
+        Reduced gradients are copied to the host and widened on the host. Weights are narrowed on the host and copied
+        back.
         """
         precision = self.run.precision
         assert precision.grad_dtype

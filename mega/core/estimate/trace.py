@@ -1,11 +1,12 @@
-"""Live bytes of real stages on the meta device: the memory that a microbatch stores for its backward pass, and its
-peaks.
+"""Live bytes of real stages on the meta device: the memory that a microbatch stores for its backward pass, and the
+peaks of its passes.
 
 A rank's stage is built as for training, with the ops of the run's own device, and runs forward and backward on tensors
-without memory. Every storage that an op allocates is counted until it is freed. Any model that trains can therefore be
-estimated. The file only assumes that blocks repeat: a few blocks are run, and the others are extrapolated.
+without memory. Every storage that an op allocates is counted until it is freed. Any model that can be trained can
+therefore be estimated. The only assumption is that blocks repeat: a few blocks are run, and the others are
+extrapolated.
 
-The file knows one microbatch on one chunk of the model. Weights, gradients and optimizer state are not counted here.
+This module measures one microbatch on one chunk of the model. Weights, gradients and optimizer state are not counted.
 """
 
 from __future__ import annotations
@@ -52,31 +53,31 @@ from mega.core.plan.kinds import splits_backward
 from mega.core.training.wire import build_grads, build_stages
 
 REPEATS, ENOUGH = 4, 3
-"""Periods of equal blocks that are run. The first two and the last have special neighbours; the third represents all
-others. ENOUGH is used if blocks share no memory: the last one then equals the third."""
+"""Number of periods of equal blocks that are run. The first two periods and the last have special neighbours; the third
+represents all others. ENOUGH is used if blocks share no memory, because the last period then equals the third."""
 
 WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, query, *_: 4 * query.numel()
 }
-"""Bytes that an op's kernel allocates while it runs. cuDNN accumulates the query's gradient in fp32."""
+"""Bytes that the kernel of an op allocates while it runs. cuDNN accumulates the query's gradient in fp32."""
 
 
 PACKED = 0.33
-"""Fraction of a row's causal pairs that remains with packed documents of 200 to 2,000 tokens in 4,096."""
+"""Fraction of a row's causal pairs that remain if documents of 200 to 2,000 tokens are packed into rows of 4,096."""
 
 
 class Part(NamedTuple):
     """A part of a pass, in bytes."""
 
     peak: int
-    """Maximum of live bytes, relative to the beginning."""
+    """Maximum of live bytes, relative to the beginning of the part."""
     change: int
-    """Live bytes at the end, relative to the beginning."""
+    """Live bytes at the end, relative to the beginning of the part."""
     weight: tuple[int, int] | None = None
-    """(unit, number there) of the weight whose gradient is first accumulated when this part ends (`opens`), or is
-    complete then. None at the end of a unit."""
+    """(unit, index in the unit) of the weight whose gradient is first accumulated (`opens`) or complete when this part
+    ends. None if the part ends with its unit."""
     opens: bool = False
-    """The gradient is first accumulated."""
+    """Whether the gradient is first accumulated, not complete."""
 
 
 Parts = tuple[tuple[Part, ...], ...]
@@ -89,24 +90,24 @@ class Trace(NamedTuple):
 
     forward: Parts  # Parts of the forward pass
     backward: Parts  # Parts of the backward pass
-    before: int  # Left by earlier microbatches
-    in_flight: int  # Blocks of finished exchanges, after the forward pass
-    given: int  # Gradients at the start of the backward pass
-    cargo: int  # Received from the previous stage, or sent to the next
-    batch: int  # The batch
-    mapped: int  # Outside the allocator
+    before: int  # Live bytes left by earlier microbatches
+    in_flight: int  # Bytes of blocks of finished exchanges, after the forward pass
+    given: int  # Bytes of gradients at the start of the backward pass
+    cargo: int  # Bytes received from the previous stage or sent to the next stage
+    batch: int  # Bytes of the batch
+    mapped: int  # Bytes outside the allocator
     forward_work: Units  # Operations of the forward pass by unit
     backward_work: Units  # Operations of the backward pass by unit
     weight_work: Units  # Deferred weight gradients by unit, for schedules with a split backward pass
 
     @property
     def held(self) -> int:
-        """Stored from the forward pass to the backward pass."""
+        """Bytes stored from the forward pass to the backward pass."""
         return self.before + _change(self.forward) - self.in_flight
 
     @property
     def deferred(self) -> int:
-        """Stored from the backward pass to a separate weight-gradient pass."""
+        """Bytes stored from the backward pass to a separate weight-gradient pass."""
         return self.held + self.in_flight + _change(self.backward) - 2 * self.given - self.before
 
 
@@ -121,7 +122,7 @@ Values = tuple[object, ...]
 class Live(TorchDispatchMode):
     """Bytes of live storages that ops have allocated.
 
-    workspaces: as in WORKSPACES. log: every op is reported to it.
+    workspaces: in the form of WORKSPACES. log: the log to which every op is reported.
     """
 
     def __init__(
@@ -178,11 +179,11 @@ class Live(TorchDispatchMode):
 
 
 _KINDS: dict[int, str] = {id(torch.ops.aten._unsafe_view.default): "view"}
-"""Kind of each op, by id: ops are never freed, and hashing them is slower."""
+"""Kind of each op, keyed by id, since ops are never freed and hashing an op is slower."""
 
 
 def _kind(func: OpOverload) -> str:
-    """The kind of an op's result: "written" into an argument, a "view" of one, or "made" (newly allocated)."""
+    """The kind of an op's result: "written" into an argument, a "view" of an argument, or "made" (newly allocated)."""
     if func.is_view:
         return "view"
     schema = func._schema
@@ -190,14 +191,14 @@ def _kind(func: OpOverload) -> str:
 
 
 class _MetaTensor(NamedTuple):
-    """A tensor on the meta device: hashable, and enough to create it."""
+    """A hashable description from which a tensor on the meta device can be created."""
 
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape of the tensor."""
     stride: tuple[int, ...]
-    """Its strides."""
+    """Strides of the tensor."""
     dtype: torch.dtype
-    """Its dtype."""
+    """Dtype of the tensor."""
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
@@ -251,15 +252,15 @@ _ATTENTION: dict[OpOverload, Callable[..., Values]] = {
 
 
 class _UnknownLength(Exception):
-    """A result has a length that does not correspond to an input length."""
+    """Raised if a result has a length that does not correspond to an input length."""
 
 
 def _run_on_cpu(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values | None:
-    """The results of an op, computed by torch's CPU kernels on tensors with short dims in place of long ones. None if
-    that fails.
+    """The results of an op, computed by torch's CPU kernels on tensors with short dims in place of long dims, or None
+    if this fails.
 
-    torch computes shapes for the meta device in Python, and imports its compiler for that. A length that is a sum of
-    other lengths could be mistaken for one of them, so the results for two sets of short lengths must agree.
+    For the meta device, torch computes shapes in Python and imports its compiler. A length that is a sum of other
+    lengths could be mistaken for one of these lengths, so the results for two sets of short lengths must agree.
     """
     if func.overloadpacket is torch.ops.aten.arange:
         return (_described(func(*args, **{**kwargs, "device": "cpu"})),)
@@ -275,7 +276,7 @@ def _run_on_cpu(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Va
 
 
 class _StandIns:
-    """Maps long lengths to short ones: `begin`, `begin + step`, ..."""
+    """Maps long lengths to short lengths: `begin`, `begin + step`, ..."""
 
     def __init__(self, begin: int, step: int) -> None:
         self._begin, self._step, self._short = begin, step, dict[int, int]()
@@ -306,7 +307,7 @@ class _StandIns:
 
 
 class _Recorder:
-    """Divides the live bytes of `live` into the parts of units, and the operations of `log` into those of units."""
+    """Divides the live bytes of `live` into parts by unit, and the operations of `log` by unit."""
 
     def __init__(self, live: Live, log: OperationLog, units: int) -> None:
         self.live, self.log, self.units = live, log, units
@@ -323,13 +324,13 @@ class _Recorder:
         self.backward = unit > 0
 
     def enter(self, unit: int) -> None:
-        """The following bytes belong to `unit`."""
+        """Assign the following bytes to `unit`."""
         if unit != self._unit:
             self.cut()
             self._unit = unit
 
     def works(self, unit: int) -> None:
-        """The following operations belong to `unit`."""
+        """Assign the following operations to `unit`."""
         self._work[self._working] += self.log.take()
         self._working = unit
 
@@ -369,8 +370,8 @@ PerUnit = TypeVar("PerUnit")
 
 
 def _mixed_kinds(run: RunConfig, chunk: Chunk) -> Trace:
-    """A trace of blocks of several kinds. Each block is taken from a chunk of its kind alone; the ends from the chunks
-    of their neighbours."""
+    """A trace of blocks of several kinds. Each block is taken from the trace of a chunk with only this kind of block;
+    the units at the ends are taken from the trace for the kind of their neighbour."""
     traces = {
         kind: trace(replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()))
         for kind in dict.fromkeys(chunk.kinds)
@@ -405,7 +406,7 @@ def _traced_chunk(run: RunConfig, chunk: Chunk) -> Trace:
             singly = max(counts[0] for counts in short)
             reduced = variant(reduced, {"recompute_layers": singly})
         return _repeated(_traced(reduced, stage, rows), regimes, short)
-    # Two traces contain the parts of all chunks: one with both ends, and one with neither.
+    # Two traces contain the parts of all chunks: a trace with both ends, and a trace with neither.
     with_ends, without_ends = (
         chunk._replace(names=names, stacks=(ENOUGH,)) for names in (tuple(shape(run.model).after), ())
     )
@@ -425,16 +426,17 @@ def _traced_chunk(run: RunConfig, chunk: Chunk) -> Trace:
 
 
 def _composable(run: RunConfig) -> bool:
-    """Whether blocks share no memory: no blocks of exchanges in flight, and no tensors that only their callers hold."""
+    """Whether blocks share no memory: no blocks of exchanges are in flight, and no tensors are held only by the callers
+    of blocks."""
     plain = run.runtime.device == "cpu" or run.runtime.ops == "reference" or run.precision.dtype == "fp64"
     return not (plain or run.parallel.tp_overlap or run.parallel.cp > 1)
 
 
 def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
-    """A run in which one stage is the chunk, and the number of that stage. Neighbour stages have one block of each
-    stack that they need.
+    """A run in which one stage is the chunk, and the index of this stage. Neighbour stages have one block of each stack
+    that they need.
 
-    It keeps everything that affects a microbatch except its size, so layouts that differ elsewhere share a trace.
+    The run keeps everything that affects a microbatch except its size, so layouts that differ elsewhere share a trace.
     """
     if chunk.before is not None:
         stages = [[chunk.before], list(chunk.stacks), [run.model.layers - chunk.before - chunk.blocks]]
@@ -456,7 +458,7 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
     ]
     stages = [*([before] if any(before) else []), list(chunk.stacks), *([following] if any(following) else [])]
     model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
-    if model.experts:  # a model of dense layers only has no experts (`of_kind`)
+    if model.experts:  # a model with only dense layers has no experts (`of_kind`)
         model = replace(model, experts_from=0, experts_every=1, dense_layers=())
     return _staged(run, model, stages, any(before))
 
@@ -464,8 +466,8 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
 def _staged(
     run: RunConfig, model: ModelConfig, stages: Sequence[Sequence[int]], preceded: bool
 ) -> tuple[RunConfig, int]:
-    """A run of a model divided into `stages`, and the number of the stage of interest: the second if `preceded`, else
-    the first."""
+    """A run of a model divided into `stages`, and the index of the stage of interest: the second stage if `preceded`,
+    else the first."""
     parallel, layers = run.parallel, tuple(sum(stacks) for stacks in stages)
     options = Options(
         model=model,
@@ -505,9 +507,10 @@ def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _repeated(traced: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short: Sequence[Sequence[int]]) -> Trace:
-    """Extend a trace of the `short` numbers of blocks to all blocks of each regime of each stack, by repeating the
-    third period."""
-    # units: for each unit of the result the unit of the trace. Four blocks traced, six wanted: 0 | 1 2 3 3 3 4 | 5.
+    """Extend a trace of few blocks (`short`) to all blocks of each regime of each stack, by repeating the third
+    period."""
+    # units: for each unit of the result, the unit of the trace. If four blocks are traced and six wanted: 0 | 1 2 3 3 3
+    # 4 | 5.
     units, begin = [0], 1
     for stack, runs in zip(regimes, short, strict=True):
         for (count, period), run in zip(stack, runs, strict=True):
@@ -580,7 +583,8 @@ class _Rank:
         if self.exchanges is not None:
             self.live.ignore(self.exchanges.memory)
         self.recorder = _Recorder(self.live, self.log, len(units))
-        # A tied embedding occurs in two units. Its deferred gradient belongs to the last one, the output layer.
+        # A tied embedding occurs in two units. Its deferred gradient belongs to the last of these units, the output
+        # layer.
         self.unit_of = {id(w): unit for unit, part in enumerate(units) for module in part for w in weights(module)}
         for unit, modules in enumerate(units):
             for module in modules:
@@ -591,10 +595,11 @@ class _Rank:
         if parallel.zero >= 3:
             self.chunk.with_full_params = lambda unit, run, x: run(
                 x
-            )  # as under ZeRO 3: with a hook, each unit adds its own last branch
+            )  # as under ZeRO 3, because with a hook each unit adds its own last branch
 
     def trace(self, rows: int) -> Trace:
-        """One microbatch. With exchanges it runs twice, since a microbatch finds buffers of the previous one."""
+        """Trace one microbatch. If there are exchanges, the microbatch runs twice, since a microbatch finds buffers of
+        its predecessor."""
         batch = _batch(self.run.model, self.run.batch, self.run.masking, self.run.data, rows, self.mesh.cp.size)
         self.live.ignore(*batch.tensors().values())
         if self.exchanges is not None:
@@ -642,7 +647,7 @@ class _Rank:
         )
 
     def _put_off(self, deferred: list[DeferredWgrad]) -> Units:
-        """Run the deferred weight gradients, and return their operations by the units of the weights."""
+        """Run the deferred weight gradients, and return their operations by unit of the weights."""
         work: list[list[Operation]] = [[] for _ in range(self.recorder.units)]
         for one in deferred:
             run_wgrad([one])
@@ -689,7 +694,8 @@ def _built(run: RunConfig, stage: int) -> tuple[Mesh, Any]:
 
 
 def _units(chunk: nn.Module) -> list[list[nn.Module]]:
-    """The modules of a chunk by unit: those before a stack of blocks, every block, those after it, and so on."""
+    """The modules of a chunk by unit: the modules before a stack of blocks, every block, the modules after the stack,
+    and so on."""
     units = list[list[nn.Module]]([[]])
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):
@@ -700,7 +706,7 @@ def _units(chunk: nn.Module) -> list[list[nn.Module]]:
 
 
 def _distinct_weights(units: Sequence[Sequence[nn.Module]]) -> list[list[Weight]]:
-    """The weights of each unit that no earlier unit has."""
+    """The weights of each unit, without the weights of earlier units."""
     earlier_ids, weights_by_unit = set[int](), list[list[Weight]]()
     for modules in units:
         new_weights = [weight for module in modules for weight in weights(module) if id(weight) not in earlier_ids]
@@ -719,8 +725,8 @@ def _unit_began(recorder: _Recorder, unit: int, *_: object) -> None:
 def _unit_ended(recorder: _Recorder, unit: int, _: nn.Module, args: object, out: object) -> None:
     """Hook: the forward pass of a unit ends.
 
-    Its backward pass begins with the gradient of the first result. Its operations begin with the gradient of any
-    result.
+    The unit's backward pass begins with the gradient of the first result. The unit's operations begin with the gradient
+    of any result.
     """
     if recorder.backward:
         return

@@ -1,4 +1,5 @@
-"""Weights, gradients, masters and moments of one rank, to the byte as gradient buckets and optimizer store them.
+"""Exact sizes in bytes of the weights, gradients, masters and moments of one rank, as gradient buckets and optimizer
+store them.
 
 The parameters are those of real stages on the meta device. parallel/layout.py assigns them to buckets.
 """
@@ -18,12 +19,13 @@ from mega.core.estimate.chunks import Chunk, of_kind, stage_chunks
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
 
 SMALLEST = BatchOptions(seq_length=1, micro_batch=1)
-"""Batch of a run whose constant memory is computed, which does not depend on the batch."""
+"""Batch of a run whose constant memory is computed. Constant memory does not depend on the batch."""
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 Place = tuple[int, int]
-"""A parameter's unit in a chunk (0 before the first stack, its blocks, the unit after it, ...), and its number there.
+"""A parameter's unit in a chunk (0 before the first stack, the blocks of the stack, the unit after the stack, ...), and
+the parameter's index in the unit.
 """
 
 
@@ -31,14 +33,14 @@ Place = tuple[int, int]
 class BucketSize:
     """One flat bucket, in elements."""
 
-    length: int  # Elements with padding
-    parameters: int  # Elements of parameters
-    span: int  # Elements that this rank updates
+    length: int  # Number of elements, including padding
+    parameters: int  # Number of parameter elements
+    span: int  # Number of elements that this rank updates
     width: int  # Bytes of a weight
-    whole: int  # Elements of the largest matrix if matrices are updated whole, else 0
-    vectors: int  # Elements after the last matrix
-    factors: int  # Rows plus columns of all matrices
-    places: tuple[Place, ...]  # Units and numbers of its parameters
+    whole: int  # Number of elements of the largest matrix if matrices are updated whole, else 0
+    vectors: int  # Number of elements after the last matrix
+    factors: int  # Number of rows plus columns of all matrices
+    places: tuple[Place, ...]  # Units and indices of its parameters
     users: frozenset[Unit]  # Names of the units that share its tied parameters
     data: str  # The axis over which its gradients are reduced
 
@@ -47,21 +49,21 @@ class BucketSize:
 class Weights:
     """Bytes of one rank."""
 
-    parameters: int  # Elements, vocabulary padding included
+    parameters: int  # Number of elements, including vocabulary padding
     weights: int  # Bytes of weights
     grads: int  # Bytes of gradients
     masters: int  # Bytes of masters; 0 if the weights are wide enough or masters are off
     moments: int  # Bytes of moments
-    largest: int  # Elements of the largest span that this rank updates
-    owned: int = 0  # Maximum elements of whole matrices that it updates at once
+    largest: int  # Number of elements in the largest span that this rank updates
+    owned: int = 0  # Maximum number of elements of whole matrices that the rank updates at once
     host: int = 0  # Bytes of masters and moments in the host's memory
     frozen: int = 0  # Bytes of weights that are not trained
-    frozen_parameters: int = 0  # Their elements
-    experts: int = 0  # Elements that only some of the data ranks share
+    frozen_parameters: int = 0  # Number of elements of weights that are not trained
+    experts: int = 0  # Number of elements that only some of the data ranks share
 
     @property
     def trained(self) -> int:
-        """Elements that have gradients and are updated."""
+        """Number of elements that have gradients and are updated."""
         return self.parameters - self.frozen_parameters
 
     def by_axis(self, shards: Mapping[str, int]) -> Iterator[tuple[int, int]]:
@@ -85,7 +87,7 @@ def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights
 
     All tensor ranks of a stage have equal sizes.
     """
-    # Keep only the options that matter here, so layouts that differ elsewhere share the cached result.
+    # Keep only the options that affect the result, so layouts that differ elsewhere share the cached result.
     holding = Options(
         model=run.model, precision=run.precision, parallel=run.parallel, optimizer=run.optimizer, batch=SMALLEST
     )
@@ -99,7 +101,7 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
     high = wide_bytes(precision.dtype)
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
-    offloaded = run.optimizer.optimizer_offload  # the host then has masters even if the weights are wide
+    offloaded = run.optimizer.optimizer_offload  # in this case the host has masters even if the weights are wide
     masters = sum(one.span * high for one in buckets if offloaded or (precision.masters and one.width != high))
     moments = sum(_moments(run, bucket) for bucket in buckets) * high
     frozen = [one for chunk in chunks for part in _parameters(run, chunk) for one in part if not trained(one)]
@@ -123,7 +125,8 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
 def _moments(run: RunConfig, bucket: BucketSize) -> int:
     """The number of values that the optimizer stores for a bucket.
 
-    Adafactor's depend on the rank: the last data rank has the most, since vectors are at the end of a bucket.
+    Adafactor's number depends on the rank: the last data rank has the most values, since vectors are at the end of a
+    bucket.
     """
     options = run.optimizer
     if options.optimizer == "adafactor":
@@ -138,11 +141,11 @@ def _moments(run: RunConfig, bucket: BucketSize) -> int:
 class TransientBucket(NamedTuple):
     """A whole bucket that is allocated temporarily around the span that a rank owns (ZeRO 2 and 3), in bytes."""
 
-    places: tuple[Place, ...]  # Units and numbers of its parameters
-    grads: int  # Its gradients, from the first gradient of its parameters to the last
-    summed: int  # This rank's span of the reduced gradients, during the reduction
-    weights: int = 0  # Gathered weights, 0 if they are never freed
-    sent_for: bool = False  # The weights are gathered during the previous unit
+    places: tuple[Place, ...]  # Units and indices of its parameters
+    grads: int  # Bytes of gradients, from the first gradient of its parameters to the last
+    summed: int  # Bytes of this rank's span of the reduced gradients, during the reduction
+    weights: int = 0  # Bytes of gathered weights, 0 if the weights are never freed
+    sent_for: bool = False  # Whether the weights are gathered during the previous unit
     units: tuple[int, ...] = ()  # Units that need the weights
 
 
@@ -189,7 +192,7 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
 
 
 def data_shards(parallel: ParallelConfig, dp: int) -> dict[str, int]:
-    """Data axis -> its number of ranks."""
+    """Data axis -> number of ranks on this axis."""
     data = dp * parallel.cp
     return {"dp": data, "edp": data * parallel.tp // (parallel.etp * parallel.ep)}
 
@@ -266,5 +269,5 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
 
 @lru_cache(maxsize=64)
 def tied_stages(model: ModelConfig, pp: int, chunks: int, explicit: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """Name -> pipeline stages, for every tensor that several stages hold."""
+    """Name of the tensor -> pipeline stages, for every tensor that several stages hold."""
     return {} if pp == 1 else shared_stages(inventory(model), placement(model, pp, chunks, explicit))
