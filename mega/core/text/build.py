@@ -1,6 +1,7 @@
-"""The only place that constructs tokenizers: one row for each kind, which imports the kind's file when it is used.
+"""The only place that constructs tokenizers: one builder per kind, which imports the module of the kind when it is
+used.
 
-`TOKENIZERS` in config lists the options that each kind needs; a run is checked there without importing a tokenizer.
+`TOKENIZERS` in config lists the options that each kind needs; so a run is checked without importing a tokenizer.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class TokenizerFiles(NamedTuple):
     tokenizer_model: Path | None
     vocab_file: Path | None
     merge_file: Path | None
-    vocab_size: int | None  # of a NullTokenizer
+    vocab_size: int | None  # size of a NullTokenizer
     extra_ids: int  # number of sentinels <extra_id_0> ... to add
-    eod_last: bool  # a NullTokenizer's last id, rather than one more, ends a document
+    eod_last: bool  # whether a NullTokenizer's last id ends a document, instead of an additional id
 
     def model(self) -> Path:
         return self._file(self.tokenizer_model, "--tokenizer-model")
@@ -62,7 +63,7 @@ def build(
 ) -> Tokenizer:
     """Construct the tokenizer that the fields of the configuration's tokenizer section describe.
 
-    Errors: ValueError naming the flag, where the kind is unknown or one of its files is missing or broken.
+    Errors: ValueError naming the flag if the kind is unknown, or a file of the kind is missing or broken.
     """
     if vocab_extra_ids > _MOST_EXTRA_IDS:
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be at most {_MOST_EXTRA_IDS}")
@@ -81,8 +82,8 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    """Arguments of `build` that have a value, with absolute paths. Token files store them, so that training finds the
-    tokenizer that made the ids.
+    """Arguments of `build` that have a value, with absolute paths. Token files store these arguments, so that training
+    finds the tokenizer that made the ids.
 
     >>> located({"tokenizer": "NullTokenizer", "vocab_file": None, "vocab_size": 64, "vocab_extra_ids": 0})
     {'tokenizer': 'NullTokenizer', 'vocab_size': 64}
@@ -92,18 +93,19 @@ def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
 
 
 def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> dict[str, object]:
-    """The metadata that token files store about their tokenizer: its identity, and how to construct it again."""
+    """The metadata that token files store about their tokenizer: its identity, and how to construct the tokenizer
+    again."""
     return {"tokenizer": tokenizer.identity()._asdict(), "tokenizer_options": located(options)}
 
 
 def missing_file(options: Mapping[str, object]) -> str | None:
-    """The first file among such arguments that does not exist any more."""
+    """The first file among the arguments from `located` that does not exist any more."""
     files = (str(options[name]) for name in _FILES if name in options)
     return next((path for path in files if not os.path.exists(path)), None)
 
 
 def register_tokenizer(kind: str, needs: tuple[str, ...], builder: Builder) -> None:
-    """Make `kind` a choice of --tokenizer; needs: the options that the kind requires."""
+    """Make `kind` a choice of --tokenizer. needs: the options that the kind requires."""
     TOKENIZERS[kind], BUILDERS[kind] = needs, builder
 
 

@@ -1,10 +1,11 @@
-"""Turn published test sets back into normal text: remove the blanks around punctuation and other marks of word lists.
+"""Convert published test sets back to normal text: remove the blanks around punctuation and other marks of tokenized
+text.
 
     wiki      WikiText (Merity et al. 2016), by the rules of Megatron-LM's evaluation
     ptb       Penn Treebank as split by Mikolov et al. 2010, by the same rules
     fairseq   a line of WikiText, by the Moses rules of sacremoses, as in fairseq's Megatron-11b recipe
 
-Each rule replaces one string by another; the order of the rules matters. This file knows no tokenizer.
+Each rule replaces one string with another; the order of the rules matters. This module does not depend on tokenizers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def ptb(text: str) -> str:
 
 
 def fairseq(line: str) -> str:
-    """One line of wiki.test.raw. Errors: ValueError where sacremoses is not installed."""
+    """One line of wiki.test.raw. Errors: ValueError if sacremoses is not installed."""
     words = line.strip().split()
     text: str = _moses()(words)
     return _replaced(text, ((" @", ""), ("@ ", ""), (" =", "="), ("= ", "="), (" \N{EN DASH} ", "\N{EN DASH}")))
@@ -66,11 +67,11 @@ def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 DETOKENIZERS: dict[str, Callable[[str], str]] = {"wiki": wiki, "ptb": ptb, "none": str}
-"""Name in --detokenizer -> function of a whole text."""
+"""Name in --detokenizer -> function from a text to the detokenized text."""
 
 
 def detokenizer_for(path: str) -> str | None:
-    """Choose a detokenizer by the path of a file, as Megatron-LM does; None if the path suggests none.
+    """Choose a detokenizer by the path of a file, as Megatron-LM does. None if the path does not suggest a detokenizer.
 
     >>> [detokenizer_for(path) for path in ("wikitext-103/wiki.test.tokens", "data/ptb.wiki.txt", "a")]
     ['wiki', 'ptb', None]

@@ -1,8 +1,8 @@
 """fairseq's numbering of GPT-2's BPE: the same pieces, numbered by a dict.txt after four special ids.
 
-A line of dict.txt holds a GPT-2 id in digits (for `FairseqWords`, a word of any BPE) and its number of occurrences. The
-first line has id 4. Lines such as `madeupword0000 0` pad the table to a round size. RoBERTa, BART and Megatron-11b use
-this numbering.
+A line of dict.txt holds a GPT-2 id in digits (for `FairseqWords`, a word of any BPE) and the number of its occurrences.
+The first line has id 4. Lines such as `madeupword0000 0` pad the table to a round size. RoBERTa, BART and Megatron-11b
+use this numbering.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class FairseqTokenizer(Tokenizer):
 
 
 class FairseqWords(Tokenizer):
-    """Only a dict.txt: its symbols are words between blanks, such as those of a text that is already in BPE."""
+    """A tokenizer from only a dict.txt, whose symbols are words between blanks, such as the pieces of a text that is
+    already in BPE."""
 
     kind = "FairseqTokenizer"
     bos = SPECIAL["<s>"]

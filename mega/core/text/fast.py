@@ -1,4 +1,5 @@
-"""Fast libraries for a vocabulary. A library is used only if it gives the definition's ids on all of `PROBES`."""
+"""Fast libraries for a vocabulary. A library is used only if it gives the same ids as the definition on all of
+`PROBES`."""
 
 from __future__ import annotations
 
@@ -45,10 +46,10 @@ def first_equal(
     engines: Sequence[str] = ("fastokens",),
     texts: Sequence[str] = PROBES,
 ) -> tuple[str, Encode] | None:
-    """Return name and engine of the first engine that gives the ids of `definition` on `texts`; None if none does.
+    """Return name and engine of the first engine that gives the ids of `definition` on `texts`; None if no engine does.
 
-    what: name of the tokenizer, for a warning about each engine that fails. tokenizer_json: returns the vocabulary as
-    engines read it, or None where a tokenizer.json cannot express it.
+    what: name of the tokenizer, for a warning about each engine that fails. tokenizer_json: function that returns the
+    vocabulary in the form that engines read, or None if a tokenizer.json cannot express the vocabulary.
     """
     for name in engines:
         try:
@@ -68,8 +69,8 @@ def first_equal(
 def byte_level_json(vocab: Mapping[str, int], merges: Sequence[str], words: str | None = None) -> str:
     """Write a byte-level BPE as a tokenizer.json without added tokens, so that control tokens never match in a text.
 
-    words: the pattern that splits a text into words; a word that is itself a token is not split further. None: GPT-2's
-    pattern, with which words are always split by the merges.
+    words: the pattern that splits a text into words; a word that is itself a token is not split further. If None,
+    GPT-2's pattern, with which words are always split by the merges.
     """
     import orjson
 

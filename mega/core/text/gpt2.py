@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE from vocab.json and merges.txt, on the fastest library that gives the same ids.
 
-`reference` is the definition in Python. A faster engine is used only if it gives the same ids (fast.py); the slowest
-alternative is the definition itself.
+`reference` is the definition in Python. A faster engine is used only if it gives the same ids (fast.py); the definition
+itself is the slowest alternative.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
 """
@@ -83,7 +83,8 @@ class GPT2Tokenizer(Tokenizer):
         return dict(self._files)
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
-        """With a tokenizer.json: without it, each model_type of transformers applies its own rules to these files."""
+        """Includes a tokenizer.json, because without it each model_type of transformers applies its own rules to these
+        files."""
         whole = json.loads(tokenizer_json(self._vocab, read_merges(self._files["merges.txt"])))
         config: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.eod is not None:
@@ -103,7 +104,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @cached_property
     def _chosen(self) -> tuple[str, Encode]:
-        # Merges are read when the first text is encoded: training needs only the size of the vocabulary.
+        # Merges are read only when the first text is encoded, because training needs only the size of the vocabulary.
         merges = read_merges(self._files["merges.txt"])
         unnumbered = [first + second for first, second in merges if first + second not in self._vocab]
         if len(unnumbered) > MISMATCHED:
@@ -132,7 +133,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def read_vocab(path: Path) -> dict[str, int]:
-    """Piece -> id of a vocab.json. Errors: ValueError where the ids are not 0 .. n - 1, each once."""
+    """Piece -> id of a vocab.json. Errors: ValueError if the ids are not 0 .. n - 1, each once."""
     import orjson
 
     data = read_limited(path, FILE_BYTES, f"--vocab-file {path}")
@@ -147,7 +148,7 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def read_merges(path: Path) -> list[tuple[str, str]]:
-    """The pairs of a merges.txt by rank. Errors: ValueError where a line is not a pair or the file is truncated."""
+    """The pairs of a merges.txt by rank. Errors: ValueError if a line is not a pair or the file is truncated."""
     try:
         lines = read_limited(path, FILE_BYTES, f"--merge-file {path}").decode().split("\n")
     except UnicodeDecodeError as error:
@@ -164,7 +165,8 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode]:
-    """Return the first of fastokens, tokenizers and the definition that gives the definition's ids on the probes."""
+    """Return the first of fastokens, tokenizers and the definition that gives the same ids as the definition on the
+    probes."""
     definition = reference(vocab, merges)
 
     def whole() -> str | None:
@@ -174,7 +176,7 @@ def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode
 
 
 def _complete(vocab: Mapping[str, int], merges: Merges) -> bool:
-    """Whether every byte and every merge has an id; the definition gives id 0 to a missing one."""
+    """Whether every byte and every merge has an id; the definition gives id 0 to a missing piece."""
     letters = byte_letters().values()
     return all(letter in vocab for letter in letters) and all(first + second in vocab for first, second in merges)
 

@@ -1,7 +1,7 @@
 """Vocabularies in Hugging Face's tokenizer.json, read by the `tokenizers` library.
 
-The file's own template applies (Llama-3's puts bos in front), as in Megatron-LM. Its *special* added tokens are not
-recognised in a text; its other added tokens are part of the vocabulary and are recognised.
+The template in the file applies (Llama-3's template puts bos in front), as in Megatron-LM. Its *special* added tokens
+are not recognised in a text; its other added tokens are part of the vocabulary and are recognised.
 
 `parse` gives a text with control tokens the ids of transformers' AutoTokenizer.
 """
@@ -33,7 +33,7 @@ _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
 _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
-"""Classes of transformers that split text by SentencePiece's rule for blanks, also with a BPE tokenizer.json."""
+"""Classes of transformers that split text by SentencePiece's rule for blanks, even with a BPE tokenizer.json."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
 """Placeholder characters for a token: one for each combination of lstrip and rstrip."""
 
@@ -61,7 +61,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _add_missing(self) -> bool:
         """Add to the library the tokens that only the files next to tokenizer.json have, as transformers does. Return
-        whether any of them has a new id."""
+        whether any of these tokens has a new id."""
         from tokenizers import AddedToken as Added
 
         library_names = {added_token.content for added_token in self._library.get_added_tokens_decoder().values()}
@@ -90,7 +90,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """One above the largest id: a vocabulary with unused ids still needs a row for each."""
+        """One above the largest id, because a vocabulary with unused ids still needs a row for each id."""
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         return max(vocabulary.values()) + 1
 
@@ -172,7 +172,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
         """Encode the whole text with the library. If part of it is literal, tokens outside of that part are first
-        replaced by placeholder characters; without literal parts both ways must give the same ids."""
+        replaced with placeholder characters; without literal parts both ways must give the same ids."""
         with library_errors(self._refused):
             whole = self._parser.encode(text, add_special_tokens=False)
         if not literal:
@@ -216,7 +216,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _nameless(self) -> Library:
-        """The same library with placeholder characters in place of its added tokens."""
+        """The library of `_parser` with placeholder characters in place of its added tokens."""
         from tokenizers import AddedToken as Added
         from tokenizers import Tokenizer as Library
 
@@ -231,7 +231,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return library
 
     def _replaced(self, text: str, literal: Sequence[Span]) -> Parsed:
-        """Replace each added token outside of `literal` by a placeholder, encode, and insert the tokens' ids."""
+        """Replace each added token outside of `literal` with a placeholder, encode the text, and insert the ids of the
+        tokens."""
         if any(character in text for character in _STANDS_FOR):
             raise ValueError("a text of the conversation holds one of U+FDD8 .. U+FDDB, which no text should")
         tokens_by_name = {added_token.content: (token, added_token) for token, added_token in self._added.items()}

@@ -1,10 +1,10 @@
-"""Rules for a tokenizer or chat template that differs from the one of the weights or the token files.
+"""Rules for a tokenizer or chat template that differs from that of the weights or the token files.
 
 A model consists of its weights, its tokenizer and its chat template. A tokenizer is identified by a fingerprint of its
 kind, its vocabulary and its behaviour (`Tokenizer.identity`). Token files store the fingerprint when they are written;
 the fingerprint of weights is computed from the tokenizer files next to them. A template is identified by its text.
 
-Only RULES decides; verbs call `judge`. This file knows neither files nor models.
+All decisions are in RULES; verbs call `judge`. This module does not depend on files or models.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Verdict = Literal["refused", "reported", "taken"]
 Case = Literal["token files", "tokenizer", "earlier version", "template", "no template"]
 """The ways in which a tokenizer or template can differ.
 
-token files: another tokenizer than the run's made the token files. tokenizer: flags name another tokenizer than that
-of the weights. earlier version: the tokenizer is the same, but an earlier version of mega computed its fingerprint.
+token files: the token files were made with a tokenizer that differs from the run's. tokenizer: flags name a tokenizer
+that differs from that of the weights. earlier version: the tokenizer is the same, but an earlier version of mega
+computed its fingerprint.
 template, no template: the chat template differs from that of the weights, or is missing."""
 
 _TRAINS: Mapping[Case, Verdict] = {
@@ -42,18 +43,19 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
     "data show": {"token files": "reported", "earlier version": "taken"},
 }
 """Verb -> case -> verdict; a missing case cannot arise for that verb. For `serve` and `generate` an adapter may also
-bring another tokenizer, for `serve` another template. `eval` needs a template only with --apply-chat-template. `data
-merge` refuses an earlier version, because two fingerprints computed by different versions may belong to two
-tokenizers."""
+bring a different tokenizer, and for `serve` a different template. `eval` needs a template only with
+--apply-chat-template. `data merge` refuses an earlier version, because two fingerprints computed by different versions
+may belong to different tokenizers."""
 
 ALLOW = "--allow-tokenizer-mismatch"
 
 
 def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: bool = False) -> str | None:
-    """Apply the rule for a difference: return a line for the user, or None where the difference is accepted silently.
+    """Apply the rule for a difference: return a message for the user, or None if the difference is accepted silently.
 
-    advice: what to give instead. allowed: --allow-tokenizer-mismatch was given; the line is then returned, not raised.
-    Errors: ValueError where the rule refuses the difference.
+    advice: which flags or files to give instead. allowed: --allow-tokenizer-mismatch was given, so the message is
+    returned, not raised.
+    Errors: ValueError if the rule refuses the difference.
     """
     verdict = RULES[verb][case]
     if verdict == "refused" and not allowed:
@@ -62,7 +64,8 @@ def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: 
 
 
 def other_files(label: str, noted: TokenizerIdentity | None, given: Tokenizer | None) -> str | None:
-    """Describe how `given` differs from the tokenizer that made token files; None if it does not, or one is unknown."""
+    """Describe how `given` differs from the tokenizer that made token files; None if it does not, or one of the two is
+    unknown."""
     if noted is None or given is None or given.made(noted):
         return None
     return f"{label}: was made with {noted}, but the tokenizer given is {given.identity()}"
@@ -70,7 +73,7 @@ def other_files(label: str, noted: TokenizerIdentity | None, given: Tokenizer | 
 
 def cuts_alike(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers, of any kinds, have the same number of entries, give the same ids for the probe texts, and
-    the same ids to the control tokens that both have."""
+    have the same ids for the control tokens that both have."""
     if first.made(second.identity()):
         return True
     names, other_names = ({**each.special_tokens(), **each.vocabulary_tokens()} for each in (first, second))

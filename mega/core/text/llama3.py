@@ -1,7 +1,7 @@
-"""Llama-3's byte-level BPE from its tiktoken file: each line has a token's bytes in base64, and its rank.
+"""Llama-3's byte-level BPE from its tiktoken file: each line has a token's bytes in base64, and the rank of the token.
 
-`reference` is the definition; fastokens is used if it gives the same ids on the probes. Text takes the ordinary path,
-so no text becomes one of the 256 control tokens whose ids follow the ranks.
+`reference` is the definition; fastokens is used if it gives the same ids on the probes. Texts are encoded as ordinary
+text, so no text becomes one of the 256 control tokens whose ids follow the ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMED = {
 """Control tokens with a name, by their offset after the ranks; the others are reserved."""
 _CONTROLS = 256
 LONGEST_PIECE = 10_000
-"""Characters of a token in base64; every way to split it in two is tried."""
+"""Maximum number of characters of a token in base64, since every way to split a token in two is tried."""
 
 
 class Llama3Tokenizer(Tokenizer):
@@ -119,7 +119,7 @@ class Llama3Tokenizer(Tokenizer):
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Bytes -> rank of a tiktoken file. Errors: ValueError where the ranks are not 0 .. n - 1 in order."""
+    """Bytes -> rank of a tiktoken file. Errors: ValueError if the ranks are not 0 .. n - 1 in order."""
     ranks: dict[bytes, int] = {}
     lines = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").splitlines()
     try:
@@ -139,7 +139,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def reference(ranks: Mapping[bytes, int]) -> Encode:
-    """The definition: split at the pattern; a word that is a token is kept, others merge bytes by lowest rank."""
+    """The definition: split at the pattern; a word that is a token is kept; in any other word, bytes are merged by
+    lowest rank."""
     import regex
 
     words = regex.compile(_WORDS)
@@ -148,7 +149,8 @@ def reference(ranks: Mapping[bytes, int]) -> Encode:
 
 
 def spell(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    """Ids of one word: merge the adjacent parts whose union has the lowest rank, the leftmost first, until none can.
+    """Ids of one word: merge the adjacent parts whose union has the lowest rank, the leftmost first, until no parts can
+    be merged.
 
     With ranks a 0, b 1, ab 2, aba 3: abab -> ab a b -> ab ab; the word aba is itself a token.
     """

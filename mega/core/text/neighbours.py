@@ -1,7 +1,7 @@
 """Read the tokens that Hugging Face's small files next to a vocabulary describe: tokenizer_config.json,
 special_tokens_map.json and added_tokens.json, by the rules of transformers' AutoTokenizer.
 
-This file knows no vocabulary. Source: transformers 5, `PreTrainedTokenizerBase.from_pretrained`.
+This module does not depend on the vocabulary. Source: transformers 5, `PreTrainedTokenizerBase.from_pretrained`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
         **{"pad_token": "<pad>", "mask_token": "<mask>"},
     },
 }
-"""`tokenizer_class` -> its tokens, where no file overrides them."""
+"""`tokenizer_class` -> tokens of this class, used if no file overrides them."""
 
 
 class AddedToken(NamedTuple):
@@ -40,9 +40,9 @@ class AddedToken(NamedTuple):
     name: str
     special: bool  # raw text never becomes this token
     lstrip: bool = False  # the token absorbs blanks to its left
-    rstrip: bool = False  # and to its right
-    single_word: bool = False  # matches whole words only
-    normalized: bool = False  # is searched for in the normalised text
+    rstrip: bool = False  # the token absorbs blanks to its right
+    single_word: bool = False  # the token matches only whole words
+    normalized: bool = False  # the token is searched for in the normalised text
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _listed(decoder: Mapping[str, object], named: Mapping[str, str], file: Path)
 
 
 def _older(ids: Mapping[str, object], special: set[str], file: Path | None) -> Iterator[tuple[int, AddedToken]]:
-    """Parse added_tokens.json, name -> id; other files list which of them are special."""
+    """Parse added_tokens.json, name -> id; other files list which of these tokens are special."""
     for name, number in ids.items():
         if type(number) is not int or number < 0:
             raise ValueError(f"--tokenizer-model: {file}: {name[:40]!r}: must have an id of 0 or more")
@@ -106,8 +106,8 @@ def read_object(path: Path) -> dict[str, Json]:
 
 
 def prepend_scheme(config: Mapping[str, object]) -> str:
-    """Where SentencePiece's blank is prepended, according to a tokenizer_config.json of LlamaTokenizer: to every text
-    between two control tokens, only to the first, or never."""
+    """The texts to which SentencePiece's blank is prepended, according to a tokenizer_config.json of LlamaTokenizer:
+    every text between two control tokens, only the first such text, or no text."""
     if config.get("add_prefix_space") is False:
         return "never"
     return "always" if config.get("legacy") else "first"

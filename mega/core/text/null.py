@@ -9,10 +9,10 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Ids 0 .. size - 1 are themselves and `size` ends a document: "7 0 12" <-> [7, 0, 12].
+    """Ids 0 .. size - 1 stand for themselves, and `size` ends a document: "7 0 12" <-> [7, 0, 12].
 
     The tokenizer does not check ids against its size; neither does Megatron-LM's, whose sample corpus has larger ids.
-    Training refuses them.
+    Training refuses such ids.
     """
 
     kind = "NullTokenizer"
@@ -28,7 +28,7 @@ class NullTokenizer(Tokenizer):
         return self.eod + 1
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError where a word is not a non-negative integer of at most 31 bits."""
+        """Raises ValueError if a word is not a non-negative integer of at most 31 bits."""
         words = text.split()
         for word in words:
             if not (word.isascii() and word.isdigit() and int(word) < 2**31):

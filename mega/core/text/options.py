@@ -1,4 +1,4 @@
-"""Options of `mega train-tokenizer`. No torch."""
+"""Options of `mega train-tokenizer`. This module does not import torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 

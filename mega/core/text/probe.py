@@ -1,4 +1,4 @@
-"""Test foreign tokenizer files before a compiled library reads them: in a child process, within limits, on texts.
+"""Test foreign tokenizer files before a compiled library reads them: encode texts in a child process, within limits.
 
 A tokenizer.json contains regular expressions, tables and templates; a damaged one makes the library panic, abort or
 allocate all memory. The environment records the files that passed, so that child processes do not test them again.
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE_BYTES = 1 << 28
-"""Largest size of a tokenizer's file in bytes, about ten times the largest vocabularies in use."""
+"""Maximum size in bytes of a tokenizer's file, about ten times the size of the largest vocabularies in use."""
 MOST_IDS = 1 << 26
 _SECONDS, _MEMORY = 10, 7 << 28
 _READ = "MEGA_READ_TOKENIZERS"
 
 
 def check(library: str, path: Path) -> None:
-    """Check that `library` reads `path`, and can encode and decode with it. Errors: ValueError naming the file."""
+    """Check that `library` reads `path`, and can encode and decode with this file. Errors: ValueError naming the
+    file."""
     label, status = f"--tokenizer-model {path}", path.stat()
     if status.st_size > FILE_BYTES:
         raise ValueError(f"{label}: {status.st_size} bytes; must be at most {FILE_BYTES}")
@@ -87,7 +88,7 @@ LIBRARIES: dict[str, Callable[[Path], None]] = {
 
 
 def answer(question: dict[str, str]) -> None:
-    """Read the file and use it. Errors: any exception of the library, and ValueError."""
+    """Read the file, and encode and decode with it. Errors: any exception of the library, and ValueError."""
     LIBRARIES[question["library"]](Path(question["path"]))
 
 

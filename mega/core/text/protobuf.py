@@ -14,12 +14,12 @@ _UNENDED = "no protocol buffer (a number without an end)"
 
 
 def fields(message: bytes) -> dict[int, list[Value]]:
-    """Field number -> its values in order: integers, or bytes for fields that have a length or a fixed width.
+    """Field number -> values of the field in order: integers, or bytes for fields that have a length or a fixed width.
 
     >>> fields(bytes([8, 150, 1, 18, 2]) + b"hi")
     {1: [150], 2: [b'hi']}
 
-    Raises ValueError where the bytes are not a message.
+    Raises ValueError if the bytes are not a message.
     """
     values: dict[int, list[Value]] = defaultdict(list)
     offset = 0
@@ -77,7 +77,7 @@ def _varints(data: bytes) -> list[int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a number from groups of seven bits, the lowest first; return it and the offset after it."""
+    """Decode a number from groups of seven bits, the lowest first; return the number and the offset after it."""
     number = shift = 0
     while True:
         if at >= len(data) or shift > 63:

@@ -1,8 +1,8 @@
 """Vocabularies in SentencePiece's .model file: Llama-2's, GPT's plain kind, and the kind with added tokens.
 
 Text always takes the library's plain encode, which recognises no control symbols in text. Megatron-LM's
-SentencePieceTokenizer splits a text at its special tokens first, so a corpus can forge them; this tokenizer does not,
-and differs from Megatron-LM's only where a document spells such a token.
+SentencePieceTokenizer splits a text at its special tokens first, so a corpus can forge these tokens. This tokenizer
+does not split texts, and differs from Megatron-LM's only if a document spells such a token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _load(path: Path) -> SentencePieceProcessor:
-    """Load a .model file. Errors: ValueError where the file is not one."""
+    """Load a .model file. Errors: ValueError if the file is not a SentencePiece model."""
     check("sentencepiece", path)
     with library_errors(f"--tokenizer-model {path}: not a SentencePiece model"):
         return sentencepiece(path)
@@ -44,11 +44,11 @@ def _encoder(model: SentencePieceProcessor) -> Encode:
 
 
 _SYMBOLS = 1 << 10
-"""Number of pieces that are searched for control symbols, which come first in a model."""
+"""Number of pieces at the beginning of a model that are searched for control symbols."""
 
 
 def _present(token: int) -> int | None:
-    """SentencePiece returns -1 for a token that its model lacks."""
+    """The id of a token, or None if the model lacks the token, for which SentencePiece returns -1."""
     return token if token >= 0 else None
 
 
@@ -85,7 +85,8 @@ class PlainSentencePiece(Tokenizer):
             raise ValueError(f"--tokenizer-model {path}: {kind} puts bos in front of a text, and the model has none")
 
     def _without_own(self, added: Mapping[int, AddedToken]) -> Iterator[tuple[int, AddedToken]]:
-        """Yield the added tokens that the model lacks. Errors: ValueError where one has the id of another piece."""
+        """Yield the added tokens that the model lacks. Errors: ValueError if an added token has the id of another
+        piece."""
         for token, each in added.items():
             if token >= self._pieces:
                 yield token, each
@@ -160,12 +161,12 @@ class PlainSentencePiece(Tokenizer):
         return Parsed(ids, self._spans(text, ids, blank))
 
     def _spans(self, text: str, ids: Sequence[int], blank: bool) -> list[Span] | None:
-        """blank: whether the model has prepended a blank to the text."""
+        """The span of characters of each id. blank: whether the model has prepended a blank to the text."""
         pieces = [self.token_bytes(token) for token in ids]
         if blank and pieces and pieces[0].startswith(b" "):
             pieces[0] = pieces[0][1:]
         spans = aligned(text, pieces)
-        if spans and pieces[0] == b"":  # the blank is a token of its own: assign it the first character
+        if spans and pieces[0] == b"":  # the blank is a separate token: assign the first character to it
             spans[0] = (0, 1)
         return spans
 
@@ -223,8 +224,8 @@ class PlainSentencePiece(Tokenizer):
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """With a tokenizer.json if it can express the model: transformers converts a tokenizer.model by rules that may
-        split a text differently."""
+        """Includes a tokenizer.json if this format can express the model, because transformers converts a
+        tokenizer.model by rules that may split a text differently."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         token_names = {key: None if token is None else self.piece(token) for key, token in ids.items()}
         if self._published is None:
@@ -247,7 +248,7 @@ class PlainSentencePiece(Tokenizer):
 
 
 class ExtendedSentencePiece(Tokenizer):
-    """The model's pieces, followed by the tokens that BERT and T5 need and the model lacks.
+    """The model's pieces, followed by the tokens that BERT and T5 need but the model lacks.
 
     Missing tokens are added in this order: <CLS> <SEP> <EOD> <MASK>, then pad, bos and eos under the model's own names
     or as <PAD> <BOS> <EOS>, then <extra_id_0> ... `specials` maps each of these names to its id.
@@ -271,7 +272,7 @@ class ExtendedSentencePiece(Tokenizer):
         sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
         self.added_sentinels = sum(name not in id_of for name in sentinels)
         self.specials: dict[str, int] = {}
-        # The order decides the ids of missing tokens; it is Megatron-LM's.
+        # The order determines the ids of missing tokens, and is that of Megatron-LM.
         for name in ["<CLS>", "<SEP>", "<EOD>", "<MASK>", pad, bos, eos, *sentinels]:
             self.specials[name] = id_of.setdefault(name, len(id_of))
         self._names = {token: name for name, token in self.specials.items()}

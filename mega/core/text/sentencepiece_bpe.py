@@ -1,7 +1,7 @@
 """Rewrite a SentencePiece model of Llama's kind for fastokens, which is several times faster than the library.
 
-Only a byte-fallback BPE without normalisation can be rewritten. The rewritten model is used only if it gives the
-library's ids on the probes; otherwise the library encodes.
+Only a byte-fallback BPE without normalisation can be rewritten. The rewritten model is used only if it gives the same
+ids as the library on the probes; otherwise the library is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _BPE = 2
-_LONGEST_PIECE = 1000  # characters; every way to split a piece in two is tried
+_LONGEST_PIECE = 1000  # maximum number of characters, since every way to split a piece in two is tried
 BLANK = "\u2581"
 SEAMS = tuple(" " * n + "x" + "\n" * n + "\t" * n + "-" * n for n in range(1, 40))
 

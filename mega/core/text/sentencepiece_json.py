@@ -1,6 +1,7 @@
 """Write a SentencePiece model as a tokenizer.json with which transformers gives the same ids.
 
-Supports unigram and BPE models with their normalisation. The result is compared with the library on the probe texts
+This module supports unigram and BPE models with their normalisation. The result is compared with the library on the
+probe texts
 and used only if all ids are equal. transformers' own conversion treats every tokenizer.model as Llama's BPE.
 """
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _UNIGRAM, _BPE, _WORD, _CHARACTER = 1, 2, 3, 4
 _KINDS = {_UNIGRAM: "unigram", _BPE: "BPE", _WORD: "word", _CHARACTER: "character"}
 _BYTE_NAME = 6
-"""Length of a byte's name such as <0x0A>."""
+"""Length of the name of a byte, such as <0x0A>."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class _Model:
 
 
 def published(model: SentencePieceProcessor, lead: bool) -> dict[str, Json] | None:
-    """Write the model as a tokenizer.json that transformers opens without changes; None if that is not possible.
+    """Write the model as a tokenizer.json that transformers opens without changes; None if this is not possible.
 
     lead: whether bos precedes every text. Text between control tokens is encoded separately.
     """
@@ -101,8 +102,8 @@ def described(model: SentencePieceProcessor) -> str:
 
 
 def losses(model: SentencePieceProcessor) -> list[str]:
-    """List what Hugging Face's library does differently with the output of `published`. It replaces a letter together
-    with its accents, so that separate accents may get lost; and it recognises names of bytes in a text."""
+    """List what Hugging Face's library does differently with the output of `published`. The library replaces a letter
+    together with its accents, so that separate accents may get lost, and recognises names of bytes in a text."""
     parsed = _Model.read(model.serialized_model_proto())
     differences = ["cuts a text with accents that form no one character with their letter otherwise"] * bool(
         parsed.charsmap
@@ -134,8 +135,8 @@ def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list
 def _normalizer(model: _Model) -> dict[str, Json]:
     steps: list[dict[str, Json]] = []
     if model.charsmap:
-        # The library looks up a letter with all its accents, and then single characters. It would miss a part in
-        # between, such as a letter with the first of two accents; NFC composes these.
+        # The library looks up a letter with all its accents, and then single characters. The library would miss a part
+        # in between, such as a letter with the first of two accents. NFC composes such parts.
         steps.append({"type": "NFC"})
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
     if model.squeezes:
@@ -148,16 +149,17 @@ def _normalizer(model: _Model) -> dict[str, Json]:
 
 
 def _covered(model: _Model) -> bool:
-    """Whether every character of a longer piece is also a piece. Then the number of unknown characters in a text does
-    not depend on how it is split, nor on the cost of an unknown character, which the two libraries define differently.
+    """Whether every character of a longer piece is also a piece. If so, the number of unknown characters in a text does
+    not depend on how the text is split, nor on the cost of an unknown character, which the two libraries define
+    differently.
     """
     normal_pieces = {piece for piece, _, kind in model.pieces if kind == NORMAL}
     return model.kind != _UNIGRAM or all(letter in normal_pieces for piece in normal_pieces for letter in piece)
 
 
 def _unigram(model: _Model) -> dict[str, Json]:
-    """User-defined symbols get the score that SentencePiece gives them: the best piece's score for each of their bytes.
-    The name of a byte scores lower than its letters, because text never becomes it."""
+    """The unigram model. User-defined symbols get the score that SentencePiece gives them: the best piece's score for
+    each of their bytes. The name of a byte scores lower than its letters, because no text becomes this name."""
     scores = [score for _, score, kind in model.pieces if kind == NORMAL]
     best, least = max(scores, default=0.0), min(scores, default=0.0)
 

@@ -1,8 +1,8 @@
 """Split documents into sentences with NLTK's punkt, as Megatron-LM does, or with Wikimedia's faster sentencex.
 
-Token files must equal Megatron-LM's byte for byte with any version of NLTK. This file therefore contains the patterns
-by which punkt splits text, as of NLTK 3.6.6 to 3.10.0. Later releases also treat curly quotes and guillemets as closing
-punctuation, and match with another engine under a time limit. The procedure and its parameters come from NLTK.
+Token files must equal Megatron-LM's byte for byte with any version of NLTK. This module therefore contains the patterns
+by which punkt of NLTK 3.6.6 to 3.10.0 splits text. Later releases also treat curly quotes and guillemets as closing
+punctuation, and use a different matching engine with a time limit. The procedure and its parameters come from NLTK.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def splitter(kind: str, language: str = "english", keep_newlines: bool = False) 
     """Return a function from a text to its sentences.
 
     keep_newlines: keep the blanks and newlines after a sentence as part of it (punkt only; sentencex always does).
-    Errors: ValueError where the library or its data is missing.
+    Errors: ValueError if the library or its data is missing.
     """
     if kind == "sentencex":
         return _sentencex(language)
@@ -88,7 +88,7 @@ class _Boundaries:
 
 
 def _variables(punkt: Any, keep_newlines: bool) -> Any:
-    """punkt's variables for a language; they are the same for all languages."""
+    """punkt's variables for a language, which are the same for all languages."""
 
     class Variables(punkt.PunktLanguageVars):  # type: ignore[misc]
         sent_end_chars, internal_punctuation, re_boundary_realignment = (".", "?", "!"), ",:;", _REALIGNED

@@ -1,6 +1,6 @@
 """Split texts that spell tokens by name, such as `<|im_start|>user`, into these tokens and the text between them.
 
-This file knows texts, names and spans of characters, but neither tokenizers nor templates.
+This module uses texts, names and spans of characters, but does not depend on tokenizers or templates.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 Span = tuple[int, int]
-"""Index of the first character, and of the one after the last. An empty span in a list of literal text is a cut: no
-token name may cross it."""
+"""Index of the first character, and index after the last character. An empty span in a list of literal text is a cut:
+no token name may cross it."""
 
 
 class Parsed(NamedTuple):
-    """ids, and for each the span of characters that it encodes; spans: None if the family cannot tell."""
+    """ids, and for each id the span of characters that it encodes. spans: None if the family cannot determine spans."""
 
     ids: list[int]
     spans: list[Span] | None
@@ -38,8 +38,8 @@ def _pattern(names: frozenset[str]) -> re.Pattern[str]:
 
 
 def sections(text: str, names: Collection[str], literal: Sequence[Span] = ()) -> Iterator[TextSection]:
-    """Split all of `text` in order. The leftmost name wins; of several that begin there, the longest. Names within or
-    across a span of `literal` count as text.
+    """Split all of `text` in order. The leftmost name is taken; if several names begin at the same character, the
+    longest. Names within or across a span of `literal` count as text.
 
     >>> [(each.name, each.begin) for each in sections("<s>a<s></s>", {"<s>", "</s>"}, [(4, 7)])]
     [('<s>', 0), (None, 3), ('</s>', 7)]
@@ -105,9 +105,9 @@ def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
 
 
 def covered(spans: Sequence[Span], begin: int, end: int) -> range | None:
-    """The range of tokens that encode the characters begin .. end - 1. None where no token holds the first or the last
-    of these characters (some tokenizers omit blanks), or where several tokens hold the last one: transformers takes the
-    first of them, and would train on a part of a character."""
+    """The range of tokens that encode the characters begin .. end - 1. None if no token holds the first or the last of
+    these characters (some tokenizers omit blanks), or if several tokens hold the last character, because transformers
+    takes the first of these tokens, and would train on a part of a character."""
     first = next((i for i, (a, b) in enumerate(spans) if a <= begin < b), None)
     last = [i for i, (a, b) in enumerate(spans) if a < end <= b]
     return None if first is None or len(last) != 1 else range(first, last[0] + 1)

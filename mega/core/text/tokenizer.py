@@ -1,6 +1,6 @@
 """The interface of a tokenizer.
 
-This file knows texts and ids, but neither token files nor models; the model pads the vocabulary.
+This module does not depend on token files or models; the vocabulary is padded by the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Roles(NamedTuple):
 
 
 class TokenizerIdentity(NamedTuple):
-    """Identifies the tokenizer that made some ids; stored with them."""
+    """Identifies the tokenizer that made some ids. The identity is stored with the ids."""
 
     kind: str
     vocab_size: int
@@ -57,7 +57,8 @@ class TokenizerIdentity(NamedTuple):
 
     @classmethod
     def read(cls, noted: object) -> TokenizerIdentity | None:
-        """Parse the result of `_asdict`; None if it is damaged, or from a later version with other fields."""
+        """Parse the result of `_asdict`; None if the value is damaged, or from a later version with different
+        fields."""
         fields = noted if isinstance(noted, dict) else {}
         kind, size, fingerprint = (fields.get(name) for name in cls._fields)
         if isinstance(kind, str) and isinstance(size, int) and isinstance(fingerprint, str):
@@ -72,12 +73,12 @@ class TokenTable(Protocol):
     """The ids of a tokenizer: how many there are, the text of each, and which of them are control tokens."""
 
     kind: str
-    eod: int | None  # ends a document; None if the family has no such token
+    eod: int | None  # id that ends a document; None if the family has no such token
     bos: int | None
     pad: int | None
-    roles: Roles | None = None  # of families that can train BERT and T5
-    added_sentinels: int = 0  # sentinels appended to the vocabulary; no text encodes to them
-    added_ends: int = 0  # T5's begin and end tokens appended before them, if the vocabulary file lacks them
+    roles: Roles | None = None  # only in families that can train BERT and T5
+    added_sentinels: int = 0  # number of sentinels appended to the vocabulary; no text encodes to a sentinel
+    added_ends: int = 0  # number of T5's begin and end tokens added before the sentinels, if the file lacks them
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +103,7 @@ class TokenTable(Protocol):
         return self.decode([token]).encode()
 
     def continues(self, token: int) -> bool:
-        """Whether a token continues the previous word, so that whole-word masking masks both."""
+        """Whether a token continues the previous word, so that whole-word masking masks both tokens."""
         return False
 
     def control(self, name: str) -> int | None:
@@ -147,12 +148,12 @@ class TextEncoder(TokenTable, Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """Encode many texts; the same ids as `encode` for each text, only faster."""
+        """Encode many texts. The ids of each text are the same as from `encode`, but computed faster."""
         return flatten([self.encode(text) for text in texts])
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
         """Encode a text that spells control tokens by name, without tokens in front of it. literal: spans of characters
-        that are text even where they spell a control token. Adjacent texts are encoded as one piece."""
+        that are text even if they spell a control token. Adjacent texts are encoded as one piece."""
         names, ids, spans = {**self.vocabulary_tokens(), **self.special_tokens()}, list[int](), list[Span]()
         has_spans = True
         for name, begin, end in sections(text, names, literal):
@@ -168,13 +169,13 @@ class TextEncoder(TokenTable, Protocol):
 
     def located(self, text: str, special: bool = False) -> list[Span] | None:
         """The span of characters of each id of `encode`, or of `encode_special`; tokens that the family adds have an
-        empty span. None if the family cannot tell."""
+        empty span. None if the family cannot determine spans."""
         lead: list[Span] = [(0, 0)] * len(self.encode(""))
         spans = self.parse(text).spans if special else self.spans_of(text, self.encode(text)[len(lead) :])
         return None if spans is None else lead + spans
 
     def spans_of(self, text: str, ids: Sequence[int]) -> list[Span] | None:
-        """The span of characters of each id of raw text; None if the family cannot tell."""
+        """The span of characters of each id of raw text; None if the family cannot determine spans."""
         return aligned(text, [self.token_bytes(token) for token in ids])
 
     def section(self, text: str, first: bool) -> Parsed:
@@ -187,19 +188,21 @@ class Tokenizer(TextEncoder, Protocol):
     """A text encoder together with its files: what identifies it, and how other libraries open it."""
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """File name -> JSON of the files, in addition to `files`, with which transformers' AutoTokenizer opens it."""
+        """File name -> JSON of the files, in addition to `files`, with which transformers' AutoTokenizer opens the
+        tokenizer."""
         return {}
 
     def unpublished(self) -> str | None:
-        """Why transformers has no equivalent, in which case an export omits the tokenizer's files; else None."""
+        """The reason why transformers has no equivalent, in which case an export omits the tokenizer's files; else
+        None."""
         return None
 
     def doubt(self) -> str | None:
-        """A warning that the files may belong to another kind of tokenizer; else None."""
+        """A warning if the files may belong to another kind of tokenizer; else None."""
         return None
 
     def publishing_loss(self) -> str | None:
-        """What transformers does differently with the exported files; None where all ids are equal."""
+        """A description of what transformers does differently with the exported files; None if all ids are equal."""
         return None
 
     def files(self) -> Mapping[str, Path]:
@@ -215,7 +218,7 @@ class Tokenizer(TextEncoder, Protocol):
         return {}
 
     def fingerprint(self) -> str:
-        """sha256 of kind, vocabulary and behaviour: equal fingerprints mean the same ids for the same text."""
+        """sha256 of kind, vocabulary and behaviour. Equal fingerprints mean the same ids for the same text."""
         return self._hash(self.vocab_size)
 
     def _hash(self, entries: int, whole: bool = False) -> str:
@@ -230,13 +233,13 @@ class Tokenizer(TextEncoder, Protocol):
         return digest.hexdigest()
 
     def part_for_ids(self, name: str, content: bytes) -> bytes:
-        """The part of a file's content that affects ids: all of it except a chat template, which may differ between an
-        export and its source."""
+        """The part of a file's content that affects ids: the whole file except a chat template, which may differ
+        between an export and its source."""
         return content
 
     def identity(self) -> TokenizerIdentity:
-        """The identity to store with ids that this tokenizer makes. It does not depend on the number of sentinels, but
-        it does on other added entries."""
+        """The identity to store with ids that this tokenizer makes. The identity does not depend on the number of
+        sentinels, but depends on other added entries."""
         entries = self.vocab_size - self.added_sentinels
         return TokenizerIdentity(self.kind, entries, self._hash(entries))
 
@@ -248,8 +251,8 @@ class Tokenizer(TextEncoder, Protocol):
 
 
 def least_vocab(tokenizer: Tokenizer, family: str) -> int:
-    """The least number of rows in the embedding of a `family` model for this tokenizer. BERT never uses T5's begin and
-    end tokens, and foreign BERT models have no rows for them."""
+    """The minimum number of rows in the embedding of a `family` model for this tokenizer. BERT never uses T5's begin
+    and end tokens, and foreign BERT models have no rows for these tokens."""
     ends = FAMILY_DEFAULTS[family].writes_ends or tokenizer.added_sentinels
     unwritten = 0 if ends else tokenizer.added_ends
     return tokenizer.vocab_size - unwritten

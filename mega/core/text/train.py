@@ -1,4 +1,4 @@
-"""Train a vocabulary on one's own texts: byte-level BPE in the files that gpt2.py reads, BERT's WordPiece, or a
+"""Train a vocabulary on the user's texts: byte-level BPE in the files that gpt2.py reads, BERT's WordPiece, or a
 SentencePiece model.
 
 Training counts words first, so memory grows with the number of different words, not with the length of the corpus.
@@ -19,15 +19,15 @@ from mega.core.text.gpt2 import END_OF_TEXT, byte_letters
 Model = Literal["unigram", "bpe", "char", "word"]
 
 _CONTROLS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_REPEATED = 10_000  # most repetitions of a word in one text for the library
+_REPEATED = 10_000  # maximum number of repetitions of a word in one text for the library
 _MOST_WORDS = 10_000_000
-_LONGEST_WORD = 1000  # characters; the library omits longer words
+_LONGEST_WORD = 1000  # number of characters; the library omits longer words
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[Path, Path]:
     """Write vocab.json and merges.txt into `directory` and return their paths.
 
-    Ids 0 .. 255 are the bytes, then come the merges by rank; the last id is <|endoftext|>. Few texts may give fewer
+    Ids 0 .. 255 are the bytes. The merges follow by rank, and the last id is <|endoftext|>. Few texts may give fewer
     than `vocab_size` entries. Errors: ValueError for a vocab_size below 257, or if all texts are empty.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -79,8 +79,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> P
             f"--vocab-size {vocab_size}: must be at least {len(fixed)}, the control tokens and the texts' "
             f"{len(letters)} characters twice, below 2^31"
         )
-    # Characters are passed as special tokens: the library numbers others in the order of a hash table, which would
-    # decide between equally frequent merges.
+    # Characters are passed as special tokens: the library numbers other characters in the order of a hash table, which
+    # would decide between equally frequent merges.
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=fixed, show_progress=False)
     library.train_from_iterator(_repeated(counts), trainer)
     vocab = json.loads(library.to_str())["model"]["vocab"]

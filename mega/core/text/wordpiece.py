@@ -27,7 +27,8 @@ _CHINESE = (
     "\U0002b740-\U0002b81f\U0002b820-\U0002ceaf\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
 _HF_CHINESE = _CHINESE.replace("\U0002b820", "\U0002b920")
-# Control characters at which Python would split a word. The rules drop them, which joins the text on both sides.
+# Control characters at which Python would split a word. The rules drop these characters, which joins the text on both
+# sides.
 _JOINING = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 _ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]+")
 _ASCII_PARTS = re.compile("[0-9A-Za-z]+|[!-/:-@[-`{-~]")
@@ -47,10 +48,10 @@ class WordRules(NamedTuple):
     lower: bool
     strip_accents: bool
     chinese: bool = True
-    """Each Chinese character is a word."""
+    """Whether each Chinese character is a word."""
     transformers: bool = False
-    """Apply the rules of transformers' BertTokenizer, not Google's: drop private-use characters, lower-case each letter
-    separately, limit words to 100 characters."""
+    """Whether to apply the rules of transformers' BertTokenizer, not Google's: drop private-use characters, lower-case
+    each letter separately, limit words to 100 characters."""
 
     @property
     def longest(self) -> int:
@@ -63,7 +64,7 @@ class WordRules(NamedTuple):
         return re.compile(rf"[{signs}]|[^\s{signs}]+")
 
     def cleaned(self, word: str) -> str:
-        """Return `word` without control characters, and as the rules demand lower-cased and without accents."""
+        """Return `word` without control characters and, if the rules demand it, lower-cased and without accents."""
         dropped = ("Cc", "Cf", "Co") if self.transformers else ("Cc", "Cf")
         word = "".join(c for c in word if c != "\ufffd" and unicodedata.category(c) not in dropped)
         if self.lower and not self.transformers:
@@ -125,7 +126,7 @@ class WordPieceTokenizer(Tokenizer):
         return [token for word in self._words.findall(text) for token in ids_of[word]]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Join pieces with blanks, and continuation pieces without."""
+        """Join pieces with blanks, and continuation pieces without blanks."""
         return " ".join(self._pieces[int(token)] for token in ids).replace(" ##", "")
 
     def continues(self, token: int) -> bool:
@@ -153,7 +154,8 @@ class WordPieceTokenizer(Tokenizer):
         return "".join(f"{piece}\n" for piece in sorted(pieces, key=pieces.__getitem__)).encode()
 
     def doubt(self) -> str | None:
-        """Warn about a lower-casing tokenizer with capital letters in its vocabulary, and a cased one without any."""
+        """Warn about a lower-casing tokenizer with capital letters in its vocabulary, and about a cased tokenizer
+        without capital letters."""
         capitals = sum(piece.lower() != piece for piece in self._vocab if not piece.startswith("["))
         if self._rules.lower and capitals > len(self._vocab) / 20:
             return f"--tokenizer {self.kind}: {capitals} pieces of {self._path} have capital letters, which no text has"
@@ -162,14 +164,14 @@ class WordPieceTokenizer(Tokenizer):
         return None
 
     def behaviour(self) -> Mapping[str, object]:
-        """The settings that the kind does not imply. Google's and transformers' rules count as equal: they differ only
-        in characters that do not occur in normal text."""
+        """The settings that the kind does not imply. Google's and transformers' rules count as equal: these rules
+        differ only for characters that do not occur in normal text."""
         rules = self._rules
         usual = rules.strip_accents == rules.lower and rules.chinese
         return {} if usual else {"strip_accents": rules.strip_accents, "chinese": rules.chinese}
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """transformers' default is to lower-case, so do_lower_case is always written."""
+        """Always includes do_lower_case, because transformers lower-cases by default."""
         rules = self._rules
         settings: dict[str, Json] = {
             "tokenizer_class": "BertTokenizer",
@@ -188,7 +190,7 @@ class WordPieceTokenizer(Tokenizer):
         return [token for part in _parts(self._rules.cleaned(word)) for token in self._spell(part)]
 
     def _spell(self, word: str) -> list[int]:
-        """Spell a word by its longest pieces from left to right; [UNK] if that fails or the word is too long."""
+        """Spell a word by its longest pieces from left to right; [UNK] if this fails or the word is too long."""
         token_ids: list[int] = []
         start = 0
         while start < len(word) <= self._rules.longest:
@@ -205,7 +207,7 @@ class WordPieceTokenizer(Tokenizer):
 
 
 def _settings(path: Path) -> Mapping[str, Json] | None:
-    """transformers' settings for a BERT; None if they are missing, or belong to another class of tokenizer."""
+    """transformers' settings for a BERT; None if the settings are missing, or belong to another class of tokenizer."""
     if not path.is_file():
         return None
     label = f"--vocab-file: {path}"
@@ -217,7 +219,7 @@ def _settings(path: Path) -> Mapping[str, Json] | None:
 
 
 def _whole_json(path: Path) -> dict[str, Json]:
-    """Read the tokenizer.json of a BERT. Errors: ValueError where it is not a BERT's, or has other rules."""
+    """Read the tokenizer.json of a BERT. Errors: ValueError if the file is not a BERT's, or has other rules."""
     label = f"--vocab-file {path}"
     whole = parse_json(read_limited(path, FILE_BYTES, label), label)
     if not isinstance(whole, dict) or not is_bert(whole):
@@ -237,7 +239,7 @@ _PARTS = ("model", "normalizer", "pre_tokenizer")
 
 
 def is_bert(whole: Mapping[str, Json]) -> bool:
-    """Whether a tokenizer.json cuts texts as a BERT's does."""
+    """Whether a tokenizer.json splits texts in the same way as a BERT's."""
     model, normalizer, pre = (below(whole, name) for name in _PARTS)
     vocab, added_tokens = model.get("vocab"), whole.get("added_tokens") or []
     if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
@@ -252,9 +254,9 @@ def is_bert(whole: Mapping[str, Json]) -> bool:
 
 
 def _settings_of(whole: Mapping[str, Json], settings: Path) -> dict[str, Json]:
-    """The settings in a tokenizer.json, under the names of a tokenizer_config.json. They apply if a `settings` file
-    exists, because the class that it names reads only tokenizer.json. Otherwise transformers uses BertTokenizer with
-    its defaults."""
+    """The settings in a tokenizer.json, under the names of a tokenizer_config.json. These settings apply if a
+    `settings` file exists, because the class named in that file reads only tokenizer.json. Otherwise transformers uses
+    BertTokenizer with its defaults."""
     if not settings.is_file():
         return {}
     rules = below(whole, "normalizer")
@@ -264,7 +266,7 @@ def _settings_of(whole: Mapping[str, Json], settings: Path) -> dict[str, Json]:
 
 
 def _rules(settings: Mapping[str, Json] | None, path: Path, kind: str, lower: bool) -> WordRules:
-    """The rules from settings. Errors: ValueError where settings contradict the requested kind, or are malformed."""
+    """The rules from settings. Errors: ValueError if settings contradict the requested kind, or are malformed."""
     if settings is None:
         return WordRules(lower, lower)
     values = {name: settings.get(name) for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars")}
@@ -284,7 +286,7 @@ def _rules(settings: Mapping[str, Json] | None, path: Path, kind: str, lower: bo
 
 
 def read_pieces(path: Path) -> dict[str, int]:
-    """Piece -> line number of a vocab.txt. Errors: ValueError where it is not UTF-8 or repeats a piece."""
+    """Piece -> line number of a vocab.txt. Errors: ValueError if the file is not UTF-8 or repeats a piece."""
     try:
         lines = read_limited(path, FILE_BYTES, f"--vocab-file {path}").decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

@@ -1,11 +1,11 @@
-"""A cache of words for tokenizers that treat each word separately: a few words make up most of a corpus."""
+"""A cache of words for tokenizers that treat each word separately: a small number of words make up most of a corpus."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 _MOST_WORDS = 1 << 18
-_LONGEST = 64  # characters; longer words rarely occur twice
+_LONGEST = 64  # number of characters; longer words rarely occur twice
 
 
 class WordCache(dict[str, list[int]]):

@@ -1,7 +1,8 @@
-"""The tokenizer of Yuan and CPM-2: jieba splits Chinese into words, the vocabulary splits words into pieces.
+"""The tokenizer of Yuan and CPM-2: jieba splits Chinese text into words, and words are split into pieces of the
+vocabulary.
 
 U+2582 represents a blank, U+2583 a newline. Encoding omits a blank between two western tokens, and decoding restores
-it. A token is western if it has no Chinese character and is not a blank. Only encoding needs jieba.
+this blank. A token is western if it has no Chinese character and is not a blank. Only encoding needs jieba.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LONGEST_WORD = 200
 
 
 class YuanTokenizer(Tokenizer):
-    """vocab.txt with <unk>, <eod> and <pad>, one piece a line."""
+    """vocab.txt with <unk>, <eod> and <pad>, one piece per line."""
 
     kind = "EncDecTokenizer"
     bos = None
@@ -41,7 +42,7 @@ class YuanTokenizer(Tokenizer):
         return len(self._vocab)
 
     def encode(self, text: str) -> list[int]:
-        words = self._words.cut(text, HMM=True)  # before blanks are replaced: jieba keeps \r\n as one word
+        words = self._words.cut(text, HMM=True)  # before blanks are replaced, because jieba keeps \r\n as one word
         tokens = [token for word in words for token in self._spell(word.translate(_WRITTEN))]
         return self._without_blanks(tokens)
 

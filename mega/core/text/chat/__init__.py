@@ -1,4 +1,4 @@
-"""Conversations as tokens, in the template of a model. This room only needs to encode texts with a tokenizer.
+"""Conversations as tokens, in the template of a model. Of a tokenizer, this package only uses the encoding of texts.
 
 messages        parse conversations from files and requests
 templates       built-in templates; find the template in a model's folder

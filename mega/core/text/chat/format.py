@@ -1,5 +1,5 @@
-"""Conversations as tokens in a model's template, with the tokens that are trained on: the assistant's turns with their
-ends.
+"""Conversations as tokens in a model's template, and which tokens are trained on: the assistant's turns and the tokens
+that end these turns.
 
 Only the template produces control tokens. The text of a message is encoded as ordinary text, so a message that spells
 `<|eot_id|>` gets the ids of these characters and does not end a turn.
@@ -32,7 +32,7 @@ _READS_ALL = re.compile(r"\b(items|values|keys|tojson|dictsort|pprint|string|xml
 
 
 class Labelled(NamedTuple):
-    """The ids of a conversation, and for each whether it is trained on."""
+    """The ids of a conversation, and for each id whether it is trained on."""
 
     ids: list[int]
     trained: list[bool]
@@ -41,13 +41,14 @@ class Labelled(NamedTuple):
 class ChatFormat:
     """The format of a model's conversations: a template with the control tokens of one tokenizer.
 
-    source: the template, as Jinja. variables: values that it receives in addition to a conversation. tokens: names in
-    its output -> their ids. ends: ids that end the assistant's turn; end_names: their names.
+    source: the template, as Jinja. variables: values that the template receives in addition to a conversation. tokens:
+    names of tokens in the template's output -> ids. ends: ids that end the assistant's turn. end_names: names of these
+    ids.
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, what: str, *, seconds: int = _SECONDS) -> None:
-        """template: a name of TEMPLATES, or Jinja. what: flag and file, for messages. seconds: processor time to
-        render. Errors: ValueError beginning with `what`, for the template now and for conversations later."""
+        """template: a name of TEMPLATES, or Jinja. what: flag and file, for messages. seconds: limit of processor time
+        to render. Errors: ValueError beginning with `what`, for the template now and for conversations later."""
         is_built_in = template in TEMPLATES
         self.source, self._tokenizer, self._what, self._lock = (
             TEMPLATES.get(template, template),
@@ -90,23 +91,23 @@ class ChatFormat:
     def _answer(self, *, marks: Sequence[str] = _MARKS[:2], **question: Any) -> dict[str, Any]:
         """Ask the process that renders. Errors: ValueError beginning with `what`."""
         common = {"source": self.source, "variables": self.variables, "names": list(self.tokens), "marks": marks}
-        with self._lock:  # its process answers one question at a time
+        with self._lock:  # the process answers one question at a time
             return self._ask({**common, **question})
 
     # --- public methods -----------------------------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, object]] | None = None) -> tuple[int, ...]:
         """The ids of a conversation as the prompt for its next turn. tools: functions that the assistant may call.
-        Errors: ValueError where the template refuses the conversation."""
+        Errors: ValueError if the template refuses the conversation."""
         rendered = self._rendered(Conversation(list(messages), tools), ask="text", reply=True)
         return tuple(self._parsed(rendered).ids)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The same prompt as text, with control tokens by name; a token that a message spells looks the same."""
+        """The same prompt as text, with control tokens by name; a token name that a message spells looks the same."""
         return str(self._rendered(Conversation(list(messages)), ask="text", reply=True)["text"])
 
     def labelled(self, talk: Conversation, first: int = 0) -> Labelled:
-        """Encode a whole conversation. first: the number of messages at the beginning that are not trained on.
+        """Encode a whole conversation. first: number of messages at the beginning that are not trained on.
 
         Errors: ValueError where the template refuses the conversation, or the end of a turn cannot be determined.
         """
@@ -141,7 +142,7 @@ class ChatFormat:
         return rendered
 
     def _check_read(self, talk: Conversation) -> None:
-        """Errors: ValueError where a conversation has keys that the template does not read."""
+        """Errors: ValueError if a conversation has keys that the template does not read."""
         if _READS_ALL.search(self.source) and "tools" in self.source:
             return
         used_keys = {"tools": talk.tools, "tool_calls": [each for each in talk.messages if each.get("tool_calls")]}
@@ -161,7 +162,7 @@ class ChatFormat:
         free = [mark for mark in _MARKS if not any(mark in text for text in texts)][:2]
         if len(free) < 2:
             raise ValueError("the conversation holds characters from U+FDD0 to U+FDD7, which no text should")
-        # Nearly all conversations spell no control token and are rendered as they are.
+        # Nearly all conversations spell no control token and are rendered unchanged.
         if not any(each.name for text in texts for each in sections(text, self._controls)):
             return free, talk.messages, talk.tools
         first, last = free
@@ -187,7 +188,7 @@ class ChatFormat:
         return free, messages, marked(talk.tools)
 
     def _parsed(self, rendered: Mapping[str, Any]) -> Parsed:
-        """Encode a rendered conversation. Errors: ValueError where a message's text becomes a control token."""
+        """Encode a rendered conversation. Errors: ValueError if the text of a message becomes a control token."""
         literal = [(begin, end) for begin, end in rendered["literal"]]
         parsed = self._tokenizer.parse(rendered["text"], literal)
         if literal:
@@ -214,8 +215,8 @@ class ChatFormat:
         return trained
 
     def _apart(self, text: str, whole: Parsed, turns: Sequence[Span]) -> tuple[Parsed, list[bool]]:
-        """Like `_covered`, for tokenizers without spans: encode the parts before, in and after turns separately, which
-        must give the same ids."""
+        """Like `_covered`, for tokenizers without spans: encode the parts before, in and after turns separately. These
+        parts must give the same ids."""
         ids, trained, position = list[int](), list[bool](), 0
         for begin, end in [*turns, (len(text), len(text))]:
             for piece, train in ((text[position:begin], False), (text[begin:end], True)):
@@ -228,7 +229,7 @@ class ChatFormat:
         return whole, trained
 
     def _later(self, talk: Conversation, turns: Sequence[Span], first: int) -> list[Span]:
-        """The turns marked by {% generation %} in the messages from number `first` on."""
+        """The turns marked by {% generation %} in the messages from index `first` on."""
         answers = [number for number in range(len(talk.messages)) if talk.answered(number)]
         if not first:
             return list(turns)
@@ -237,7 +238,7 @@ class ChatFormat:
         return [turn for number, turn in zip(answers, turns, strict=True) if number >= first]
 
     def _check_stop(self, ids: Sequence[int], trained: Sequence[bool]) -> None:
-        """Errors: ValueError where no control token is trained on after the assistant's words: the model would not
+        """Errors: ValueError if no control token is trained on after the assistant's words, because the model would not
         learn to stop."""
         last = [token for token, train in zip(ids, trained, strict=True) if train]
         if last and not self.ends & set(last[-3:]):
@@ -249,8 +250,8 @@ class ChatFormat:
 
 
 def chat_format(name: str, tokenizer: Tokenizer, *, seconds: int = _SECONDS) -> ChatFormat:
-    """Make a format from the name of a template, a Jinja file or a tokenizer_config.json. Errors: ValueError naming
-    it."""
+    """Make a format from the name of a template, a Jinja file or a tokenizer_config.json. Errors: ValueError naming the
+    template."""
     return ChatFormat(
         name if name in TEMPLATES else source_of(name), tokenizer, f"--chat-template {name}", seconds=seconds
     )

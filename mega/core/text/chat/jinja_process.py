@@ -2,9 +2,9 @@
 of `untrusted.Confined`, which sets limits; built-in templates are rendered in the calling process.
 
 A question is {"ask", "source", "variables", "names", "marks", ...}. names: tokens that a text can spell by name. marks:
-two characters that surround such a name in a message, where it counts as text. Answers, by the value of "ask":
+two characters that surround such a name in a message, where the name counts as text. Answers, by the value of "ask":
 
-    read      {"frame": Frame}: what the template reveals without a conversation
+    read      {"frame": Frame}: the end and framing tokens, found without a conversation
     text      {"text", "literal"} of `messages` and `tools`; with the generation prompt if `reply` is set
     turns     the same with {"turns"}: the span of each assistant's turn from message `first` on
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which files store the assistant's reasoning."""
+"""Keys under which files of conversations store the assistant's reasoning."""
 
 
 @lru_cache(maxsize=2)
@@ -101,7 +101,7 @@ def _plain_types() -> dict[str, object]:
 
 
 _tracked: list[tuple[list[str], list[Span]]] = []
-"""The blocks that the rendering in progress has produced, and the spans of the assistant's text in them."""
+"""The blocks that the rendering in progress has produced, and the spans of the assistant's text in these blocks."""
 
 
 def _refuse(message: object) -> None:
@@ -142,7 +142,7 @@ def _tracking(blocks: list[str], spans: list[Span]) -> Iterator[None]:
 
 
 def _aliased(message: Mapping[str, object]) -> dict[str, object]:
-    """A message as templates expect it: without null values, and with the reasoning under all usual keys."""
+    """A message in the form that templates expect: without null values, and with the reasoning under all usual keys."""
     values = {key: value for key, value in message.items() if value is not None}
     reasoning = next((values[key] for key in REASONING if key in values), None)
     return values if reasoning is None else {"thinking": reasoning, **values, "reasoning_content": reasoning}
@@ -161,7 +161,7 @@ class _Renderer:
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", question["source"]) is not None
 
     def __call__(self, messages: Sequence[Mapping[str, object]], reply: bool = False) -> Rendered:
-        """Render. Errors: ValueError raised by the template, and exceptions of jinja2."""
+        """Render messages. Errors: ValueError raised by the template, and exceptions of jinja2."""
         blocks: list[str] = []
         spans: list[Span] = []
         values = {**self._values, "messages": [_aliased(each) for each in messages], "add_generation_prompt": reply}
@@ -174,8 +174,8 @@ class _Renderer:
         return self._unmarked(raw, spans)
 
     def _unmarked(self, raw: str, spans: Sequence[Span]) -> Rendered:
-        """Remove the marks, and record the text between them as literal. A mark alone still leaves an empty literal
-        span, so that no control token is formed from the text on its two sides."""
+        """Remove the marks, and record the text between them as literal. A single mark still leaves an empty literal
+        span, so that no control token is formed from the text on both sides of the mark."""
         text, literal, position, offsets = "", list[Span](), 0, list[tuple[int, int]]()
         for match in self._marks.finditer(raw):
             text += raw[position : match.start()]
@@ -208,7 +208,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _quietly(render: Callable[..., Rendered]) -> Callable[..., Rendered | None]:
-    """Wrap `render` to return None where the template raises an exception."""
+    """Wrap `render` to return None if the template raises an exception."""
 
     def found(*given: object) -> Rendered | None:
         try:

@@ -1,5 +1,5 @@
-"""Parse conversations from files and requests: messages by role, and functions that may be called. Knows neither tokens
-nor templates."""
+"""Parse conversations from files and requests: messages by role, and functions that may be called. This module does not
+depend on tokens or templates."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Conversation(NamedTuple):
 NeutralValues = Mapping[str, tuple[object, ...]]
 OF_CONVERSATION: NeutralValues = {"functions": (None, [])}
 OF_MESSAGE: NeutralValues = {"weight": (None, 1), "function_call": (None,)}
-"""Keys of OpenAI's and Hugging Face's files that no template receives, and the values with which they have no
+"""Keys of OpenAI's and Hugging Face's files that no template receives, and the values with which these keys have no
 effect."""
 
 
 def check_unread(found: Mapping[str, object], keys: NeutralValues = OF_CONVERSATION) -> None:
-    """Errors: ValueError where one of `keys` has a value that would need an effect."""
+    """Errors: ValueError if one of `keys` has a value that is not neutral, since these keys are not read."""
     for key, nothing in keys.items():
         if found.get(key) not in nothing:
             raise ValueError(f'"{key}" has no effect here, so that something else would be trained; leave it out')
@@ -44,7 +44,7 @@ def conversation(found: object) -> Conversation:
     """Parse the conversation of one JSON object. Errors: ValueError with the reason.
 
     Formats: {"messages": [{"role", "content"}, ...]}, ShareGPT's {"conversations": [{"from", "value"}, ...]}, Alpaca's
-    {"instruction", "input", "output"}, or {"prompt", "completion"}. The first two may have "tools". "system" is
+    {"instruction", "input", "output"}, or {"prompt", "completion"}. The first two formats may have "tools". "system" is
     inserted as the first message.
 
     >>> conversation({"instruction": "Add.", "input": "1, 2", "output": "3"}).messages[0]["content"]

@@ -1,4 +1,5 @@
-"""Chat templates as Jinja: four built-in ones, and those in the folders of models. This file renders nothing."""
+"""Chat templates as Jinja: four built-in templates, and the templates in the folders of models. Nothing is rendered
+here."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from mega.core.untrusted import parse_json, read_limited
 MODELS_OWN = "model"
 """Name of the template that came with the weights."""
 SOURCE_BYTES = 1 << 20
-"""Largest size, in bytes, of a template, and of the text that it may add to a conversation."""
+"""Maximum size in bytes of a template, and of the text that a template may add to a conversation."""
 CONFIG_BYTES = 64 << 20
-"""Largest size of a tokenizer_config.json in bytes; it may also hold thousands of added tokens."""
+"""Maximum size in bytes of a tokenizer_config.json, which may also contain thousands of added tokens."""
 
 _LLAMA2 = """\
 {%- set found = namespace(system='', open=false) -%}
@@ -81,7 +82,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
-"""Tokens that a tokenizer must have for a built-in template; it would encode their names as text otherwise."""
+"""Tokens that a tokenizer must have for a built-in template; otherwise the names of these tokens would be encoded as
+text."""
 
 
 def source_of(name: str) -> str:
@@ -110,7 +112,7 @@ def template_text(file: str) -> str:
 
 
 def template_of(config: Mapping[str, object]) -> str | None:
-    """The template in a tokenizer_config.json; if it has several by name, the default."""
+    """The template in a tokenizer_config.json. If the file has several templates by name, the default template."""
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}

@@ -1,8 +1,8 @@
-"""Locate the assistant's turns in a conversation that a template has rendered, and the tokens that end them.
+"""Locate the assistant's turns in a conversation that a template has rendered, and the tokens that end these turns.
 
-A turn begins where generation would begin: after the rendered previous messages with the generation prompt. It ends
-with the first end token after its text. Both positions are found by rendering other conversations with the same
-template; if these disagree, the template is refused.
+A turn begins where generation would begin: after the rendered previous messages with the generation prompt. The turn
+ends with the first end token after its text. Both positions are found by rendering other conversations with the same
+template; if the renderings disagree, the template is refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Rendered(NamedTuple):
 
 
 class Render(Protocol):
-    """Renders messages; reply: with the generation prompt, which begins the assistant's next turn."""
+    """Renders messages. reply: with the generation prompt, which begins the assistant's next turn."""
 
     def __call__(self, messages: Sequence[Mapping[str, object]], reply: bool = False) -> Rendered: ...
 
 
 class Frame(NamedTuple):
-    """Token names. ends: end an assistant's turn; framing: surround a user's turn."""
+    """Names of tokens. ends: tokens that end an assistant's turn. framing: tokens that surround a user's turn."""
 
     ends: tuple[str, ...]
     framing: tuple[str, ...]
@@ -57,7 +57,8 @@ def _after(rendered: Rendered | None, answer: str, names: Collection[str]) -> li
 
 
 def frame_of(render: Callable[..., Rendered | None], names: Collection[str]) -> Frame:
-    """Find the end and framing tokens of a template. render: returns None where the template refuses."""
+    """Find the end and framing tokens of a template. render: function that returns None if the template refuses the
+    messages."""
     question = render(_talk(1)) or render(_talk(1), True)
     framing = {each.name for each in _named(question.text, names)} if question is not None else set()
     last = _after(render(_talk(2)), ANSWERED[0], names)
@@ -82,7 +83,7 @@ def check_renders(render: Render) -> None:
 
 
 def _earlier_end(render: Callable[..., Rendered | None], names: Collection[str]) -> str | None:
-    """The token that ends an assistant's turn before other turns; None where that token begins the next turn."""
+    """The token that ends an assistant's turn before other turns; None if this token begins the next turn."""
     whole, prompted = render(_talk(4)), render(_talk(1), True)
     after = _after(whole, ANSWERED[0], names)
     if whole is None or not after:
@@ -113,7 +114,8 @@ def _end_of_a_call(render: Callable[..., Rendered | None], names: Collection[str
 
 
 def find_turns(render: Render, question: Mapping[str, Any], found: Rendered) -> list[Span]:
-    """The span of each of the assistant's turns, including its end token. Errors: ValueError naming what is unknown.
+    """The span of each of the assistant's turns, including its end token. Errors: ValueError naming the position that
+    cannot be determined.
 
     question: `messages`, `ends`, `names`, and `first`, the number of messages before the first turn to return.
     """
@@ -148,7 +150,8 @@ _ENDS_LAST = (
 def _begin(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, names: Collection[str]
 ) -> int | None:
-    """Where turn `number` begins in the text; None if the text does not begin with the rendered messages before it."""
+    """The position where turn `number` begins in the text; None if the text does not begin with the rendered messages
+    before it."""
     before = messages[:number]
     try:
         closed = render(before).text if before else ""
@@ -192,8 +195,9 @@ def _begin_by_content(
 def _begin_by_count(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, rendered: Rendered, names: Collection[str]
 ) -> int:
-    """Like `_begin`, for templates that render turns differently once other turns follow: search for the tokens that
-    begin each turn, which no message can spell. Errors: ValueError where their number is not the number of turns."""
+    """Like `_begin`, for templates that render turns differently if other turns follow: search for the tokens that
+    begin each turn, which no message can spell. Errors: ValueError if the number of matches is not the number of
+    turns."""
     closed, prompted = render(_talk(1)).text, render(_talk(1), True).text
     opening = prompted[len(closed) :] if prompted.startswith(closed) else ""
     tokens = _named(opening, names)
@@ -209,9 +213,9 @@ def _begin_by_count(
 
 
 def _end(render: Render, messages: Sequence[Mapping[str, object]], number: int, turn: Turn) -> int | None:
-    """Where turn `number` ends: after the first end token that follows the message's text. A template may also end
-    parts of a turn with that token. None if no end follows. Errors: ValueError where it is not before the next
-    message."""
+    """The position where turn `number` ends: after the first end token that follows the message's text. A template may
+    also end parts of a turn with this token. None if no end token follows. Errors: ValueError if the end is not before
+    the next message."""
     ends = turn.ends_in(turn.found, len(turn.found.text))
     message, after = messages[number], messages[number + 1 :][:1]
     inner_ends = 0
@@ -233,8 +237,8 @@ class Turn(NamedTuple):
 
     found: Rendered  # the conversation
     begin: int  # the turn's first character
-    ends: Collection[str]  # names of the tokens that may end it
-    names: Collection[str]  # of all tokens
+    ends: Collection[str]  # names of the tokens that may end the turn
+    names: Collection[str]  # names of all tokens
 
     def ends_in(self, rendered: Rendered, until: int) -> list[int]:
         """The positions after each end token between the turn's beginning and `until`."""
