@@ -19,7 +19,7 @@ class Interruptions:
     """Interruptions of a training run."""
 
     mtbf_hours: float | None = None
-    """Mean time between failures of the whole machine, in hours. If None, there are no failures."""
+    """Mean time between failures of the whole machine, in hours. If None, failures are ignored."""
     save_seconds: float = 30.0
     """Time of a save, in seconds."""
     restart_seconds: float = 600.0
@@ -33,9 +33,9 @@ class TrainingTime:
     steps: int  # Number of steps
     days: float  # Days from the first step to the last
     effective: float  # Fraction of the time that is neither saving, lost nor repeated
-    save_interval: int | None  # Steps between checkpoints, or None if there are none
+    save_interval: int | None  # Steps between checkpoints, or None without checkpoints
     saves: int  # Number of checkpoints
-    save_every: float | None  # Seconds between checkpoints at the best interval; None if there are no failures
+    save_every: float | None  # Seconds between checkpoints at the best interval; None without failures
     save_every_steps: int | None  # The best interval, in steps
     save_every_days: float | None  # Days of training at the best interval
 
