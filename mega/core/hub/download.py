@@ -115,7 +115,8 @@ def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[
             listed = get_cached_repo_tree(repository, repo_type=repository_kind, revision=name.revision)
         except (errors.CachedRepoTreeNotFoundError, errors.EntryNotFoundError):
             cache = constants.HF_HUB_CACHE
-            raise ValueError(f"{flag} {name}: no such directory, and it is not in {cache}; {reason}") from None
+            unanswered = reason if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+            raise ValueError(f"{flag} {name}: no such directory, and it is not in {cache}; {unanswered}") from None
         report(f"{name}: as it is in {constants.HF_HUB_CACHE}; the Hub was not asked ({reason})")
     try:
         selected = set(chosen([file.path for file in listed], name, kind))

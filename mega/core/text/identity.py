@@ -40,7 +40,7 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
     "serve": {"tokenizer": "refused", "template": "reported", "no template": "reported"},
     "data merge": {"token files": "refused", "earlier version": "refused"},
     "data note": {"token files": "refused", "earlier version": "taken"},
-    "data show": {"token files": "reported", "earlier version": "taken"},
+    "data inspect": {"token files": "reported", "earlier version": "taken"},
 }
 """Verb -> case -> verdict; a missing case cannot arise for that verb. For `serve` and `generate` an adapter may also
 bring a different tokenizer, and for `serve` a different template. `eval` needs a template only with

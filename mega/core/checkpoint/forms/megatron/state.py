@@ -494,7 +494,7 @@ def plain_state(scalars: OptimizerScalars | None, iteration: int, consumed: int,
 def state_note(scalars: OptimizerScalars | None, requested: bool, action: str) -> str:
     """A one-line message for the user about the optimizer's state."""
     if not requested:
-        return "optimizer: left out, if there is any (--no-load-optim)"
+        return "optimizer: left out, if there is any"
     if scalars is None:
         return "optimizer: the source holds no state"
     extras = [name for name, value in (("loss scale", scalars.scaler), ("schedule", scalars.schedule)) if value]
