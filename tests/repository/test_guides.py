@@ -38,7 +38,18 @@ SHORT = {
 }
 """Guide -> flags that are added to its `mega pretrain`."""
 
-NEEDS_A_MACHINE = ("sbatch ", "srun ", "export ", "tail ", "curl ", "mega serve ", "mega download ", "mega preflight ")
+NEEDS_A_MACHINE = (
+    "salloc ",
+    "mkdir ",
+    "sbatch ",
+    "srun ",
+    "export ",
+    "tail ",
+    "curl ",
+    "mega serve ",
+    "mega download ",
+    "mega preflight ",
+)
 """Beginnings of lines that need a scheduler, a network or a terminal; only that their flags exist is tested."""
 
 

@@ -132,7 +132,9 @@ def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str
         "fi",
     ]
     run = shlex.join([*srun, *command])
-    folder = f"mkdir -p {shlex.quote(options.logs)}  # also before sbatch: Slurm opens the job's log before this line runs"
+    folder = (
+        f"mkdir -p {shlex.quote(options.logs)}  # also before sbatch: Slurm opens the job's log before this line runs"
+    )
     return _script([*lines, "", folder, *place, "code=0", f"{run} || code=$?", *requeue, 'exit "$code"'])
 
 
