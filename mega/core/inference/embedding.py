@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mega.core.batch import MaskedBatch
 from mega.core.inference.relay import STEP, STOP, Relay
-from mega.core.inference.request import Event, Limits, Request, RequestError
+from mega.core.inference.request import LOGITS_NOT_FINITE, Event, Limits, Request, RequestError
 from mega.core.model.bert import BertHead, BertStage
 from mega.core.ops.paged_attention import Integers
 
@@ -122,9 +122,7 @@ class EmbeddingEngine:
         except RuntimeError as error:
             raise error if self._relay is None else self._relay.explained(error) from None
         numbers = [number for number, _ in queued]
-        return events + [
-            Event(number, finish="stop", vector=vector) for number, vector in zip(numbers, vectors, strict=True)
-        ]
+        return events + [_last_event(number, vector) for number, vector in zip(numbers, vectors, strict=True)]
 
     def _next_rows(self) -> list[tuple[int, tuple[int, ...]]]:
         """Take as many rows for the next step as the limits allow, in order of arrival."""
@@ -145,6 +143,13 @@ class EmbeddingEngine:
         if self._relay is not None:
             self._relay.send(STOP, np.zeros(0, dtype=np.int64))
             self._relay = None
+
+
+def _last_event(number: int, vector: NDArray[np.float32]) -> Event:
+    """The end of a request: its vector, or that its numbers are not finite, which JSON cannot represent."""
+    if np.isfinite(vector).all():
+        return Event(number, finish="stop", vector=vector)
+    return Event(number, finish="failed", message=LOGITS_NOT_FINITE)
 
 
 def follow(vectors: TextVectors, relay: Relay, pooling: Pooling) -> None:

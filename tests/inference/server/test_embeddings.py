@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from numpy.typing import NDArray
 from mega.cli import main
 from mega.core.checkpoint.own.store import CheckpointError
 from mega.core.device import Device
-from mega.core.inference.embedding import EmbeddingEngine, Pooling
+from mega.core.hub.upload import pushed_files
+from mega.core.inference.embedding import EmbeddingEngine, Pooling, TextVectors
 from mega.core.inference.loading.load import open_model
-from mega.core.inference.loading.pooling import declared_pooling
+from mega.core.inference.loading.pooling import check_modules, declared_pooling
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request
+from mega.core.inference.server import embeddings_api
 from mega.core.inference.server.embedding_start import start_embedding_engine
 from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.options import ServerOptions
@@ -121,6 +125,20 @@ def test_more_texts_than_the_queue_holds(server: Running, folder: Path) -> None:
     assert bare == ids[1:-1]
 
 
+def test_large_answers_are_rendered_on_the_text_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, rendered = list[str](), embeddings_api._rendered
+
+    def on_thread(*given: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return rendered(*given)
+
+    monkeypatch.setattr(embeddings_api, "_rendered", on_thread)
+    many = vectors_of(server, ["a dog"] * (embeddings_api._MANY // WIDTH + 1))
+    assert np.abs(many - vectors_of(server, "a dog")).max() < TOLERANCE
+    large, small = threads
+    assert large.startswith("text") and not small.startswith("text")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "field", "message"),
     [
@@ -188,20 +206,71 @@ def test_two_tensor_ranks_give_the_same(pool: Pool, folder: Path, pooling: Pooli
 
 
 def test_a_folder_of_sentence_transformers_says_how_it_pools(tmp_path: Path) -> None:
-    assert declared_pooling(tmp_path) is None
+    assert declared_pooling({}) is None
     config = tmp_path / "1_Pooling" / "config.json"
     config.parent.mkdir()
+    files = {"1_Pooling.config.json": config}
     for mode, pooling in (("cls_token", "cls"), ("mean_tokens", "mean")):
         config.write_text(json.dumps({"word_embedding_dimension": 32, f"pooling_mode_{mode}": True}))
-        assert declared_pooling(tmp_path) == pooling
-    config.write_text(json.dumps({"pooling_mode_max_tokens": True}))
-    with pytest.raises(CheckpointError, match="pooling_mode_max_tokens: must be one of"):
-        declared_pooling(tmp_path)
+        assert declared_pooling(files) == pooling
+    for given, pooling in (("mean", "mean"), ("cls", "cls"), (["mean"], "mean")):
+        config.write_text(json.dumps({"pooling_mode": given}))
+        assert declared_pooling(files) == pooling
+    for settings, named in (
+        ({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens: must be one of pooling_mode_mean"),
+        ({"pooling_mode": "lasttoken"}, "pooling lasttoken: must be one of mean, cls"),
+        ({"pooling_mode": ["mean", "cls"]}, "pooling mean and cls: must be one of mean, cls"),
+    ):
+        config.write_text(json.dumps(settings))
+        with pytest.raises(CheckpointError, match=named):
+            declared_pooling(files)
     kinds = ["Transformer", "Pooling", "Dense"]
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(CheckpointError, match="module 'Dense'"):
-        declared_pooling(tmp_path)
+        check_modules({"modules.json": tmp_path / "modules.json"})
+
+
+def test_a_module_with_weights_is_refused_whatever_the_pooling(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
+    with pytest.raises(CheckpointError, match="module 'Dense'"):
+        engine_at(tmp_path, Groups(), 0, 1, "mean")
+
+
+def test_the_pooling_goes_with_conversions(folder: Path, tmp_path: Path) -> None:
+    """To a checkpoint, which is served with it, and back to a folder with the same files."""
+    source, own, back = (tmp_path / name for name in ("source", "own", "back"))
+    shutil.copytree(folder, source)
+    (source / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    for load, save in ((source, own), (own, back)):
+        assert main(["convert-llama", "--load-dir", str(load), "--save-dir", str(save)]) == 0
+    for place in (source, own, back):
+        engine = engine_at(place, Groups(), 0, 1, None)
+        assert engine is not None and engine.pooling == "cls", place
+    assert {"modules.json", "1_Pooling/config.json"} <= set(pushed_files(back))
+
+
+def test_vectors_that_are_not_finite_fail_their_requests(
+    folder: Path, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both forms of numbers; /health knows until a vector comes."""
+    whole, broken = TextVectors.__call__, tuple(ids_of("dog"))
+
+    def with_nan(self: TextVectors, rows: Sequence[Sequence[int]], pooling: Pooling) -> NDArray[np.float32]:
+        vectors = whole(self, rows, pooling)
+        vectors[[tuple(row) == broken for row in rows], 3] = np.nan
+        return vectors
+
+    monkeypatch.setattr(TextVectors, "__call__", with_nan)
+    for form in ("float", "base64", "float"):
+        reply = server.ask("POST", "/v1/embeddings", {"input": "dog", "encoding_format": form})
+        assert reply.status == 500 and "hold a NaN" in reply.json["error"]["message"], reply.json
+    assert server.ask("GET", "/health").status == 503
+    assert np.abs(vectors_of(server, "once") - expected(folder, [ids_of("once")])).max() < TOLERANCE
+    assert server.ask("GET", "/health").status == 200
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from mega.core.checkpoint.forms.foreign import inside
-from mega.core.checkpoint.forms.form import COMPANIONS, FORMS, Form
+from mega.core.checkpoint.forms.form import COMPANIONS, FORMS, NESTED, Form
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.source import StoredWeights
 from mega.core.checkpoint.own.store import Attachments
@@ -22,6 +22,10 @@ def companions_of(form: Form, folder: Path) -> dict[str, Path]:
     if folder.is_file():
         return {}
     files = {name: inside(folder, name) for name in form.companions if (folder / name).exists()}
+    for name, place in NESTED.items() if "modules.json" in form.companions else ():
+        if (folder / place).exists():
+            part, _, file = place.rpartition("/")
+            files[name] = inside(folder, file, part=part)
     for path in files.values():
         if not path.is_file():
             raise CheckpointError(f"{path}: not a regular file")
@@ -30,9 +34,11 @@ def companions_of(form: Form, folder: Path) -> dict[str, Path]:
 
 def copy_companions(checkpoint: StoredWeights, folder: Path, skip: Collection[str]) -> None:
     """Copy the files stored with a mega checkpoint into an exported `folder`. skip: names to leave out."""
-    for name in COMPANIONS:
+    for name in (*COMPANIONS, *NESTED):
         if name in checkpoint.attachments and name not in skip:
-            with whole_file(folder / name) as file:
+            place = folder / NESTED.get(name, name)
+            place.parent.mkdir(exist_ok=True)
+            with whole_file(place) as file:
                 file.write(checkpoint.attachments[name].read_bytes())
 
 

@@ -299,17 +299,17 @@ def read_json(path: Path) -> dict[str, Json]:
     return content
 
 
-def inside(folder: Path, name: str, hidden: str = "") -> Path:
+def inside(folder: Path, name: str, hidden: str = "", part: str = "") -> Path:
     """A file of `folder`, links resolved. The file must be in `folder`, or in the blobs of a hub cache around `folder`.
 
-    hidden: a prefix that names may have in front of letters and digits.
+    hidden: a prefix that names may have in front of letters and digits. part: the subfolder that holds the file.
     Errors: CheckpointError for names with a path in them and links that lead elsewhere.
     """
     if not isinstance(name, str) or not _PLAIN.fullmatch(name.removeprefix(hidden)):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name")
     root = folder.resolve()
-    path = (root / name).resolve()
-    allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    path = (root / part / name).resolve()
+    allowed = [root / part, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     if path.parent not in allowed:
-        raise CheckpointError(f"{folder / name}: leads to {path}, outside the folder")
+        raise CheckpointError(f"{folder / part / name}: leads to {path}, outside the folder")
     return path

@@ -229,8 +229,12 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "dict.txt",
+    "modules.json",
 )
 """Names of files that are stored with the weights of published models, if they exist."""
+
+NESTED = {"1_Pooling.config.json": "1_Pooling/config.json"}
+"""Name under which a checkpoint stores a file -> its path in the folder of a model that has a modules.json."""
 
 _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 _FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type")
@@ -310,7 +314,7 @@ FORMS = [
         targets=("peft",),
         reads=("--base",),
         writes=("--base",),
-        companions=tuple(name for name in COMPANIONS if name not in ("config.json", "params.json")),
+        companions=tuple(name for name in COMPANIONS if name not in ("config.json", "params.json", "modules.json")),
     ),
     Form(
         name="hf",

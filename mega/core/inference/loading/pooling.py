@@ -1,43 +1,58 @@
 """Read the pooling of a sentence-transformers model from `modules.json` and `1_Pooling/config.json`.
 
-This file only reads JSON; inference/embedding.py does the pooling.
+Both files are in the model's folder, or are attachments of a checkpoint that was converted from the folder. This file
+only reads JSON; inference/embedding.py does the pooling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from mega.core.checkpoint.forms.form import NESTED
 from mega.core.checkpoint.own.store import CheckpointError
 from mega.core.untrusted import Json, parse_json, read_limited
 
-_MODES: dict[str, Literal["mean", "cls"]] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+_FLAGS: dict[str, Literal["mean", "cls"]] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+"""Keys that older versions set to true."""
+_MODES: dict[str, Literal["mean", "cls"]] = {"mean": "mean", "cls": "cls"}
+"""Values of `pooling_mode`, which newer versions write: one of them, or a list of one."""
 _MODULES = ("Transformer", "Pooling", "Normalize")
+(_POOLING,) = NESTED
 _BYTES = 1 << 16
 """Maximum size of either file in bytes."""
 
 
-def declared_pooling(folder: Path) -> Literal["mean", "cls"] | None:
-    """The pooling that the folder of a sentence-transformers model declares; None if it declares no pooling.
+def declared_pooling(files: Mapping[str, Path]) -> Literal["mean", "cls"] | None:
+    """The pooling that the files of a sentence-transformers model declare; None if they declare no pooling.
 
-    Errors: CheckpointError naming file and value, for any other pooling or for a module that changes the vectors.
+    files: the files that came with the weights, by name. Errors: CheckpointError naming file and value, for any other
+    pooling.
     """
-    modules, config = folder / "modules.json", folder / "1_Pooling" / "config.json"
-    if modules.is_file():
-        _check_modules(modules)
-    if not config.is_file():
+    config = files.get(_POOLING)
+    if config is None:
         return None
     settings = _json(config)
-    flags = settings if isinstance(settings, dict) else {}
-    modes = [str(key) for key, flag in flags.items() if key.startswith("pooling_mode_") and flag is True]
-    if len(modes) != 1 or modes[0] not in _MODES:
-        names = " and ".join(modes) or "none"
-        raise CheckpointError(f"{config}: pooling {names}: must be one of {', '.join(_MODES)}; or give --pooling")
-    return _MODES[modes[0]]
+    settings = settings if isinstance(settings, dict) else {}
+    if "pooling_mode" in settings:
+        mode, valid = settings["pooling_mode"], _MODES
+        modes = [str(each) for each in (mode if isinstance(mode, list) else [mode])]
+    else:
+        valid = _FLAGS
+        modes = [str(key) for key, flag in settings.items() if key.startswith("pooling_mode_") and flag is True]
+    if len(modes) != 1 or modes[0] not in valid:
+        names = " and ".join(modes)[:80] or "none"
+        raise CheckpointError(f"{config}: pooling {names}: must be one of {', '.join(valid)}; or give --pooling")
+    return valid[modes[0]]
 
 
-def _check_modules(path: Path) -> None:
-    """Check the modules. Errors: CheckpointError for a module with weights after the pooling, such as Dense."""
+def check_modules(files: Mapping[str, Path]) -> None:
+    """Check modules.json, if `files` has it. Errors: CheckpointError for a module that changes the vectors, as Dense
+    does."""
+    path = files.get("modules.json")
+    if path is None:
+        return
     modules = _json(path)
     for module in modules if isinstance(modules, list) else []:
         name = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""

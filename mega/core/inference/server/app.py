@@ -204,13 +204,13 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 
 def _add_embeddings(app: FastAPI, service: Service) -> None:
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
+    from fastapi import Request, Response
 
     async def embeddings(request: Request) -> object:
         body = await service.body(request)
         _log(service, request, body)
-        return JSONResponse(await _until_gone(service, request, embeddings_api.answer(service, body)))
+        answer = await _until_gone(service, request, embeddings_api.answer(service, body))
+        return Response(answer, media_type="application/json")
 
     embeddings.__annotations__["request"] = Request
     valid: dict[str, Sequence[Json]] = {"model": service.names, "dimensions": [service.options.vector_width]}

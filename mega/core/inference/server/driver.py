@@ -68,7 +68,7 @@ class Driver:
         self.in_flight = 0
         self.failure: BaseException | None = None
         self.not_finite = 0
-        """Number of requests since the last generated token that failed because logits were not finite."""
+        """Number of requests since the last token or vector that failed because numbers were not finite."""
 
     @property
     def unhealthy(self) -> str | None:
@@ -192,7 +192,7 @@ class Driver:
             ticket = self._tickets.get(event.request)
             if ticket is None:  # the request was refused after some of its sequences were added
                 continue
-            if event.token is not None:
+            if event.token is not None or event.vector is not None:
                 self.not_finite = 0
             elif event.message == LOGITS_NOT_FINITE:
                 self.not_finite += 1

@@ -15,7 +15,7 @@ from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.embedding import STEP_TOKENS, EmbeddingEngine, Pooling, TextVectors, follow
 from mega.core.inference.loading.load import OpenedModel, load_stages
-from mega.core.inference.loading.pooling import declared_pooling
+from mega.core.inference.loading.pooling import check_modules, declared_pooling
 from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.inference.relay import relay_of
 from mega.core.inference.request import Limits
@@ -76,10 +76,11 @@ def start_embedding_engine(
 ) -> EmbeddingEngine | None:
     """Rank 0's engine; other ranks follow it until it closes, and then return None.
 
-    pooling: [the pooling that the model's folder declares, else mean]. Errors: CheckpointError naming file or tensor;
+    pooling: [the pooling that the model's files declare, else mean]. Errors: CheckpointError naming file or tensor;
     LostRank.
     """
-    pooling = pooling or declared_pooling(opened.path) or "mean"
+    check_modules(opened.attachments)
+    pooling = pooling or declared_pooling(opened.attachments) or "mean"
     ops = forward_only(choose(device.torch, dtype))
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops)
     assert tokenizer.roles is not None

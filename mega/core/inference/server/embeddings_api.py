@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -31,6 +32,8 @@ _INPUT: list[JsonValue] = [
     _IDS,
     {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _IDS},
 ]
+_MANY = 1 << 14
+"""An answer of more numbers is rendered on the text thread instead of the event loop's."""
 _RETRY_SECONDS = 0.01
 """Seconds that a request with many texts waits before it tries again to enter the queue."""
 
@@ -49,8 +52,8 @@ class EmbeddingFields(Body):
     user: str | None = Field(None, description="who asks; without effect on the answer")
 
 
-async def answer(service: Service, body: object) -> dict[str, Json]:
-    """The complete answer. Errors: BadField, QueueFull, EngineLost, AnswerFailed."""
+async def answer(service: Service, body: object) -> bytes:
+    """The complete answer, as JSON. Errors: BadField, QueueFull, EngineLost, AnswerFailed."""
     fields = read(body, EmbeddingFields)
     service.adapter(fields.model)
     width = service.options.vector_width
@@ -60,13 +63,27 @@ async def answer(service: Service, body: object) -> dict[str, Json]:
         )
     rows = await _rows(service, fields.input)
     vectors = await _vectors(service, rows)
-    data: list[Json] = []
+    tokens = sum(map(len, rows))
+    name = fields.model or service.options.name
+    if len(vectors) * width > _MANY:
+        return await service.off_loop(_rendered, vectors, tokens, name, fields)
+    return _rendered(vectors, tokens, name, fields)
+
+
+def _rendered(vectors: Sequence[NDArray[np.float32]], tokens: int, name: str, fields: EmbeddingFields) -> bytes:
+    """The answer as JSON. Each vector is encoded on its own: json.dumps of them all would hold the interpreter's lock,
+    and so the event loop, until its end."""
+    data: list[str] = []
     for index, vector in enumerate(vectors):
         unit = vector / max(float(np.linalg.norm(vector)), 1e-12) if fields.normalize else vector
-        data.append({"object": "embedding", "index": index, "embedding": _encoded(unit, fields.encoding_format)})
-    tokens = sum(map(len, rows))
-    usage: Json = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": fields.model or service.options.name, "usage": usage}
+        numbers = _encoded(unit, fields.encoding_format)
+        data.append(_json({"object": "embedding", "index": index, "embedding": numbers}))
+    usage = _json({"prompt_tokens": tokens, "total_tokens": tokens})
+    return f'{{"object":"list","data":[{",".join(data)}],"model":{_json(name)},"usage":{usage}}}'.encode()
+
+
+def _json(value: Json) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def _encoded(vector: NDArray[np.float32], form: str) -> Json:
