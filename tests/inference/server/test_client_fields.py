@@ -92,3 +92,18 @@ def test_constraints_that_are_refused(fields: dict[str, Any], field: str) -> Non
     with pytest.raises(BadField) as error:
         resolved(read({"prompt": "a", **fields}, Completion))
     assert error.value.field == field
+
+
+def test_an_invalid_constraint_is_named_as_it_was_sent(server: Running) -> None:
+    pytest.importorskip("llguidance")
+    wrong: dict[str, Any] = {"type": "nothing"}
+    regex = {"type": "regex", "pattern": "("}
+    for name, value in (
+        ("guided_regex", "("),
+        ("guided_json", wrong),
+        ("json_schema", wrong),
+        ("response_format", regex),
+    ):
+        reply = server.ask("POST", "/v1/completions", {"prompt": "a", name: value})
+        assert reply.status == 400 and reply.json["error"]["param"] == name, reply.json
+        assert reply.json["error"]["message"].startswith(f"{name}: ")

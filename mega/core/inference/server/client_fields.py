@@ -88,6 +88,11 @@ def resolved(fields: Fields) -> Fields:
     return fields.model_copy(update=changes) if changes else fields
 
 
+def constraint(fields: ClientFields) -> str:
+    """The name of the field that constrains the answer, as the request gives it."""
+    return next((name for name in _GUIDES if getattr(fields, name) is not None), "response_format")
+
+
 def _response_format(name: str, value: object) -> dict[str, Json]:
     """Convert a constraint in vLLM's or llama.cpp's form to a response_format. Errors: BadField."""
     if isinstance(value, dict):

@@ -38,16 +38,16 @@ class Grammars:
         self._library: LLTokenizer | None = None
         self._lock = threading.Lock()
 
-    def compile(self, wanted: Mapping[str, object]) -> Grammar:
-        """The grammar of a response_format. Errors: BadField."""
-        source = _source(wanted)
+    def compile(self, wanted: Mapping[str, object], field: str = _FIELD) -> Grammar:
+        """The grammar of a response_format. field: the request's field that gives it. Errors: BadField naming it."""
+        source = _source(wanted, field)
 
         def text(matcher: type[LLMatcher]) -> str:
             if isinstance(source, str):
                 return matcher.grammar_from_regex(source)
             return matcher.grammar_from_json_schema(json.dumps(source), overrides={"whitespace_pattern": "[ ]?"})
 
-        return self._made(_FIELD, text)
+        return self._made(field, text)
 
     def lark(self, wanted: str) -> Grammar:
         """The grammar of function calls (tools.py). Errors: BadField naming `tools`."""
@@ -64,7 +64,7 @@ class Grammars:
         with self._lock:
             self._library = self._library or _library_tokenizer(self._tokenizer, self._vocab)
         try:
-            return Grammar(self._library, text(LLMatcher), self._vocab, self._tokenizer.eod)
+            return Grammar(self._library, text(LLMatcher), self._vocab, self._tokenizer.eod, field)
         except (ValueError, RecursionError) as error:
             raise BadField(field, f"{field}: {_one_line(error)}") from None
 
@@ -76,7 +76,7 @@ def _one_line(error: object) -> str:
 class Grammar:
     """A compiled grammar; `start` begins one sequence. Errors: ValueError for an invalid grammar."""
 
-    def __init__(self, library: LLTokenizer, text: str, vocab: int, end: int) -> None:
+    def __init__(self, library: LLTokenizer, text: str, vocab: int, end: int, field: str) -> None:
         from llguidance import LLMatcher
 
         self._first = LLMatcher(library, text, log_level=0, limits=_limits())
@@ -86,7 +86,7 @@ class Grammar:
         trial.compute_bitmask()  # fails for a schema that only refers to itself, which has no first token
         if trial.is_error():
             raise ValueError(f"no answer can begin by it ({_one_line(trial.get_error())})")
-        self._vocab, self._end = vocab, end
+        self._vocab, self._end, self._field = vocab, end, field
 
     def start(self, ends: frozenset[int]) -> Allowed:
         """The mask function of one sequence. ends: tokens that end the sequence; all are allowed where the grammar may
@@ -103,24 +103,24 @@ class Grammar:
             if new:
                 matcher.consume_tokens(new)
             if matcher.is_error():
-                raise ValueError(f"{_FIELD}: {_one_line(matcher.get_error())}")
+                raise ValueError(f"{self._field}: {_one_line(matcher.get_error())}")
             if matcher.is_stopped():
                 return only_end
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._vocab].bool()
             if matcher.is_error():  # the step exceeded the limit of work
-                raise ValueError(f"{_FIELD}: {_one_line(matcher.get_error())}")
+                raise ValueError(f"{self._field}: {_one_line(matcher.get_error())}")
             return mask | only_end if matcher.is_accepting() else mask & ~only_end
 
         return allowed
 
 
-def _source(wanted: Mapping[str, object]) -> str | dict[str, object]:
-    """The regular expression or JSON schema of a response_format. Errors: BadField."""
+def _source(wanted: Mapping[str, object], field: str) -> str | dict[str, object]:
+    """The regular expression or JSON schema of a response_format. Errors: BadField naming `field`."""
     kind = wanted.get("type")
     valid_keys = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"}}
     if not isinstance(kind, str) or kind not in valid_keys or set(wanted) - valid_keys[kind]:
-        raise BadField(_FIELD, f"{_FIELD}: must be {_FORMS}")
+        raise BadField(field, f"{field}: must be {_FORMS}")
     described_schema = wanted.get("json_schema", {})
     source = {"json_object": {"type": "object"}, "regex": wanted.get("pattern")}.get(kind)
     if kind == "json_schema":
@@ -130,12 +130,12 @@ def _source(wanted: Mapping[str, object]) -> str | dict[str, object]:
             "strict",
             "description",
         }:
-            raise BadField(_FIELD, f"{_FIELD}: json_schema must hold a schema, and may hold name, strict, description")
+            raise BadField(field, f"{field}: json_schema must hold a schema, and may hold name, strict, description")
         source = described_schema.get("schema")
     if not isinstance(source, str if kind == "regex" else dict):
-        raise BadField(_FIELD, f"{_FIELD}: must be {_FORMS}")
+        raise BadField(field, f"{field}: must be {_FORMS}")
     if len(json.dumps(source)) > GRAMMAR_BYTES:
-        raise BadField(_FIELD, f"{_FIELD}: must be at most {GRAMMAR_BYTES} bytes")
+        raise BadField(field, f"{field}: must be at most {GRAMMAR_BYTES} bytes")
     return source
 
 

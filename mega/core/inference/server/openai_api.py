@@ -18,7 +18,7 @@ from pydantic import Field
 from pydantic.config import JsonDict, JsonValue
 
 from mega.core.inference.request import MOST_BIAS, MOST_PENALTY, Request, RequestError, Top
-from mega.core.inference.server.client_fields import ClientFields, resolved
+from mega.core.inference.server.client_fields import ClientFields, constraint, resolved
 from mega.core.inference.server.fields import BadField, SamplingFields, read
 from mega.core.inference.server.limits import MOST_BIASES, MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, STOP_CHARACTERS
 from mega.core.inference.server.service import Service
@@ -323,7 +323,7 @@ async def _asked(
     if rules.form is not None and (forced := rules.tools.forced):
         masks = await service.calling(grammar(rules.form, forced), ends, count)
     else:
-        masks = await service.allowed(fields.response_format, ends, count)
+        masks = await service.allowed(fields.response_format, ends, count, constraint(fields))
     if fields.prompt_logprobs is not None:
         if fields.stream:
             raise BadField("prompt_logprobs", "prompt_logprobs: excludes stream true")

@@ -254,12 +254,12 @@ class Service:
         return frozenset() if ignore else text_ends(self.tokenizer, self.manner(adapter).stop_ids, self.known)
 
     async def allowed(
-        self, wanted: Mapping[str, object] | None, ends: frozenset[int], count: int
+        self, wanted: Mapping[str, object] | None, ends: frozenset[int], count: int, field: str
     ) -> list[Allowed | None]:
         """Mask functions for `count` sequences under a response_format; None if unconstrained. Errors: BadField."""
         if wanted is None or wanted.get("type") == "text":
             return [None] * count
-        grammar = await self.off_loop(self.grammars.compile, wanted)
+        grammar = await self.off_loop(self.grammars.compile, wanted, field)
         return [grammar.start(ends) for _ in range(count)]
 
     async def calling(self, wanted: str, ends: frozenset[int], count: int) -> list[Allowed | None]:
