@@ -44,8 +44,11 @@ class Shard:
 def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
     """Return the block of `tensor` at `coordinates` (axis -> (index, size); an absent axis has size 1).
 
-    >>> shard(Tensor("t", (10, 4), (0,), Init(), (Cut(0, "tp", 10, multiple=4),)), {"tp": (1, 2)})
-    Shard(..., start=(8, 0), size=(2, 4), local=(8, 4))
+    >>> from mega.core.architecture import Cut, Init
+    >>> vocabulary = Tensor("t", (10, 4), (0,), Init(), (Cut(0, "tp", 10, multiple=4),))
+    >>> block = shard(vocabulary, {"tp": (1, 2)})
+    >>> block.start, block.size, block.local
+    ((8, 0), (2, 4), (8, 4))
 
     Errors: ValueError if the number of parts is not divisible by the size of the axis.
     """

@@ -11,6 +11,9 @@ from mega.core.words import count_words
 def shape_words(model: Architecture) -> str:
     """The shape of a model. The first layer represents all layers, and the first mixture all mixtures of experts.
 
+    >>> from mega.core.architecture import architecture
+    >>> from mega.core.config.compose import compose
+    >>> from mega.core.config.resolve import resolve
     >>> shape_words(architecture(resolve(compose("llama3-8b", flags={"micro_batch": 1}), world=1).model))
     'llama, 32 layers, hidden 4096, 32 heads (8 of keys and values), ffn 14336, vocabulary 128,256'
     """
@@ -39,6 +42,8 @@ def _feed_forward(model: Architecture) -> str:
 def parameter_words(options: ModelConfig) -> str:
     """The number of parameters; for a mixture of experts also the number used for one token.
 
+    >>> from mega.core.config.compose import compose
+    >>> from mega.core.config.resolve import resolve
     >>> parameter_words(resolve(compose("mixtral-8x7b", flags={"micro_batch": 1}), world=1).model)
     '46.7B parameters, 12.9B active'
     """

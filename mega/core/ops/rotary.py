@@ -61,7 +61,8 @@ def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     with the number of rotations.
 
     >>> turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 9.0])
-    >>> (scaled(turns * 2 * math.pi / 100, RopeScaling(8.0, 1.0, 4.0, 100)) / (2 * math.pi / 100)).tolist()
+    >>> extended = scaled(turns * 2 * math.pi / 100, RopeScaling(8.0, 1.0, 4.0, 100)) / (2 * math.pi / 100)
+    >>> [round(each, 5) for each in extended.tolist()]
     [0.0625, 0.125, 1.40625, 4.0, 9.0]
     """
     turns = frequency * (scaling.original / (2 * math.pi))
