@@ -73,17 +73,18 @@ async def answer(service: Service, body: object) -> bytes:
 def _rendered(vectors: Sequence[NDArray[np.float32]], tokens: int, name: str, fields: EmbeddingFields) -> bytes:
     """The answer as JSON. Each vector is encoded on its own: json.dumps of them all would hold the interpreter's lock,
     and so the event loop, until its end."""
-    data: list[str] = []
+    parts = [b'{"object":"list","data":[']
     for index, vector in enumerate(vectors):
         unit = vector / max(float(np.linalg.norm(vector)), 1e-12) if fields.normalize else vector
         numbers = _encoded(unit, fields.encoding_format)
-        data.append(_json({"object": "embedding", "index": index, "embedding": numbers}))
+        part = _json({"object": "embedding", "index": index, "embedding": numbers})
+        parts.append(part if index == 0 else b"," + part)
     usage = _json({"prompt_tokens": tokens, "total_tokens": tokens})
-    return f'{{"object":"list","data":[{",".join(data)}],"model":{_json(name)},"usage":{usage}}}'.encode()
+    return b"".join([*parts, b'],"model":', _json(name), b',"usage":', usage, b"}"])
 
 
-def _json(value: Json) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+def _json(value: Json) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _encoded(vector: NDArray[np.float32], form: str) -> Json:
