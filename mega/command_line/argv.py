@@ -32,7 +32,7 @@ class Sets:
     values: int
     """Number of values that follow: 0, 1 or `MANY`."""
     constant: str | None = None
-    """Value that a spelling without values sets; None emits only the flag."""
+    """If `values` is 0: the value that is set. If None, only the flag is emitted."""
     gives_way: bool = False
     """Whether the constant, or a renamed value, yields to any other spelling of the same option."""
     renames: Mapping[str, str | None] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Drops:
     families: tuple[str, ...] = ()
     """As `Sets.families`."""
     only: tuple[str, ...] = ()
-    """The values without effect; other values are refused. () means any."""
+    """The values that are accepted without effect; other values are refused. () means that all values are accepted."""
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ def run(
     """Measure speed: the trainer's step on random tokens, one row after another in one process group.
 
     Rows: w1 (GPT 345M), w2 (Llama-2 7B), w2-fp8 (w2 with --fp8), w3 (GPT 22B with tensor ranks), t5 (T5 220M). The
-    number of ranks determines the batch and layout of a row; flags override them. Row serve measures throughput, the
-    time to the first token and the time between tokens for requests that arrive at random: for the model at --load, a
-    model with random weights defined by flags, or a server at --url.
+    number of ranks determines the batch and layout of a row; flags override them. The row serve measures throughput,
+    the time to the first token and the time between tokens for requests that arrive at random. It measures the model
+    at --load, a model with random weights defined by flags, or a server at --url.
     """
     if rows == ["serve"]:
         return _serving(options, given, bench, serving, engine)

@@ -1,4 +1,4 @@
-"""Special rules of single programs, beyond a table of flags: regrouped words, preceding commands.
+"""Special rules for single programs that a table of flags cannot express, such as regrouped words or several commands.
 
 Functions of `BEFORE` change the words of a line before they are read, those of `AFTER` change the options of the last
 command, and those of `WHOLE` translate a whole line. The row of a program in programs.toml names its functions.

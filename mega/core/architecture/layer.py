@@ -227,7 +227,7 @@ class ExpertCapacity:
     policy: Literal["probs", "position"]
     """The tokens that are kept: the tokens with the largest probability, or the first tokens."""
     padded: bool
-    """Whether rows are padded so that each expert gets exactly the limit."""
+    """Whether rows are padded so that each expert gets exactly the maximum number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

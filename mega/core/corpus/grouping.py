@@ -3,9 +3,9 @@
     pairs    {id: [{other id: overlap}, ...]}      one object per line, from find_duplicates.py or --pairs
     groups   {"0": [id, id, ...]}                  one object per line, from group_duplicate_url.py or --groups
 
-`mega corpus near-duplicates` does both in one call. This module uses pairs and groups that other programs wrote. It
-keeps the first document in the input, whereas Megatron-LM's script keeps an arbitrary document. Source: Megatron-LM
-23.06, tools/openwebtext.
+`mega corpus near-duplicates` finds pairs, groups them and removes documents in one call. This module uses pairs and
+groups that other programs wrote. It keeps the first document in the input, whereas Megatron-LM's script keeps an
+arbitrary document. Source: Megatron-LM 23.06, tools/openwebtext.
 """
 
 from __future__ import annotations

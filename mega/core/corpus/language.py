@@ -25,7 +25,7 @@ def sample_of(text: str) -> str:
 
 
 Detector = tuple[Callable[[str], str], Collection[str]]
-"""The detecting function, and all languages that it can return."""
+"""The function that detects the language, and all languages that it can return."""
 
 
 def detector(library: LanguageLibrary, model: str = "", *, language: str = "en") -> Callable[[str], str]:

@@ -244,7 +244,7 @@ class _SurveyJob:
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The second pass of a survey step, as a step."""
+    """Wraps the second pass of a survey step, so that it runs like any other step."""
 
     step: SurveyStep
     folder: Path

@@ -16,7 +16,7 @@ PLAIN = 512
 """Number of prompt tokens in a step if no times are known."""
 
 LEAST = 256
-"""Minimum number of tokens in a step with prompts, since a device takes as long for fewer tokens."""
+"""Minimum number of tokens in a step with prompts, since a device takes just as long for fewer tokens."""
 
 SLOWER = 2.5
 """Maximum duration of a step with prompts, relative to a step without. With this value, the 99th percentile of the time

@@ -51,7 +51,7 @@ class AuxiliarySums:
     def add(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: torch.Tensor, shape: tuple[int, int], split: bool
     ) -> torch.Tensor:
-        """As `ForwardContext.auxiliary_loss`; shape: (batch, seq) that the layer reads."""
+        """As `ForwardContext.auxiliary_loss`, for a computed total. shape: (batch, seq) of the layer's input."""
         assert total.dim() == 0 and total.dtype in (torch.float32, torch.float64), "totals are summed in fp32 at least"
         if self._open:
             weight = divisor(loss, *shape, shards=self._shards) if self._tp.first else 0.0

@@ -116,7 +116,7 @@ class Optimizer:
         elif bool(finite):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
         else:
-            return Outcome(norm, finite)  # without a gather, which would hide a damaged replica from an audit
+            return Outcome(norm, finite)  # no gather, because it would hide a damaged replica from an audit
         self.grads.start_param_gather()
         return Outcome(norm, finite)
 

@@ -111,7 +111,7 @@ def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
     text = json.dumps(value).encode()
     longest = torch.tensor(len(text), device=device)
     all_reduce(longest, axis, "max")
-    row = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)  # spaces after JSON mean nothing
+    row = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)  # JSON ignores trailing spaces
     rows = all_gather(row[None].to(device), axis).cpu()
     return [json.loads(row.numpy().tobytes()) for row in rows]
 

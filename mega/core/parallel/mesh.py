@@ -145,7 +145,7 @@ class Mesh:
         self.world = prod(self.sizes.values())
         assert 0 <= rank < self.world, (rank, self.sizes)
         self._groups = groups
-        # All ranks must create all groups in this order. So axes are created here, even axes that a run does not use.
+        # All ranks must create all groups in this order. So all axes are created here, even unused ones.
         self.tp = self.axis("tp")
         self.cp = self.axis("cp")
         self.dp = self.axis("dp")

@@ -336,8 +336,10 @@ class _Endings:
             self.deadline = time.monotonic() + (self._patience if code < 0 else PATIENCE)
 
     def ending(self, stop_signal: int) -> Ending:
-        """The common ending. stop_signal: the signal that this process has forwarded, or 0. After a signal every ending
-        is final, and a failure that is only a consequence has the exit code of the signal."""
+        """How the ranks of this host ended, as one result.
+
+        stop_signal: the signal that this process has forwarded, or 0. After a signal every ending is final, and a
+        failure that is only a consequence has the exit code of the signal."""
         if self._interrupted and not self.failed:
             return Ending(INTERRUPTED, "interrupted", final=True)
         if not self.failed:

@@ -120,7 +120,7 @@ class Sums:
         return Sums(self.names, values, torch.zeros(examples, self.shares.shape[1], dtype=torch.float64, device=where))
 
     def join(self, part: Sums) -> None:
-        """Add the sums of the examples that follow."""
+        """Add `part`, the sums of the next examples."""
         self.values += part.values.cpu()
         if self.shares is not None and part.shares is not None:
             self.shares = torch.cat([self.shares, part.shares.cpu()])

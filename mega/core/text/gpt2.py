@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE from vocab.json and merges.txt, on the fastest library that gives the same ids.
 
-`reference` is the definition in Python. A faster engine is used only if it gives the same ids (fast.py); the definition
-itself is the slowest alternative.
+`reference` is the definition in Python. A faster engine is used only if it gives the same ids (fast.py); if none
+does, the definition is used, which is slowest.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
 """

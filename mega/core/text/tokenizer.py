@@ -188,8 +188,8 @@ class Tokenizer(TextEncoder, Protocol):
     """A text encoder together with its files: what identifies it, and how other libraries open it."""
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """File name -> JSON of the files, in addition to `files`, with which transformers' AutoTokenizer opens the
-        tokenizer."""
+        """File name -> the file's JSON. transformers' AutoTokenizer needs these files, in addition to `files`, to
+        open the tokenizer."""
         return {}
 
     def unpublished(self) -> str | None:

@@ -301,7 +301,7 @@ def _key_gradients(
         if not WHOLE:
             visible = _visible(seen, batch, query[None, :], key[:, None], CAUSAL, WINDOW, DOCUMENTS)
             weights = tl.where(visible, weights, 0.0)
-        # Dropout's factor 1 / keep is applied at the end, by k_scale and v_scale; `delta` includes `keep` for this.
+        # Dropout's factor 1 / keep is applied at the end, by k_scale and v_scale; therefore `delta` includes `keep`.
         grad_weights = tl.dot(values, tl.trans(grads))
         if DROP:
             rows = tl.load(rows_at + offset) if WHOLE else tl.load(rows_at + offset, query < seen.s, 0)
@@ -636,7 +636,7 @@ class _Attention(torch.autograd.Function):
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether to use these kernels, that is, they support the attention and torch's faster cuDNN kernels do not."""
+    """Whether to use these kernels: they must support the attention, and torch's faster cuDNN kernels must not."""
     return (
         mask.simple_kind(q.shape[1], k.shape[1]) is None
         and q.element_size() == 2
