@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from mega import cli
+from mega.core.text.chat.templates import TEMPLATES
 from mega.core.text.gpt2 import byte_letters
 from tests.repository.test_pages import REPOSITORY, text_of
 
@@ -91,25 +92,28 @@ def _run(folder: Path, *places: str) -> None:
         shutil.copytree(folder / places[0], folder / place)
 
 
-def _llama(folder: Path) -> None:
-    """`Llama-3.2-1B`: a small random model with Llama 3's control tokens and no chat template."""
+def _llama(folder: Path, name: str = "Llama-3.2-1B", **settings: str) -> None:
+    """A small random model with Llama 3's control tokens; `settings` are of its tokenizer, such as a chat template."""
     from tokenizers import Tokenizer
 
     from tests.support.gguf_models import folder_of
 
-    model = folder_of(folder / "Llama-3.2-1B", "llama3.2-llama-bpe")
+    model = folder_of(folder / name, "llama3.2-llama-bpe")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     controls = ("begin_of_text", "start_header_id", "end_header_id", "eot_id")
     tokenizer.add_special_tokens([f"<|{name}|>" for name in controls])
     tokenizer.save(str(model / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", **settings}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _prepare(guide: str, folder: Path) -> None:
     if guide in ("chat-model", "continue-llama", "lora"):
         pytest.importorskip("transformers", reason="needs the extra dev: pip install '.[dev]'")
-        _llama(folder)
+        if guide == "lora":
+            _llama(folder, "Llama-3.2-1B-Instruct", chat_template=TEMPLATES["llama3"])
+        else:
+            _llama(folder)
     elif guide in ("one-node", "slurm", "troubleshooting"):
         _run(folder, "runs/llama-1b", "runs/llama-7b", "runs/first")
     elif guide == "from-megatron":
