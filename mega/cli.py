@@ -226,7 +226,7 @@ def _format_error(error: Any) -> str:
 
 
 def _unknown_verb(word: str, ctx: Any) -> str:
-    """The message about an unknown verb: suggest the nearest one, and say how to list all."""
+    """The message about an unknown verb. It suggests the nearest verb and says how to list all verbs."""
     from mega.core.config.compose import nearest
 
     suggestion = nearest(word.removesuffix(".py").replace("_", "-"), ctx.command.list_commands(ctx))

@@ -59,7 +59,7 @@ def norm(value: Norm, unit: Unit, partial: Partial) -> Iterator[Tensor]:
 
 
 def whole_linear(model: Architecture, name: str, outs: int, partial: tuple[Partial, ...] = ()) -> Iterator[Tensor]:
-    """The tensors of a linear layer with bias in the head that every rank holds whole."""
+    """The tensors of a linear layer of the head: weight and bias, which every rank holds whole."""
     yield Tensor(f"{name}.weight", (outs, model.hidden), ("head",), Init(std=model.init_std), partial=partial)
     yield Tensor(f"{name}.bias", (outs,), ("head",), Init(), partial=partial)
 

@@ -136,7 +136,7 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
 
 
 def inference_ranks(run: RunConfig) -> Iterator[str]:
-    """Rules of experts in a verb that trains nothing. Data ranks of such a verb have different rows and answers, so
+    """Rules for experts in a command that does not train. Data ranks of such a verb have different rows and answers, so
     only tensor ranks, which have the same tokens, can share experts."""
     parallel = run.parallel
     within = parallel.ep * parallel.etp == parallel.tp and not parallel.sequence_parallel

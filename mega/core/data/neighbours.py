@@ -301,7 +301,7 @@ def with_neighbours(
     crossing: bool,
     eod_loss: bool,
 ) -> Datasets:
-    """Add the neighbours of their chunks to the datasets of a run. The validation set without neighbours is added as a
+    """Add to each dataset of a run the neighbours of its chunks. The validation set without neighbours is added as a
     further set.
 
     length: number of tokens in a chunk. each, retrieved, crossing: see `NeighbourDataset`. eod_loss: whether the loss

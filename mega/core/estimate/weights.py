@@ -150,7 +150,7 @@ class TransientBucket(NamedTuple):
 
 
 def transient_buckets(run: RunConfig, dp: int) -> list[TransientBucket]:
-    """The temporary buckets of a rank of the only stage."""
+    """The temporary buckets of a rank in a run with a single pipeline stage."""
     if run.parallel.zero < 2:
         return []
     buckets, size, single_rank = [], BYTES[run.precision.grad_dtype], dp * run.parallel.cp == 1

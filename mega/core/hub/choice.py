@@ -13,7 +13,7 @@ SMALL = (".json", ".model", ".txt", ".jinja")
 """Suffixes of the files that describe a model or its tokenizer."""
 
 POOLING = "1_Pooling/config.json"
-"""The file that contains the pooling of a sentence-transformers model."""
+"""The file that contains the pooling settings of a sentence-transformers model."""
 
 TOKENIZER = re.compile(r"(tokenizer.*|vocab.*|merges.*|special_tokens.*|added_tokens.*|chat_template.*|dict.*)")
 ROWS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".txt")

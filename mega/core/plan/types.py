@@ -13,7 +13,7 @@ cargo for the next chunk to rank 0. If one rank holds both global stages (a sing
 chunks), the cargo stays there, and no `Transfer` exists for it.
 
 This module does not depend on schedules, tensors or process groups. A plan is a value that is made once, is equal on
-all ranks, and is played by `core.parallel.pipeline`.
+all ranks, and is executed by `core.parallel.pipeline`.
 """
 
 from __future__ import annotations

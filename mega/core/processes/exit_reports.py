@@ -46,7 +46,7 @@ GRACE = 2.0
 """Seconds within which ranks with the same fault report that fault."""
 
 COMING = 5 * GRACE
-"""The same before the rendezvous is complete, when each rank first imports torch from a disk that all ranks read."""
+"""`GRACE` before the rendezvous is complete: longer, because each rank first imports torch from a shared disk."""
 
 LIMIT = 10 * GRACE
 """Timeout in seconds for all phases together, because the store of a stopped or disconnected host neither answers nor

@@ -60,7 +60,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.pad = self._named("pad_token", ())
 
     def _add_missing(self) -> bool:
-        """Add to the library the tokens that only the files next to tokenizer.json have, as transformers does. Return
+        """As transformers does, add the tokens that are defined only in the files next to tokenizer.json. Return
         whether any of these tokens has a new id."""
         from tokenizers import AddedToken as Added
 

@@ -108,7 +108,7 @@ class Stragglers:
             yield rank, float(middle[rank]), f"step {step}: rank {rank} is slow: its own work takes {words}"
 
     def _usual(self, seconds: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """The time with which each rank is compared; None if that time is not yet known."""
+        """The time with which each rank's own time is compared; None if that time is not yet known."""
         usual = np.empty_like(seconds)
         for ranks in self._stages:
             stage_seconds = seconds[ranks]

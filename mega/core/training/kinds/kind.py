@@ -1,5 +1,5 @@
-"""The interface of a kind of task, for the training loop. Does not import torch, because a launcher opens datasets
-before any rank starts."""
+"""The interface of a kind of task, for the training loop. This module does not import torch,
+because a launcher opens datasets before any rank starts."""
 
 from __future__ import annotations
 

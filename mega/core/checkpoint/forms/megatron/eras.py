@@ -299,7 +299,7 @@ def has_two_stacks(names: Collection[str]) -> bool:
 
 def common_head(name: str) -> str:
     """The common name of a head's tensor in a tree of any era; other names are returned unchanged. The bias of an
-    output layer belongs to the head for words.
+    output layer belongs to the language-model head.
 
     >>> common_head("lm_head.layernorm.bias"), common_head("lm_head.output_layer.bias")
     ('lm_head.norm.bias', 'lm_head.bias')
