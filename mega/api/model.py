@@ -18,7 +18,7 @@ from typing import Literal, overload
 import torch
 
 from mega.api.ids import checked_ids
-from mega.core.device import DTYPES, Device
+from mega.core.device import DTYPE_NAMES, Device
 from mega.core.hub.folders import local_place
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generation.chat import LocalAnswers
@@ -67,7 +67,7 @@ class Model:
     def __init__(self, opened: OpenedModel, device: Device, dtype: torch.dtype):
         self.path: Path = opened.path
         """Path of the weights."""
-        self.dtype: str = next(name for name, each in DTYPES.items() if each == dtype)
+        self.dtype: str = DTYPE_NAMES[dtype]
         """Dtype of the computation."""
         self._opened, self._device = opened, device
         self._mesh = Mesh(0)

@@ -26,6 +26,8 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""dtype -> its name as --dtype takes it."""
 
 # Dense bf16 peak in TFLOP/s, from the vendors' datasheets. MFU is n/a on other devices.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "V100": 125.0}

@@ -23,7 +23,7 @@ from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve, variant
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.sections import LABELLED, ModelConfig
-from mega.core.device import DTYPES, Device, restored_settings
+from mega.core.device import DTYPE_NAMES, DTYPES, Device, restored_settings
 from mega.core.family import ModelStage, family
 from mega.core.inference.loading.identity import check_tokenizer_flags
 from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
@@ -193,9 +193,7 @@ def open_here(checked: CheckedModel, rank: int, world: int, device: Device, grou
     """Open one rank's part. Without --dtype the model computes in the weights' dtype, on a CPU in fp32 or wider."""
     model, run = open_model(checked.load), checked.run
     if not checked.typed_dtype:
-        compute = compute_dtype(model, device)
-        dtype = next(name for name, each in DTYPES.items() if each == compute)
-        run = variant(run, {"dtype": dtype, "grad_dtype": None})
+        run = variant(run, {"dtype": DTYPE_NAMES[compute_dtype(model, device)], "grad_dtype": None})
     return ModelHere(run, model, build_mesh(run, rank, world, groups), device)
 
 

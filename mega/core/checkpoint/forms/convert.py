@@ -36,10 +36,11 @@ from mega.core.checkpoint.own.base import MergedSource, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
 from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
-from mega.core.checkpoint.own.pieces import OPTION_NAMES, Box, CheckpointError, Piece, Tensors, naming
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource, StoredWeights
 from mega.core.checkpoint.own.store import Attachments, locate, store_at
+from mega.core.device import DTYPE_NAMES
 from mega.core.untrusted import Json, below
 
 
@@ -202,7 +203,7 @@ def _plain_state(
     """The plain state of the new checkpoint; values from the foreign run take precedence."""
     config = {
         "model": dataclasses.asdict(opened.model),
-        "precision": {"dtype": OPTION_NAMES[main_dtype(tensors)]},
+        "precision": {"dtype": DTYPE_NAMES[main_dtype(tensors)]},
         "parallel": layout.section,
         "tokenizer": tokenizer,
     }

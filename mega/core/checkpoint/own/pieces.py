@@ -32,9 +32,6 @@ FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """dtype -> its name in safetensors."""
 
-OPTION_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""dtype -> its name as --dtype takes it."""
-
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> shape and dtype."""
 
