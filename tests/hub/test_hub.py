@@ -216,6 +216,17 @@ def test_a_full_disk(
     )
 
 
+@pytest.mark.parametrize(("endpoint", "words"), [("http://127.0.0.1:9", "cannot be reached: "), (None, "503 ")])
+def test_a_hub_that_gives_no_list(hub: Hub, endpoint: str | None, words: str, tmp_path: Path) -> None:
+    """The reason is the one that occurred: no connection, or a server that is overloaded."""
+    hub.overloaded = True
+    away = {**os.environ, "HF_ENDPOINT": endpoint or hub.endpoint, "HF_HOME": str(tmp_path)}
+    line = [sys.executable, "-m", "mega", "download", "me/toy"]
+    ended = subprocess.run(line, capture_output=True, text=True, env=away, check=False, timeout=200)
+    assert ended.returncode == 2 and "me/toy: no such directory, and it is not in" in ended.stderr
+    assert words in ended.stderr and ("cannot be reached" in ended.stderr) == (endpoint is not None), ended.stderr
+
+
 def test_a_process_that_has_loaded_nothing(tmp_path: Path) -> None:
     """The library loads its parts when they are named, so that another test's import would hide a missing one."""
     line = [sys.executable, "-m", "mega", "download", "nobody/nothing"]

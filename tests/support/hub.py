@@ -25,13 +25,15 @@ COMMIT = "c0" * 20
 @dataclass
 class Hub:
     """repositories: (kind, name) -> path -> bytes. private, gated: names. tokens: valid ones. cut: bytes after which
-    answers with files end too early, one for each such answer. asked: method, path and Range of every request."""
+    answers with files end too early, one for each such answer. overloaded: whether every answer is 503. asked: method,
+    path and Range of every request."""
 
     repositories: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
     tokens: set[str] = field(default_factory=lambda: {"hf_good"})
     cut: list[int] = field(default_factory=list)
+    overloaded: bool = False
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     uploads: dict[str, bytes] = field(default_factory=dict)
     endpoint: str = ""
@@ -65,7 +67,9 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
         body = self._body() if self.command in ("POST", "PUT") else b""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if token and token not in self.hub.tokens:
+        if self.hub.overloaded:
+            self._json({"error": "overloaded"}, 503)
+        elif token and token not in self.hub.tokens:
             self._json({"error": "Invalid credentials in Authorization header"}, 401)
         elif self.command == "PUT":
             self.hub.uploads[path.rpartition("/")[2]] = body

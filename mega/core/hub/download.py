@@ -109,14 +109,18 @@ def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[
         # The Hub refused access or does not have the repository; cached files must not hide this error.
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
             raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        reason = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT}: {reason}"
+        detail = " ".join(str(error).split())[:200] or type(error).__name__
+        if constants.HF_HUB_OFFLINE:
+            reason = "HF_HUB_OFFLINE=1"
+        elif isinstance(error, errors.HfHubHTTPError):
+            reason = f"{constants.ENDPOINT}: {detail}"
+        else:
+            reason = f"{constants.ENDPOINT} cannot be reached: {detail}"
         try:
             listed = get_cached_repo_tree(repository, repo_type=repository_kind, revision=name.revision)
         except (errors.CachedRepoTreeNotFoundError, errors.EntryNotFoundError):
             cache = constants.HF_HUB_CACHE
-            unanswered = reason if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-            raise ValueError(f"{flag} {name}: no such directory, and it is not in {cache}; {unanswered}") from None
+            raise ValueError(f"{flag} {name}: no such directory, and it is not in {cache}; {reason}") from None
         report(f"{name}: as it is in {constants.HF_HUB_CACHE}; the Hub was not asked ({reason})")
     try:
         selected = set(chosen([file.path for file in listed], name, kind))
