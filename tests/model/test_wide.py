@@ -84,8 +84,8 @@ def test_layouts_agree_as_bf16_does(pool: Pool, layout: dict[str, Any]) -> None:
     alone = snapshots(pool, small_run(dtype="bf16", **WIDE), 1, (1, 3))
     other = snapshots(pool, small_run("gpt", 2, dtype="bf16", **WIDE, **layout), 2, (1, 3))
     for mine, theirs in zip(alone, other, strict=True):
-        # An eighth of bf16's epsilon: logits are rounded on their own, and a loss is the mean over 32 tokens.
-        assert theirs.loss == pytest.approx(mine.loss, rel=torch.finfo(torch.bfloat16).eps / 8)
+        # 1/16 of bf16's epsilon: logits are rounded on their own, and a loss is the mean over many tokens.
+        assert theirs.loss == pytest.approx(mine.loss, rel=torch.finfo(torch.bfloat16).eps / 16)
         assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=2e-2)
 
 

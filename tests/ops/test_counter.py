@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import pytest
 import torch
 
-from mega.core.ops import dropout as dropout_module
 from mega.core.ops.counter import (
     OLD_RULE,
     draw,
@@ -99,7 +97,6 @@ def test_the_realised_share_is_what_scales(probability: float) -> None:
 
 
 def test_columns_in_runs() -> None:
-    assert doctest.testmod(dropout_module).failed == 0
     assert joined([range(0)]) == (range(0),) and joined([range(3, 3), range(5, 6)]) == (range(5, 6),)
 
 

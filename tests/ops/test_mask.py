@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega.core.ops import cudnn
-from mega.core.ops import mask as module
 from mega.core.ops.mask import CAUSAL, FULL, AttentionMask
 from tests.support.masks import dense, draw_mask
 
@@ -95,10 +93,6 @@ def test_documents_may_hide_all_but_from_themselves() -> None:
 def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(AssertionError):
         AttentionMask(**wrong)  # type: ignore[arg-type]
-
-
-def test_examples() -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 def test_no_kernel_without_soft_caps_takes_one() -> None:

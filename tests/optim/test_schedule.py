@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 
-from mega.core.optim import schedule as module
 from mega.core.optim.schedule import LearningRate, WeightDecay
 
 AT = (0, 1, 50, 100, 101, 550, 1000, 1001)
@@ -16,10 +13,6 @@ RATES = {
     "inverse-square-root": (0, 1.5e-6, 7.5e-5, 1.5e-4, 1.492555785e-4, 6.396021491e-5, 4.743416490e-5, 1e-5),
     "constant": (0, 1.5e-6, 7.5e-5, 1.5e-4, 1.5e-4, 1.5e-4, 1.5e-4, 1.5e-4),
 }
-
-
-def test_worked_examples() -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize("style", RATES)

@@ -27,5 +27,5 @@ def test_examples(package: str) -> None:
     for name in MODULES:
         if package_of(name) == package:
             module = importlib.import_module(name)
-            results = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+            results = doctest.testmod(module)
             assert results.failed == 0, name
