@@ -217,7 +217,7 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
     [
         ("--prompt a --num-samples 2", "--prompt: excludes --num-samples"),
         ("--prompt a --output x", "--output x: needs --input or --num-samples"),
-        ("--prompt a --tp 3", "--tp 3: must divide the model's 4 key/value heads"),
+        ("--prompt a --tp 3", "--tp 3: must divide the model's 4 key/value heads (valid: 1, 2, 4)"),
         ("--prompt a --pp 6", "--pp 6: must be at most the model's 5 blocks"),
         ("--prompt a --tp 2 --nproc 4", "--tp x --pp = 2: must be the number of ranks, 4"),
         ("--prompt a --vocab-file v", "--vocab-file: needs --tokenizer, its kind"),

@@ -1,4 +1,4 @@
-"""The guides of docs/guides: their commands run, in their order, with small models where theirs are large.
+"""The guides of docs/guides: their commands run, in order, with small models in place of large ones.
 
 A `bash` block is a list of commands. A `toml` or `json` block that begins with a file's name is that file. A `python`
 block is run. Each line of a `text` block is printed by the block of commands before it; blocks without a language show

@@ -60,7 +60,7 @@ class Drafter(Protocol):
         """Guess the next tokens of each sequence, at most one per row of its `numbers`."""
 
     def free(self, number: int) -> None:
-        """Forget a sequence that has ended."""
+        """Remove a sequence that has ended."""
 
     def close(self) -> None: ...
 

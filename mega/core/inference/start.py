@@ -14,6 +14,7 @@ import torch
 
 from mega.core.architecture import Architecture, architecture
 from mega.core.config.presets import FAMILY_DEFAULTS
+from mega.core.config.resolve import divisors
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
@@ -180,7 +181,8 @@ def check_layout(
         raise ValueError(f"--load: a model {kind} {advice or 'does not continue text'}{hint}")
     kv_heads, layers = model.cached.kv_heads, len(model.layers)
     if kv_heads % tp:
-        raise ValueError(f"--tp {tp}: must divide the model's {kv_heads} key/value heads")
+        valid = ", ".join(map(str, divisors(kv_heads)))
+        raise ValueError(f"--tp {tp}: must divide the model's {kv_heads} key/value heads (valid: {valid})")
     if pp > layers:
         raise ValueError(f"--pp {pp}: must be at most the model's {layers} blocks")
 

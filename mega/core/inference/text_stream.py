@@ -46,7 +46,7 @@ class TextStream:
         return self._tokenizer.decode(self._ids)[self._before :]
 
     def _move(self) -> None:
-        """Forget all tokens except the last, so that decoding stays cheap. Called when all text is complete."""
+        """Drop all tokens except the last, so that decoding stays cheap. Called when all text is complete."""
         if len(self._ids) > 2 * _CONTEXT:
             self._ids = self._ids[-_CONTEXT:]
             self._before = len(self._tokenizer.decode(self._ids))

@@ -3,7 +3,7 @@
 peft names an adapter after the linear layer of transformers that the adapter modifies. For Llama and its relatives the
 names are equal to the project's names. Other families use other names or another order of rows, or one linear contains
 several of the project's linears (GPT-2's query, key and value). The adapters of such linears are joined into one
-adapter whose rank is a multiple of theirs: the matrices A are stacked, the matrices B are placed on a block diagonal.
+adapter whose rank is a multiple of their rank: the matrices A are stacked, the matrices B form a block diagonal.
 Source: peft's LoraConfig and get_peft_model_state_dict, 0.21.
 """
 

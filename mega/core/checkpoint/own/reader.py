@@ -86,7 +86,7 @@ class Checkpoint:
         return sum(container.size for container in self._manifest.containers.values())
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `pieces` in place, whatever the layout in which they were saved.
+        """Fill the tensors of `pieces` in place; they may have been saved in any layout.
 
         cast: whether to convert values where dtypes differ, instead of refusing. verify: whether to hash every stored
         rectangle that overlaps a piece, once, before it is read; otherwise only the needed bytes are read.

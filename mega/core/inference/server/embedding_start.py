@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from mega.core.config.presets import FAMILY_DEFAULTS
+from mega.core.config.resolve import divisors
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.embedding import STEP_TOKENS, EmbeddingEngine, Pooling, TextVectors, follow
@@ -59,7 +60,8 @@ def check_embedding(
             raise ValueError(f"--{flag} {ranks}: embeddings are computed by the ranks of --tp alone; must be 1")
     heads = opened.architecture.cached.kv_heads
     if heads % layout.tp:
-        raise ValueError(f"--tp {layout.tp}: must divide the model's {heads} heads")
+        valid = ", ".join(map(str, divisors(heads)))
+        raise ValueError(f"--tp {layout.tp}: must divide the model's {heads} heads (valid: {valid})")
     if tokenizer.roles is None:
         raise ValueError(f"{opened.path}: its tokenizer, {tokenizer.kind}, has no [CLS] and [SEP], which a BERT needs")
 
