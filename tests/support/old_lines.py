@@ -97,6 +97,16 @@ class Stands:
                     writer.add([[7] * 4000] * 3 if not sentences else [[7] * 20] * 600)
         return str(prefix)
 
+    def corpus(self) -> str:
+        """A prefix of token files: four documents of 2,048 random ids of Llama's tokenizer."""
+        prefix = self.place / "corpus_text_document"
+        if not prefix.with_suffix(".idx").exists():
+            ids = np.random.default_rng(1).integers(300, 20_000, (4, 2_048))
+            with IndexedWriter(str(prefix), np.dtype(np.uint16)) as writer:
+                for document in ids.tolist():
+                    writer.add([[*document, 2]])  # 2 ends a document
+        return str(prefix)
+
     def texts(self) -> str:
         path = self.place / "texts.jsonl"
         path.write_text('{"text": "Once upon a time. There was a model."}\n' * 3)
@@ -210,7 +220,7 @@ def _run(result: Translation, stands: Stands) -> None:
                 rest[flag] = [str(stands.place / f"made-{verb}")]
                 shutil.rmtree(rest[flag][0], ignore_errors=True)
         _STAND_IN.get(verb, _as_it_is)(rest, stands)
-        typed = [word for flag, values in rest.items() for word in ((flag, *values) if flag else values)]
+        typed = _typed(rest)
         if stands.processes:
             done = subprocess.run([sys.executable, "-m", "mega", verb, *typed], capture_output=True, text=True)
             assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-400:]} | mega {quoted([verb, *typed])}"
@@ -230,6 +240,11 @@ def _grouped(words: Sequence[str]) -> dict[str, list[str]]:
         else:
             found.setdefault(flag, []).append(word)
     return found
+
+
+def _typed(rest: Mapping[str, Sequence[str]]) -> list[str]:
+    """The words of grouped options."""
+    return [word for flag, values in rest.items() for word in ((flag, *values) if flag else values)]
 
 
 def _as_it_is(rest: dict[str, list[str]], stands: Stands) -> None:
@@ -277,7 +292,32 @@ def _training(rest: dict[str, list[str]], stands: Stands) -> None:
         rest["--load"] = [stands.model(theirs if family == "gpt" else family)]
         for flag in ("--resume", "--vocab"):
             rest.pop(flag, None)
+    if "--retro" in rest:
+        _neighbours(rest, stands)
     _ranks(rest)
+
+
+def _retrieving(rest: dict[str, list[str]], stands: Stands) -> None:
+    """The corpus, embedder and tokenizer of a database. The line's index needs faiss and millions of chunks."""
+    _tokenizer(rest, stands)
+    for flag in ("--index", "--index-train"):
+        rest.pop(flag, None)
+    rest["--data-path"], rest["--embedder"] = [stands.corpus()], [stands.model("bert")]
+    rest["--directory"], rest["--device"] = [str(stands.place / "database")], ["cpu"]
+
+
+def _neighbours(rest: dict[str, list[str]], stands: Stands) -> None:
+    """A database, and the neighbours of the few samples that the run then has. `rest` has no flag of ranks yet."""
+    rest |= {"--samples": ["4"], "--lr-decay-samples": ["3"], "--lr-warmup-samples": ["1"], "--eval-iters": ["1"]}
+    rest |= {"--global-batch": ["2"], "--micro-batch": ["2"], "--eval-interval": ["2"]}
+    rest["--data-path"] = [stands.corpus()]
+    names = ("--data-path", "--split", "--tokenizer", "--tokenizer-model")
+    build = {"": ["build"], **{flag: rest[flag] for flag in names}, "--chunk-length": ["64"]}
+    _retrieving(build, stands)
+    rest["--retro"] = build["--directory"] = [str(stands.place / "neighbours")]
+    query = {"": ["query"], **rest, "--embedder": build["--embedder"], "--candidates": ["8"], "--saved": ["2"]}
+    for options in (build, {**query, "--dtype": ["fp32"], "--device": ["cpu"]}):
+        run_quietly(["retro", *_typed(options)])
 
 
 def _shorten(rest: dict[str, list[str]]) -> None:
@@ -363,6 +403,7 @@ _STAND_IN = {
     "reshard": _cutting,
     "convert-llama": _converting,
     "checkpoint": _comparing,
+    "retro": _retrieving,
 }
 """Verb -> what puts stand-ins into the options of its line."""
 
