@@ -2,7 +2,7 @@
 """Writes the hashed locks that ./run installs from: every package of an environment, every wheel, nothing to build.
 
     core.txt   what `mega[track]` needs, and what builds the project itself; without torch
-    dev.txt    what `mega[data,corpus,serve,peft,docs,dev]` needs besides
+    dev.txt    what `mega[data,corpus,serve,retro,peft,docs,dev]` needs besides
     cpu.txt    torch without CUDA, of PyTorch's own index
     cuda.txt   torch with CUDA, of PyPI, and the libraries that it loads
 
@@ -47,10 +47,10 @@ def main() -> None:
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     core = closure([*project["dependencies"], *extras["track"], *BUILD]) - {"torch"}
-    wanted = [line for extra in ("data", "corpus", "serve", "peft", "docs", "dev") for line in extras[extra]]
+    wanted = [line for extra in ("data", "corpus", "serve", "retro", "peft", "docs", "dev") for line in extras[extra]]
     dev = closure(wanted) - core - {"torch"}
     write("core.txt", "mega[track], and what builds it", core)
-    write("dev.txt", "mega[data,corpus,serve,peft,docs,dev] besides core.txt", dev)
+    write("dev.txt", "mega[data,corpus,serve,retro,peft,docs,dev] besides core.txt", dev)
     torch = pinned("torch")
     write(
         "cuda.txt", "torch with CUDA, for Linux", closure([f"torch=={torch}"], installed=False) - core - dev, mac=False

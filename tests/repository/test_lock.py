@@ -29,7 +29,10 @@ def test_every_requirement_is_locked() -> None:
     assert not core.keys() & dev.keys() and not (core.keys() | dev.keys()) & (cpu.keys() | cuda.keys())
     for locked, asked in (
         ({**core, **cpu}, [*project["dependencies"], *extras["track"], "hatchling", "editables"]),
-        ({**core, **dev, **cpu}, [*extras["data"], *extras["corpus"], *extras["docs"], *extras["dev"]]),
+        (
+            {**core, **dev, **cpu},
+            [*extras["data"], *extras["corpus"], *extras["retro"], *extras["docs"], *extras["dev"]],
+        ),
     ):
         for requirement in map(Requirement, asked):
             version, hashes = locked[canonicalize_name(requirement.name)]
