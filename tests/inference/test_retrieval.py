@@ -17,6 +17,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.engine import BatchingEngine
+from mega.core.inference.generation.generate import generate
 from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.inference.request import Citation, Request, RequestError, Sampling
 from mega.core.inference.retrieval import NoNeighbours, Retrieved, check_decoding, check_retrieval
@@ -118,6 +119,21 @@ def test_a_text_is_what_whole_rows_say(name: str) -> None:
         cited = [each for event in events for each in event.cited]
         # The last token is drawn, and not read.
         assert [each.chunk for each in cited] == list(range((len(ids) - 1) // CHUNK))
+
+
+@pytest.mark.parametrize("prompt_length", [5, 70])
+def test_citations_name_the_chunks_of_the_whole_text(prompt_length: int) -> None:
+    """Of a text that outgrows the 48 positions more than once: by the key of its tokens, each chunk is cited once."""
+    cited: list[Citation] = []
+    prompt = np.random.default_rng(6).integers(0, VOCAB, prompt_length).tolist()
+    new = list(generate(engine("gpt"), prompt, 90, Sampling(temperature=0.0), cite=cited.extend))
+    text = [*prompt, *new]
+    keys = {each.chunk: each.number for each in cited}
+    expected = {
+        chunk: int(np.array(text[chunk * CHUNK : (chunk + 1) * CHUNK]) @ (7 ** np.arange(CHUNK)))
+        for chunk in range(0 if prompt_length < 48 else 12, (len(text) - 1) // CHUNK)
+    }
+    assert keys == expected and len(cited) == len(keys)
 
 
 def test_a_prompt_is_scored() -> None:

@@ -253,6 +253,8 @@ class Limits:
     """Size of the vocabulary; all ids are smaller."""
     long_from: int | None = None
     """Sequences with more tokens than this use LongRoPE's long factors, which change the keys of all tokens."""
+    chunk: int = 1
+    """Number of tokens in a chunk for which a model with a retriever reads neighbours; 1 for other models."""
 
 
 class Engine(Protocol):

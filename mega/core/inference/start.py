@@ -32,6 +32,7 @@ from mega.core.inference.retrieval import Retriever
 from mega.core.inference.speculate import MOST, Drafter, NGrams
 from mega.core.inference.worker import Worker
 from mega.core.model.decode import use_decoding_layout
+from mega.core.model.decode_neighbours import reading
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups, Mesh
@@ -84,11 +85,9 @@ def engine_on(
 
     layers: maximum number of blocks in a stage [the model's]. adapters: the stage's. relay: an earlier engine's [new].
     """
-    if options.cuda_graph and stage.architecture.cached.softcap is not None:
-        raise ValueError("--cuda-graph: soft-capped attention is not recorded; valid here: --no-cuda-graph")
-    if options.cuda_graph and not device.is_cuda:
-        raise ValueError("--cuda-graph: needs a GPU; valid here: --no-cuda-graph")
     model, size = stage.architecture, options.block
+    if options.cuda_graph:
+        _check_graphs(model, device)
     vocab = min(model.input.vocab, options.vocab or model.input.vocab)
     blocks = _blocks(model, mesh, device, stage.dtype, options, layers or len(model.layers))
     worker = Worker(
@@ -107,7 +106,8 @@ def engine_on(
     if relay is not None and not mesh.model.first:
         follow(worker, relay)
         return None
-    limits = Limits(model.positions, (blocks - 1) * size, options.max_requests, vocab, model.long_from)
+    chunk = 1 if retriever is None else reading(stage).chunk
+    limits = Limits(model.positions, (blocks - 1) * size, options.max_requests, vocab, model.long_from, chunk)
     ahead = device.is_cuda + mesh.pp.size - 1 if options.ahead is None else options.ahead
     depth, groups = (1, 1) if options.batch_invariant or retriever is not None else (1 + ahead, mesh.pp.size)
     return BatchingEngine(
@@ -120,6 +120,14 @@ def engine_on(
         groups=groups,
         drafter=drafter_of(options, model, device, stage.dtype, vocab),
     )
+
+
+def _check_graphs(model: Architecture, device: Device) -> None:
+    """Errors: ValueError if steps of the model are not recorded on the device."""
+    if model.cached.softcap is not None:
+        raise ValueError("--cuda-graph: soft-capped attention is not recorded; valid here: --no-cuda-graph")
+    if not device.is_cuda:
+        raise ValueError("--cuda-graph: needs a GPU; valid here: --no-cuda-graph")
 
 
 def drafter_of(

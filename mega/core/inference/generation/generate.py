@@ -35,16 +35,18 @@ def generate(
     cite: Callable[[Sequence[Citation]], None] = lambda cited: None,
 ) -> Generator[int, None, None]:
     """Yield up to `tokens` ids that follow `prompt`, from an engine without other requests. End after an id of
-    `stop_ids`, which is yielded too. cite: receives the neighbours that the model reads. If the generator is closed
-    early, its request is cancelled.
+    `stop_ids`, which is yielded too. cite: receives the neighbours that the model reads, once for each chunk of the
+    text. If the generator is closed early, its request is cancelled.
 
     When a text exceeds the model's positions, the model continues from the last part of the text, which at first fills
-    half of the positions. Errors: RequestError for an empty prompt.
+    at most half of the positions. Errors: RequestError for an empty prompt.
     """
-    ids, longest, seed = list(prompt), engine.limits.longest, how.seed
+    ids, longest, chunk, seed = list(prompt), engine.limits.longest, engine.limits.chunk, how.seed
+    dropped, last_cited = 0, -1
     while tokens > 0:
         if len(ids) >= longest:
-            ids = ids[-max(1, longest // 2) :]
+            count = _dropped(len(ids), longest, chunk)
+            ids, dropped = ids[count:], dropped + count
         room = min(tokens, longest - len(ids))
         request = Request(prompt=tuple(ids), tokens=room, sampling=how, stop_ids=stop_ids, adapter=adapter)
         number = engine.add(request)
@@ -53,8 +55,10 @@ def generate(
                 for event in engine.step():
                     check_answered(event)
                     assert event.token is not None
-                    if event.cited:
-                        cite(event.cited)
+                    cited = [each for each in _numbered(event.cited, chunk, dropped) if each.chunk > last_cited]
+                    if cited:
+                        cite(cited)
+                        last_cited = cited[-1].chunk
                     ids.append(event.token)
                     yield event.token
                     if event.finish == "stop":
@@ -68,6 +72,28 @@ def generate(
         # The same seed would repeat the draws of the previous part.
         seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]
         how = replace(how, seed=seed)
+
+
+def _dropped(length: int, longest: int, chunk: int) -> int:
+    """Number of tokens to drop from the start of a text, so that the rest fills at most half of `longest` positions.
+
+    Whole chunks are dropped, so that the chunks of the rest are chunks of the text, unless a chunk is longer than half
+    of the positions.
+
+    >>> _dropped(48, 48, 1), _dropped(48, 48, 4), _dropped(50, 48, 5), _dropped(8, 8, 8)
+    (24, 24, 30, 4)
+    """
+    least = length - max(1, longest // 2)
+    return -(-least // chunk) * chunk if chunk <= longest // 2 else least
+
+
+def _numbered(cited: Sequence[Citation], chunk: int, dropped: int) -> list[Citation]:
+    """Citations of a text without its first `dropped` tokens, with the numbers of the chunks in the whole text.
+
+    >>> _numbered([Citation(1, 7, "corpus", 0, "text")], 4, 24)[0].chunk
+    7
+    """
+    return [each._replace(chunk=each.chunk + -(-dropped // chunk)) for each in cited]
 
 
 def check_answered(event: Event) -> None:
