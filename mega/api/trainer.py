@@ -1,5 +1,4 @@
-"""A run in steps, for your own training loops and losses: the model, optimizer, data and checkpoints of `mega
-pretrain`.
+"""A trainer for your own training loops and losses, with the model, optimizer, data and checkpoints of `mega pretrain`.
 
     with mega.Trainer(run) as trainer:
         for batches in trainer.batches():
@@ -7,8 +6,9 @@ pretrain`.
             trainer.step()
         trainer.save()
 
-A trainer is one rank of the layout. All ranks must call the same methods in the same order. Validation, guards against
-spikes, metrics and signals, which `mega pretrain` handles between steps, are left to the caller.
+Each rank of the layout creates one trainer. All ranks must call the same methods in the same order. Between steps,
+`mega pretrain` also runs validation, guards against loss spikes, writes metrics and handles signals; a trainer does
+not.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ from mega.core.training.start.rank import StartedRun, begin, open_rank
 from mega.core.training.step import backward, means, update
 
 ROWS_OF_STEP = 2**32
-"""Number of sample ids reserved for the caller's own rows in each step; ids of the run's data are smaller."""
+"""Number of sample ids reserved per step for rows that the caller makes. Sample ids of the run's data are smaller than
+this number."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, the same on every rank."""
+    """Result of a step, identical on every rank."""
 
     step: int
     """Number of the step, from 1."""
     loss: float
     """Mean loss over the global batch, before the update."""
     grad_norm: float
-    """Gradient norm before clipping; NaN if it is not finite."""
+    """Gradient norm before clipping; NaN if the update was skipped."""
     lr: float
     """The learning rate of the update."""
     applied: bool
-    """False if loss or gradients are not finite; weights and moments are then unchanged."""
+    """Whether the weights were updated. False if the loss or the gradients are not finite; weights and moments are then
+    unchanged."""
 
 
 class Trainer:
-    """One rank of a run. run: options from `mega.config`; keywords override them.
+    """One rank of a training run. run: options from `mega.config`; keyword arguments override them.
 
-    With `resume="auto"` the trainer resumes from the newest checkpoint in `save`, if there is one; with `load` it
-    starts from the weights there, as `mega pretrain` does. If the options name no data, the caller makes the batches
-    (`batch`).
+    As in `mega pretrain`, `resume="auto"` resumes from the newest checkpoint in `save`, if there is one, and `load`
+    starts from the weights of that checkpoint. If the options name no data, make the batches with `batch`.
 
     Errors: ValueError naming the option or file, its value and the rule.
     """
@@ -79,7 +80,7 @@ class Trainer:
         self._has_data = self._has_data or overridden.finetuning.task != "lm"
         run_options = with_stored_options(overridden) if self._has_data else updated(overridden, {"mock_data": True})
         if run_options.runtime.cuda_graph is None:
-            run_options = updated(run_options, {"cuda_graph": False})  # a recorded graph has a fixed loss
+            run_options = updated(run_options, {"cuda_graph": False})  # a captured CUDA graph has a fixed loss
         size = ranks(world_from_env(), None)
         if run_options.runtime.nproc not in (None, size):
             raise ValueError(
@@ -103,7 +104,7 @@ class Trainer:
         self.steps: int = self._begun.steps
         """Number of the last step, from the option `steps`."""
         self._drawn = 0
-        """Number of rows that `batch` has made in this step, over all replicas."""
+        """Number of rows that `batch` has made in this step, summed over all replicas."""
         self._own_loss = False
         self._closed = False
 
@@ -114,13 +115,13 @@ class Trainer:
         self._close(error)
 
     def close(self) -> None:
-        """Wait for a save in the background, mark whether the saved checkpoints are good, unlock the directory of
-        `save`, and restore the settings of threads and deterministic algorithms. `close` does not save; call `save`
-        first. Errors: as in `save`."""
+        """Wait for a background save, record whether the saved checkpoints are good, unlock the directory of `save`,
+        and restore the thread count and the deterministic mode. `close` does not save; call `save` first. Errors: as in
+        `save`."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
-        """error: the exception that ended the loop early, or None."""
+        """Close the trainer. error: the exception that ended the loop early, or None."""
         if self._closed:
             return
         self._closed = True
@@ -141,14 +142,14 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
-        """Number of finished steps, including those before a resume."""
+        """Number of finished steps, including steps before a resume."""
         return self._begun.state.progress.step
 
     # -- batches
 
     def batches(self) -> Iterator[list[Batch]]:
-        """Yield this rank's microbatches of each remaining step, from the run's data. Call `step` before taking the
-        microbatches of the next step.
+        """Yield this rank's microbatches of each remaining step, from the run's data. Call `step` before requesting the
+        next step's microbatches.
 
         Errors: ValueError if the options name no data.
         """
@@ -163,14 +164,14 @@ class Trainer:
             self._check_open()
 
     def batch(self, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> DecoderBatch:
-        """Make a microbatch of your own sequences, in which the label of each token is the next token.
+        """Make a microbatch from your own sequences. The label of each token is the next token.
 
-        tokens: int64 [b, s + 1], ids of the vocabulary. weights: [b, s], weight of each predicted token in the loss
-        [1]; 0 ignores the label. Tensor, context and pipeline ranks of one data-parallel replica must give the same
-        rows; replicas give different rows, but the same number. Dropout depends on the step and on the number of rows
-        that were made earlier in that step.
+        tokens: token ids, int64 [b, s + 1]. weights: weight of each predicted token in the loss, [b, s]; default 1; 0
+        ignores the label. All ranks of one data-parallel replica must pass the same rows. Different replicas pass
+        different rows, but the same number of rows. Dropout depends on the step and on the number of rows already made
+        in that step.
 
-        Errors: ValueError naming what does not fit.
+        Errors: ValueError naming the argument and the rule.
         """
         self._check_open()
         model = architecture(self._begun.state.run.model)
@@ -185,8 +186,8 @@ class Trainer:
         if tuple(token_weights.shape) != (rows, columns):
             raise ValueError(f"weights: has shape {list(token_weights.shape)}; must be [{rows}, {columns}]")
         replicas, progress = self._begun.state.mesh.dp, self._begun.state.progress
-        # Dropout is a function of the sample id, so every row of a step needs its own id, the same on all ranks of a
-        # replica.
+        # Dropout is a function of the sample id, so every row of a step needs a unique id, which is the same on all
+        # ranks of a replica.
         first = (progress.step + 1) * ROWS_OF_STEP + self._drawn + replicas.index * rows
         self._drawn += replicas.size * rows
         microbatch = DecoderBatch(
@@ -207,15 +208,16 @@ class Trainer:
         *,
         level: Literal["token", "sequence"] = "token",
     ) -> float:
-        """Compute the gradients of all microbatches of a step, and return the mean loss over all ranks.
+        """Compute the gradients of all microbatches of a step, and return the mean loss over the global batch.
 
-        batches: this rank's microbatches, the same number on every rank. loss: a function that replaces the model's
-        loss, `loss(predictions, batch)` of one microbatch, called on the ranks of the last pipeline stage;
-        `predictions.logits` is [b, s, vocab], and `predictions.logprobs` [b, s] holds the log-probabilities of the
-        labels. At level "token" the function returns [b, s], which is averaged with the weights of the batch. At level
-        "sequence" the function returns [b], one value for each sequence, or for each group of adjacent sequences.
+        batches: this rank's microbatches; every rank must pass the same number. loss: a function that replaces the
+        model's loss. The ranks of the last pipeline stage call `loss(predictions, batch)` for each microbatch;
+        `predictions.logits` has shape [b, s, vocab], and `predictions.logprobs` [b, s] contains the log-probabilities
+        of the labels. At level "token" the function returns losses [b, s], which are averaged with the weights of the
+        batch. At level "sequence" the function returns one loss per sequence, [b], or one per group of adjacent
+        sequences.
 
-        Errors: ValueError if the loss has another shape, or the model cannot have a custom loss.
+        Errors: ValueError if the loss has a wrong shape, or the model does not support a custom loss.
         """
         self._check_open()
         state = self._begun.state
@@ -241,10 +243,10 @@ class Trainer:
         return float(means(state, self._sums.clone())[0])
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Update the weights with the gradients of `forward_backward`. lr: replaces the learning rate of the schedule,
-        which counts each step as one global batch of the run.
+        """Update the weights with the gradients of `forward_backward`. lr: learning rate; by default that of the
+        schedule, which counts each step as one global batch of the run.
 
-        Errors: ValueError if gradients are missing; as in `save`, for a save in the background.
+        Errors: ValueError if `forward_backward` was not called; as in `save`, for a background save.
         """
         self._check_open()
         if lr is not None and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
@@ -274,8 +276,9 @@ class Trainer:
     # -- results
 
     def save(self) -> str:
-        """Save a checkpoint of this step, which `mega.load`, `mega generate` and a resume can read, and return the
-        run's directory. With `async_save` the checkpoint is complete at the next `save` or `close` at the latest.
+        """Save a checkpoint of the current step and return the run's directory. `mega.load`, `mega generate` and a
+        resumed run can read the checkpoint. With `async_save` the checkpoint is complete at the next `save` or `close`
+        at the latest.
 
         Errors: ValueError if the options have no `save`; FloatingPointError if the state is not finite; OSError.
         """
@@ -304,11 +307,12 @@ class Trainer:
         top_k: int = 50,
         seed: int = 0,
     ) -> str | list[int]:
-        """Continue `prompt` with the current weights, up to the end of a document. The result is a text for a text and
-        ids for ids, without the prompt. Each token takes a forward pass over the whole text. top_k: 0 disables it.
+        """Continue `prompt` with the current weights, by at most `tokens` tokens or up to the end of a document. Return
+        the continuation without the prompt: a string if the prompt is a string, token ids if it is token ids. Each new
+        token requires a forward pass over the whole sequence. top_k: 0 disables top-k sampling.
 
-        Errors: ValueError naming a sampling option, or if the model does not continue text, ids are outside the
-        vocabulary, or the prompt leaves no room for `tokens`.
+        Errors: ValueError if a sampling option is invalid, the model does not continue text, ids are outside the
+        vocabulary, or the prompt and `tokens` exceed the model's positions.
         """
         self._check_open()
         state, tokenizer = self._begun.state, self._begun.inputs.tokenizer
@@ -335,7 +339,8 @@ class Trainer:
 
 
 def _check_loss(begun: StartedRun, level: str) -> None:
-    """Errors: ValueError if the model has no head whose loss can be replaced."""
+    """Check that the model's loss can be replaced. Errors: ValueError naming the setting that prevents a custom
+    loss."""
     run, cp = begun.state.run, begun.state.mesh.cp.size
     if run.runtime.cuda_graph:
         raise ValueError("loss: excludes cuda_graph, since a recorded graph has one loss")

@@ -1,9 +1,10 @@
 """Layouts of ranks by name, and the lists of layouts that `mega parity` compares. Does not import torch.
 
-A name lists sizes: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, cp4-ring is 4
-context ranks with ring attention, and a trailing -zero1 shards the optimizer's state. Schedules and recomputation have
-names as well: pp4-zb is the zero-bubble schedule, pp2-chunks3-uneven 6 chunks of unequal length, mbs8 one microbatch of
-8 samples, tp2-full2 recomputes groups of two blocks, pp4-split1 has 1 stage of the encoder and 3 of the decoder.
+A layout's name lists its sizes: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism,
+cp4-ring is 4 context ranks with ring attention, and a trailing -zero1 shards the optimizer's state. The name also lists
+options. For example, pp4-zb uses the zero-bubble schedule, pp2-chunks3-uneven has 6 chunks of unequal length, tp1-mbs8
+uses microbatches of 8 samples, tp2-full2 recomputes groups of two blocks, and pp4-split1 has 1 stage for the encoder
+and 3 for the decoder.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ _VALUES: dict[str, Any] = {
     "mock_data": True,
     "bucket_size": 20_000,
 }
-"""A model of one million weights with all features that a layout could compute wrongly: biases, grouped heads, dropout
-(0.1, Megatron's default), a vocabulary that is not divisible by the tensor axis, several gradient buckets."""
+"""A model with one million weights and all features that could go wrong in a layout: biases, grouped-query attention,
+dropout (0.1, Megatron's default), a vocabulary size that is not divisible by the number of tensor ranks, and several
+gradient buckets."""
 
 _LLAMA: dict[str, Any] = {
     "family": "llama",
@@ -67,7 +69,7 @@ _SIGMOID: dict[str, Any] = {
     "balance_bias_rate": 0.05,
     "balance_loss": (0.1,),
 }
-"""A mixture of experts like that of DeepSeek-V3, in all layers except the first."""
+"""A mixture of experts as in DeepSeek-V3, in all layers except the first."""
 _RETRIEVER: dict[str, object] = {"retriever": True, "retro_layers": (1, 2), "retro_chunk_length": 2}
 _BERT: dict[str, Any] = {"family": "bert", "sample_kind": "bert"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -87,21 +89,22 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama", "bert", "t5")
 DECODERS = ("gpt", "llama")
-"""Models used to test a layout given by name, if no model is named."""
+"""Models that test a layout given by name, if no model is given."""
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """dtype -> learning rate. Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that
-is nearly zero. A usual rate keeps this noise within the bounds of fp32; fp64 tolerates a rate twenty times as high."""
+is nearly zero. A usual learning rate keeps the resulting difference within the tolerance for fp32; fp64 tolerates a
+rate twenty times as high."""
 
 NUMBERS = ("tp", "cp", "pp", "dp", "etp", "ep", "split", "chunks", "mbs", "full", "block", "zero")
 FLAGS = ("sp", "a2a", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
 RULES = ("sgd", "lamb", "adafactor", "muon")
-"""Update rules other than adam."""
+"""Optimizers other than adam."""
 
 
 @dataclass(frozen=True)
 class ParityLayout:
-    """The sizes of all axes, and the options of one layout: schedule, recomputation, sharding, update rule."""
+    """One layout: the sizes of all parallel axes, and the pipeline schedule, recomputation, sharding and optimizer."""
 
     tp: int = 1
     cp: int = 1
@@ -110,14 +113,14 @@ class ParityLayout:
     etp: int = 0
     """Number of tensor ranks per expert; 0 means `tp`."""
     ep: int = 1
-    """Number of ranks that hold different experts."""
+    """Number of ranks over which the experts are distributed."""
     split: int = 0
-    """Index of the decoder's first stage; 0 if encoder and decoder share all stages."""
+    """Index of the decoder's first stage; 0 if the stages are not divided between encoder and decoder."""
     chunks: int = 1
     sp: bool = False
     """Whether to use sequence parallelism."""
     a2a: bool = False
-    """Whether tokens are dispatched to experts by all-to-all instead of an all-gather."""
+    """Whether tokens are dispatched to experts by an all-to-all instead of an all-gather."""
     ring: bool = False
     """Whether to use ring attention over the context ranks."""
     gpipe: bool = False
@@ -130,16 +133,16 @@ class ParityLayout:
     selective: bool = False
     """Whether to use selective recomputation."""
     full: int = 0
-    """`--recompute-layers` of full recomputation by groups of blocks."""
+    """`--recompute-layers` for full recomputation with method `uniform`; 0 disables it."""
     block: int = 0
-    """`--recompute-layers` of full recomputation of the first blocks of a stage."""
+    """`--recompute-layers` for full recomputation with method `block`; 0 disables it."""
     share: bool = False
     """Whether saved activations are sharded over the tensor ranks."""
     zero: int = 0
     rule: str = "adam"
-    """The update rule: adam, or one of `RULES`."""
+    """The optimizer: adam, or one of `RULES`."""
     offload: bool = False
-    """Whether the optimizer's state is on the host."""
+    """Whether the optimizer's state is kept in host memory."""
 
     @property
     def world(self) -> int:
@@ -198,7 +201,8 @@ class ParityLayout:
         return max(FEWEST_BLOCKS, self.pp * self.chunks + self.uneven)
 
     def depth(self, model: str) -> tuple[int, ...]:
-        """Number of blocks in each stack of one of `MODELS`: in its only stack, or in its encoder and its decoder.
+        """Number of blocks in each stack of `model`, which is one of `MODELS`: (blocks,), or (encoder blocks, decoder
+        blocks).
 
         >>> ParityLayout(pp=4, split=1).depth("t5"), ParityLayout(pp=4).depth("t5"), ParityLayout().depth("gpt")
         ((1, 3), (2, 2), (4,))
@@ -209,9 +213,9 @@ class ParityLayout:
         return encoder, self.blocks - encoder
 
     def run(self, model: str, dtype: ParityDtype) -> RunConfig:
-        """The small run of one of `MODELS` that tests this layout.
+        """Return the small run that tests this layout. model: one of `MODELS`.
 
-        Errors: ValueError naming the flag if the model cannot be cut into this layout.
+        Errors: ValueError naming the flag if the model cannot be split into this layout.
         """
         if self.world > MOST_RANKS:
             raise ValueError(f"--layouts {self.name}: {self.world} ranks (valid: 1 to {MOST_RANKS} ranks in all)")
@@ -245,14 +249,15 @@ class ParityLayout:
 
 
 def _decodes(model: str) -> bool:
-    """Whether one of `MODELS` has an encoder and a decoder."""
+    """Whether `model`, which is one of `MODELS`, has an encoder and a decoder."""
     return family.FAMILIES[MODELS[model].get("family", "gpt")].decodes
 
 
 def reference_run(
     model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float | None = None, rule: str = "adam"
 ) -> RunConfig:
-    """The reference run of one of `MODELS`: one rank, one sample per microbatch. lr: `LR` if None."""
+    """Return the reference run: one rank, one sample per microbatch. model: one of `MODELS`. lr: default
+    `LR[dtype]`."""
     return resolve(_small(model, depth, dtype, lr or LR[dtype], rule), 1)
 
 
@@ -263,7 +268,8 @@ def _small(model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float, ru
 
 
 def uneven(blocks: int, pieces: int) -> list[int]:
-    """Numbers of blocks for stages of unequal length; later stages are longer.
+    """Divide `blocks` into stages of unequal length, and return the number of blocks per stage; later stages are
+    longer.
 
     >>> uneven(4, 2), uneven(5, 4), uneven(7, 6)
     ([1, 3], [1, 1, 1, 2], [1, 1, 1, 1, 1, 2])
@@ -299,8 +305,8 @@ CONTEXT = _named(
     "tp2cp2pp2sp",
     "tp2cp2dp2sp-ring-zero1",
 )
-"""Context ranks in combination with every other axis. Without `ring`, attention uses all-to-all if tp x cp divides the
-4 key/value heads."""
+"""Layouts that combine context ranks with every other axis. Without `ring`, attention uses all-to-all if the 4
+key/value heads are divisible by tp x cp."""
 
 STAGES = _named(
     "pp2-chunks2",
@@ -324,7 +330,7 @@ STAGES = _named(
     "pp4dp2-chunks2",
     "tp2pp2dp2sp-chunks2-zero1",
 )
-"""Chunks, schedules and stages of unequal length."""
+"""Layouts with chunks, with different pipeline schedules, and with stages of unequal length."""
 
 RECOMPUTED = _named(
     "tp1-selective",
@@ -348,12 +354,12 @@ RECOMPUTED = _named(
     "tp4-full2-share",
     "tp2pp2-block1-share",
 )
-"""Recomputation in each mode."""
+"""Layouts with recomputation in each mode."""
 
 SPLITS = _named(
     "tp1-mbs8", "tp1-mbs4", "dp4", "dp8", "dp4-mbs2", "dp2-mbs4-zero2", "tp2sp-mbs8", "pp2-mbs2", "cp2-mbs4"
 )
-"""The global batch of 8 samples in microbatches of different sizes, and over more data ranks."""
+"""Layouts that split the global batch of 8 samples into microbatches of different sizes, or over more data ranks."""
 
 
 UPDATES = _named(
@@ -377,8 +383,8 @@ UPDATES = _named(
     "tp2pp2dp2sp-zero1-muon",
     "tp2dp2-zero1-muon-offload",
 )
-"""The other update rules, with tensors that are cut over tensor ranks and into spans, and with a tensor that two stages
-share; also optimizer state on the host."""
+"""Layouts with optimizers other than adam or with optimizer state in host memory. They cover tensors that are sharded
+over tensor ranks or by ZeRO, and a tensor that two stages share."""
 
 
 SPLIT_RANKS = _named(
@@ -399,13 +405,13 @@ SPLIT_RANKS = _named(
     "tp2pp2dp2sp-split1-zero1",
     "tp2pp2dp2sp-split1-zero1-adafactor",
 )
-"""Pipelines whose stages hold blocks of either the encoder or the decoder. In other layouts of an encoder-decoder model
-some stage holds both."""
+"""Layouts in which each pipeline stage holds blocks of either the encoder or the decoder. Without `split`, an
+encoder-decoder model can have a stage with blocks of both."""
 
 
 def every_layout() -> list[ParityLayout]:
-    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, with every ZeRO
-    stage; and the lists above."""
+    """All layouts with tp and pp in {1, 2, 4} and dp in {1, 2} on up to 8 ranks, with and without sequence parallelism
+    and with every ZeRO stage, followed by `CONTEXT`, `STAGES`, `RECOMPUTED`, `SPLITS` and `UPDATES`."""
     grid = []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
@@ -434,7 +440,7 @@ EXPERTS = _named(
 
 
 def drawn_mixtures(model: str, count: int, seed: int = 40) -> list[ParityLayout]:
-    """Layouts of a mixture of experts: `EXPERTS`, and valid layouts drawn at random with a fixed seed.
+    """`count` layouts for a mixture of experts: `EXPERTS`, and valid layouts drawn at random with a fixed seed.
 
     A model that drops tokens keeps the reference's microbatch size, because the capacity of an expert depends on that
     size.
@@ -473,11 +479,11 @@ def drawn_mixtures(model: str, count: int, seed: int = 40) -> list[ParityLayout]
 
 
 SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")
-"""A layout for each axis, and one with all axes."""
+"""One layout for each axis, and one layout that combines all axes."""
 
 TIES = _named("tp2sp", "pp2", "pp2-chunks2", "pp4-zb", "dp2-zero3", "tp2pp2dp2sp-zero1")
-"""Layouts for models that tie the embedding although their family does not, or do not tie it although their family
-does."""
+"""Layouts for models that tie the embedding to the head although their family does not, or do not tie it although their
+family does."""
 
 NORMS = _named(
     "tp2sp",
@@ -490,7 +496,7 @@ NORMS = _named(
     "tp1-selective",
     "tp2sp-full2",
 )
-"""Layouts in which the placement of norms changes saved, cut or exchanged tensors."""
+"""Layouts in which the placement of norms changes which tensors are saved, sharded or communicated."""
 
 DRAWN = 32
 """Number of layouts per model with experts."""
@@ -508,13 +514,13 @@ NEIGHBOURS = _named(
     "tp2sp-selective",
     "tp1-mbs8",
 )
-"""Layouts that cut, send or recompute neighbours, for blocks other than GPT's."""
+"""Layouts that shard, send or recompute the neighbours of a retriever, for blocks other than GPT's."""
 
 SOME = {"gpt-untied": TIES, "llama-tied": TIES, "bert-post": NORMS, "llama-retriever": NEIGHBOURS}
-"""Models that are tested only in some layouts -> these layouts."""
+"""Model -> its layouts, for models that are tested only in some layouts."""
 
 Case = tuple[str, ParityLayout]
-"""The name of a model in `MODELS`, and a layout."""
+"""(name of a model in `MODELS`, layout)"""
 
 
 def every_case() -> Iterator[Case]:
@@ -525,15 +531,15 @@ def every_case() -> Iterator[Case]:
 
 
 def models_of(layout: ParityLayout) -> tuple[str, ...]:
-    """The models that test a layout given by name: those with experts if the layout distributes experts."""
+    """The models that test `layout` if no model is given: models with experts if the layout distributes experts."""
     has_experts = layout.ep > 1 or layout.etp or layout.a2a
     return tuple(f"{model}-experts" for model in DECODERS) if has_experts else DECODERS
 
 
 def layouts_of(model: str) -> list[ParityLayout]:
-    """The layouts that test one of `MODELS`."""
+    """The layouts that test `model`, which is one of `MODELS`."""
     whole_rows = [layout for layout in every_layout() if layout.cp == 1]
-    if _decodes(model):  # an encoder and a decoder share no context axis
+    if _decodes(model):  # an encoder-decoder model does not support context ranks
         return whole_rows + SPLIT_RANKS
     if model == "gpt-retriever":
         return whole_rows

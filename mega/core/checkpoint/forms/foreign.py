@@ -1,8 +1,9 @@
-"""Tensors in files of other programs: safetensors files, alone or with an index, and torch's `.bin`, `.pth`, `.pt`.
+"""Read tensors from files of other programs: safetensors files, with or without an index, and torch's `.bin`, `.pth`
+and `.pt` files.
 
-Nothing is executed: this module parses safetensors headers itself, torch files are read only with `weights_only=True`,
-and other objects in such a file are refused, with their names in the error. This module handles files and names and
-does not depend on a model.
+No code in a file is executed. This module parses safetensors headers, reads torch files only with `weights_only=True`,
+and refuses any other object in a torch file with an error that names the object. This module does not depend on a
+model.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from mega.core.untrusted import Json
 HEADER_LIMIT = 64 << 20
 JSON_LIMIT = 64 << 20
 LEGACY_PICKLES = 5
-"""Number of pickles at the start of a torch file that is not an archive: magic number, version, machine, content,
+"""Number of pickles at the start of a torch file that is not a zip archive: magic number, version, machine, content,
 storage names."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class EntrySource:
-    """Tensors stored as plain bytes in files. Tensors are read by rectangles, so memory does not grow with the
-    files."""
+    """A source of tensors stored as plain bytes in files. Only the requested rectangles are read, so the memory used
+    does not depend on the size of the files."""
 
     def __init__(self, entries: Mapping[str, tuple[Path, Entry]]) -> None:
         self.entries = entries
@@ -54,7 +55,7 @@ class EntrySource:
 
 
 def safetensors_source(paths: list[Path]) -> EntrySource:
-    """The tensors of one or several safetensors files."""
+    """Open the tensors of one or several safetensors files."""
     entries: dict[str, tuple[Path, Entry]] = {}
     for path in paths:
         for entry in read_header(path):
@@ -84,7 +85,7 @@ def read_header(path: Path) -> list[Entry]:
         (_entry(path, name, value, 8 + count) for name, value in header.items()),
         key=lambda entry: entry.offset,
     )
-    # The format has no gaps between tensors, so a gap means damage or hidden content.
+    # The format allows no gaps between tensors, so a gap indicates damage or hidden content.
     end = 8 + count
     for entry in entries:
         if entry.offset != end:
@@ -114,9 +115,9 @@ def _entry(path: Path, name: str, value: object, base: int) -> Entry:
 
 
 class TorchSource:
-    """The tensors of torch files; names are `label/name` if several files hold the same names.
+    """A source of tensors from torch files. Names have the format `label/name` if several files contain the same names.
 
-    Errors: CheckpointError naming a tensor that is not dense, or has more elements than its storage.
+    Errors: CheckpointError naming a tensor that is not dense, or that has more elements than its storage.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -133,34 +134,34 @@ class TorchSource:
 
 
 StandIn = Callable[[str], type | None]
-"""Returns the inert class that replaces a class of another program; None for a name that is not allowed."""
+"""Returns the inert class to be used instead of the class with the given name; None if the name is not allowed in the
+file."""
 
 
 def check_ranks_differ(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
-    """Check that the tensors with prefix `own` are not all equal to those with prefix `before`. Otherwise the file of
-    one tensor rank was copied over the file of another and would be read as the other rank's rows. Errors:
-    CheckpointError."""
+    """Check that the tensors with prefix `own` are not all equal to the tensors with prefix `before`. If all are equal,
+    one tensor rank's file was copied over another's, and the wrong rows would be read. Errors: CheckpointError."""
     pairs = ((one, tensors.get(before + name[len(own) :])) for name, one in tensors.items() if name.startswith(own))
     if all(other is not None and other.dtype == one.dtype and torch.equal(one, other) for one, other in pairs):
         raise CheckpointError(f"{where}: holds the same weights as the tensor rank before it, every one of them")
 
 
 def no_stand_in(name: str) -> None:
-    """The `StandIn` for files that contain only tensors; no name is allowed."""
+    """The `StandIn` for files that contain only tensors; allows no name."""
 
 
 def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> object:
-    """The content of a torch file, memory-mapped, unpickled with torch's allow-list and `stand_in` only."""
+    """Return the content of a torch file, memory-mapped. Only the classes on torch's allow-list and those from
+    `stand_in` are unpickled."""
     with open_file(path):
         return unpickled(path, path, stand_in)
 
 
 def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_in) -> object:
-    """The content of a torch file, as returned by `torch_file`. source: the torch file, or bytes taken from the file
-    `path`.
+    """Return the content of a torch file, as `torch_file` does. source: path of the torch file, or its bytes. path: the
+    file to name in errors.
 
-    The file's pickles are scanned first, so that a malicious pickle cannot keep torch busy; then torch reads the same
-    bytes.
+    The file's pickles are scanned before torch reads them, so that a malicious pickle cannot occupy torch.
     """
     with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
         zipped = stream.read(4) == b"PK\3\4"  # torch's own criterion
@@ -171,7 +172,7 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
     scan = Scan(path, stand_in)
     for _ in range(1 if zipped else LEGACY_PICKLES):
         scan.check(head)
-    # torch translates the name of Python 2's module in the same way.
+    # torch, too, translates the name of Python 2's module.
     names = sorted(name.replace("__builtin__.", "builtins.", 1) for name in scan.names)
     inert: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
         (inert_class, name) for name in names if (inert_class := stand_in(name)) is not None
@@ -186,7 +187,7 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
 
 
 class Records(Protocol):
-    """The methods of torch's file reader; torch's type stubs list only some of them."""
+    """The methods of torch's file reader. torch's type stubs lack some of these methods."""
 
     def has_record(self, name: str) -> bool: ...
     def get_record(self, name: str) -> bytes: ...
@@ -199,7 +200,7 @@ def _records(source: Path | BytesIO) -> Records:
 
 
 def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
-    """The pickle of a zipped torch file of `size` bytes, found in the same way as torch finds it."""
+    """Return the pickle of a zipped torch file of `size` bytes, located in the same way as by torch."""
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
@@ -222,9 +223,9 @@ def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
 
 
 def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path) -> None:
-    """Compare the headers before a torch file's records with the archive's list: torch derives a record's position from
-    the lengths of the name and of the extra fields in the header. Errors: CheckpointError naming the record whose
-    header differs."""
+    """Compare the local header before each record of a torch file with the archive's directory, because torch computes
+    a record's position from the lengths in the local header. Errors: CheckpointError naming the record whose header
+    differs."""
     for item in members:
         stream.seek(item.header_offset)
         header = stream.read(30)
@@ -240,8 +241,7 @@ def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path
 
 
 def first_storage_at(stream: BytesIO) -> int | None:
-    """The position of the first storage in a torch file; None if there is no storage, or if the file is not an
-    archive."""
+    """The position of the first storage in a torch file; None if the file has no storage or is not a zip archive."""
     try:
         stream.seek(0)
         return _records(stream).get_record_offset("data/0")
@@ -250,10 +250,10 @@ def first_storage_at(stream: BytesIO) -> int | None:
 
 
 def _check_sums(reader: Records, members: list[zipfile.ZipInfo], path: Path, *, all_records: bool) -> None:
-    """Verify a torch file's checksums, which torch writes but does not check: the pickle's checksum, or those of all
-    records.
+    """Verify a torch file's checksums, which torch writes but does not check. all_records: whether to check the
+    storages' records too, not only the pickle.
 
-    A writer may omit checksums. The checksum of the record `version` is then wrong too, and nothing is compared.
+    Some writers store no valid checksums. If the checksum of the record `version` is wrong, no checksum is compared.
     Errors: CheckpointError naming the record whose checksum differs.
     """
     sums = {item.filename.partition("/")[2]: item.CRC for item in members}
@@ -265,7 +265,7 @@ def _check_sums(reader: Records, members: list[zipfile.ZipInfo], path: Path, *, 
 
 
 def _refusal(message: str) -> str:
-    """The object or instruction that torch refused, extracted from its message."""
+    """Describe the object or instruction that torch refused, extracted from torch's error message."""
     if match := re.search(r"(?:GLOBAL|class|global)[: ]+(?:GLOBAL )?(\w+(?:\.\w+)+)", message):
         return f"it holds {match[1]}"
     if match := re.search(r"Unsupported \w+ \d+", message):
@@ -274,7 +274,7 @@ def _refusal(message: str) -> str:
 
 
 def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a torch file that contains one flat dict of tensors."""
+    """Return the tensors of a torch file that contains one flat dict of tensors. label: prefix for their names."""
     content = torch_file(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds {type(content).__name__}, not a dict of tensors")
@@ -282,7 +282,8 @@ def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
 
 
 def named_tensors(content: dict[object, object], where: Path | str) -> dict[str, torch.Tensor]:
-    """A flat dict of tensors. Errors: CheckpointError naming the file `where` and the entry that is not a tensor."""
+    """Check that `content` is a flat dict of tensors, and return it. Errors: CheckpointError naming the file `where`
+    and the entry that is not a tensor."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
@@ -292,7 +293,7 @@ def named_tensors(content: dict[object, object], where: Path | str) -> dict[str,
 
 
 def read_json(path: Path) -> dict[str, Json]:
-    """A JSON object from a file of another tool."""
+    """Read a JSON object from another tool's file."""
     content = parse_json(read_file(inside(path.parent, path.name), JSON_LIMIT), path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must be a JSON object")
@@ -300,10 +301,11 @@ def read_json(path: Path) -> dict[str, Json]:
 
 
 def inside(folder: Path, name: str, hidden: str = "", part: str = "") -> Path:
-    """A file of `folder`, links resolved. The file must be in `folder`, or in the blobs of a hub cache around `folder`.
+    """Return the resolved path of the file `name` in `folder`. The file must be in `folder`, or in the `blobs`
+    directory of the hub cache that contains `folder`.
 
-    hidden: a prefix that names may have in front of letters and digits. part: the subfolder that holds the file.
-    Errors: CheckpointError for names with a path in them and links that lead elsewhere.
+    hidden: a prefix that `name` may have, such as a dot. part: the subfolder that contains the file. Errors:
+    CheckpointError if `name` contains a path, or a link points outside these directories.
     """
     if not isinstance(name, str) or not _PLAIN.fullmatch(name.removeprefix(hidden)):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name")

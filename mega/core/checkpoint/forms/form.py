@@ -1,9 +1,9 @@
-"""The interface of a form of checkpoint for conversions, and the list of all forms. Importing this module loads neither
-torch nor a form.
+"""The interface of a checkpoint format for conversions, and the list of all formats. Importing this module imports
+neither torch nor the module of any format.
 
-A foreign form is a row of `FORMS` and a module with
+A format of another program is an entry in `FORMS` and a module with
 
-    recognise(path) -> bool                     whether `path` holds this form, by the names of its files
+    recognise(path) -> bool                     whether `path` has this format, by the names of its files
     open_form(path, options) -> OpenedForm      its tensors, its model, and the table that makes mega tensors of them
     export(own, to, options) -> Export          if the form has `targets`: the same table, and the files
                                                 (in `writer`, if that is a separate module)
@@ -12,8 +12,9 @@ A foreign form is a row of `FORMS` and a module with
     tokenizer(files) -> str | None              optional: the kind of tokenizer in the files of a folder
     unread(files) -> str | None                 optional: why the files of a folder are not a supported tokenizer
 
-The table is written once; conversions invert and prove the table and count the elements that it moves (mapping.py,
-convert.py). The commands' flags and their choices, messages and the recognition of paths are all derived from the rows.
+A format defines its table for one direction only. Conversions invert the table, check it, and count the elements that
+it moves (mapping.py, convert.py). The commands' flags, their choices, messages and the recognition of paths are all
+derived from the entries of `FORMS`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Verb = Literal["convert-llama", "reshard"]
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of Hugging Face's config.json. If one is missing, transformers uses the family's default, such as GPT-2's
+"""Keys of Hugging Face's config.json. If a key is missing, transformers uses the family's default, such as GPT-2's
 50256."""
 
 
@@ -49,33 +50,34 @@ class SpecialTokens:
     """Facts about the tokenizer of a mega checkpoint that other tools need."""
 
     ids: Mapping[str, Json]
-    """The values of `TOKEN_IDS`: None for a missing token, a list if several tokens end a text."""
+    """Key in `TOKEN_IDS` -> id; None for a missing token, a list if several tokens end a text."""
     files: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
-    """Name -> JSON of the files that Hugging Face's tools need to open the tokenizer, in addition to those in the
-    checkpoint."""
+    """File name -> JSON content, for files that Hugging Face's tools need to open the tokenizer and the checkpoint
+    lacks."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """`bos_token` and others -> the token's name."""
+    """Key such as `bos_token` -> the token's text."""
     template: str | None = None
     """The chat template, in Jinja."""
     ends: tuple[int, ...] = ()
     """Ids that end the assistant's turn."""
     left_out: tuple[str, ...] = ()
-    """Files of the tokenizer that Hugging Face's tools would read as a different tokenizer."""
+    """Tokenizer files that are not exported, because Hugging Face's tools would load a different tokenizer from
+    them."""
     loss: str | None = None
-    """How Hugging Face's tools differ from this tokenizer, for a message."""
+    """How tokenization in Hugging Face's tools differs from this tokenizer, for a message."""
 
 
 def no_tokens(checkpoint: StoredWeights) -> SpecialTokens:
-    """The special tokens of a checkpoint whose tokenizer is not opened."""
+    """Special tokens, with None for all ids, for a checkpoint whose tokenizer is not opened."""
     return SpecialTokens(dict.fromkeys(TOKEN_IDS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
-    """The user's options of a conversion, except its two paths. Each form uses the options that apply."""
+    """The user's options for a conversion, except the two paths. Each format uses the options that apply to it."""
 
     layout: Layout
-    """The ranks for which tensors are cut into files."""
+    """The layout of ranks for which tensors are split into files."""
     base: Path | None = None
     """The mega checkpoint to which an adapter belongs, or the base's name in a written adapter."""
     parts: int = 1
@@ -83,47 +85,47 @@ class FormOptions:
     vocab: int | None = None
     """Vocabulary size of a Megatron-LM tree without padding."""
     heads: int | None = None
-    """Number of attention heads, for a tree that does not state it."""
+    """Number of attention heads, for a checkpoint that does not record it."""
     optimizer: bool = True
     """Whether to convert Adam's state too."""
     distributed: bool = False
-    """Whether to write Adam's state as Megatron's distributed optimizer does."""
+    """Whether to write Adam's state in the format of Megatron's distributed optimizer."""
     tokenizer_type: str | None = None
     """The tokenizer type that a Megatron-LM tree records."""
     outtype: str | None = None
-    """How a GGUF file stores matrices."""
+    """The tensor type in which a GGUF file stores matrices."""
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens
-    """Opens the tokenizer of a mega checkpoint if its files do not list the special tokens; ValueError if there is
-    none."""
+    """Function that opens the tokenizer of a mega checkpoint whose files do not list the special tokens. It raises
+    ValueError if the checkpoint has no tokenizer."""
 
 
 @dataclass(frozen=True)
 class OpenedForm:
-    """A foreign checkpoint."""
+    """An opened checkpoint of another program's format."""
 
     source: Source
     """The checkpoint's tensors under their own names."""
     model: ModelConfig
     """The resolved model section."""
     table: Table
-    """The table that makes `weights/...` (and state) of the tensors of `source`."""
+    """The table that maps the tensors of `source` to `weights/...` and to optimizer state."""
     step: int = 0
     """The training step at which the checkpoint was written; 0 if unknown."""
     consumed: int = 0
     """Number of training samples consumed before that step."""
     known: Mapping[str, Json] = field(default_factory=dict)
-    """Further plain state for the mega checkpoint."""
+    """Additional plain state for the mega checkpoint."""
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     base: StoredWeights | None = None
-    """The weights to which adapters belong; the tokenizer of these weights is used if the adapters have none."""
+    """The base model's weights, for an adapter. The base model's tokenizer is used if the adapter has none."""
     rounded: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     """(name in `source`, values) -> the values rounded as the file stores them, for a form with lower precision."""
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A mega checkpoint to export. source: its weights."""
+    """A mega checkpoint to export. source: the checkpoint's weights."""
 
     checkpoint: StoredWeights
     model: ModelConfig
@@ -132,80 +134,81 @@ class ExportSource:
 
 @dataclass(frozen=True)
 class Export:
-    """How a mega checkpoint becomes a foreign one."""
+    """How to export a mega checkpoint to another format."""
 
     table: Table
-    """The table of `OpenedForm`, before it is inverted."""
+    """The table as in `OpenedForm.table`, not yet inverted."""
     fill: Callable[[Path, Table, Source], int]
-    """Takes an empty folder, the inverted table and its source; writes all files and returns the number of bytes of the
-    tensors."""
+    """Function of an empty folder, the inverted table and the table's source. It writes all files and returns the total
+    size of the tensors in bytes."""
     source: Source | None = None
-    """The source of the tensors; None if it is the weights alone."""
+    """The source of the tensors; None if only the weights are exported."""
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     losses: tuple[str, ...] = ()
-    """Messages about settings that this form cannot express."""
+    """Messages about settings that this format cannot express."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One form of checkpoint."""
+    """One checkpoint format."""
 
     name: str
-    """The form's name in code."""
+    """The format's name in code."""
     words: str
-    """The form's name in messages."""
+    """The format's name in messages."""
     sign: str = ""
-    """The files that identify a folder of this form, for a message."""
+    """The files that identify a folder of this format, for a message."""
     alone: str = ""
-    """The names of single files of this form, for a message."""
+    """File names of single-file checkpoints of this format, for a message."""
     module: str = ""
-    """The module that contains the form's functions."""
+    """The module that contains the format's functions."""
     writer: str = ""
     """The module of `export`, if it differs from `module`."""
     verb: Verb = "convert-llama"
-    """The command that converts this form."""
+    """The command that converts this format."""
     targets: tuple[str, ...] = ()
-    """Values of --to or --saver that write this form."""
+    """Values of --to or --saver that select this format as the target."""
     reads: tuple[str, ...] = ()
-    """Flags that apply when this form is read."""
+    """Flags that apply when this format is read."""
     writes: tuple[str, ...] = ()
-    """Flags that apply when this form is written."""
+    """Flags that apply when this format is written."""
     companions: tuple[str, ...] = ()
     """Names of files to store with the weights."""
     ahead: bool = True
-    """Whether this form can hold layers that predict further tokens; otherwise these layers are omitted."""
+    """Whether this format can store multi-token prediction layers; otherwise exports omit these layers."""
 
     def recognise(self, path: Path) -> bool:
-        """Whether `path` holds this form."""
+        """Whether `path` is a checkpoint of this format."""
         return bool(self._loaded().recognise(path))
 
     def open(self, path: Path, options: FormOptions) -> OpenedForm:
-        """Open a checkpoint of this form. Errors: CheckpointError naming the file, key or tensor at fault."""
+        """Open a checkpoint of this format. Errors: CheckpointError naming the file, key or tensor at fault."""
         checkpoint: OpenedForm = self._loaded().open_form(path, options)
         return checkpoint
 
     def export(self, own: ExportSource, to: str, options: FormOptions) -> Export:
-        """Plan an export. to: one of `targets`. Errors: CheckpointError naming a setting that this form cannot
+        """Plan an export. to: one of `targets`. Errors: CheckpointError naming a setting that this format cannot
         express."""
         writer = importlib.import_module(self.writer) if self.writer else self._loaded()
         export: Export = writer.export(own, to, options)
         return export
 
     def tokenizer(self, files: Attachments) -> str | None:
-        """The kind of tokenizer, as --tokenizer names it, in files stored with weights of this form."""
+        """The value of --tokenizer for the tokenizer files stored with weights of this format."""
         find = getattr(self._loaded(), "tokenizer", None)
         kind: str | None = None if find is None else find(files)
         return kind
 
     def unread(self, files: Attachments) -> str | None:
-        """Why tokenizer files stored with weights of this form are not supported; None if they are."""
+        """The reason why the tokenizer files stored with weights of this format are not supported; None if they are
+        supported."""
         explain = getattr(self._loaded(), "unread", None)
         reason: str | None = None if explain is None else explain(files)
         return reason
 
     def attached(self, path: Path) -> dict[str, Path] | None:
-        """Files to store with weights of this form that are generated from the checkpoint at `path`. Errors:
+        """Files that are generated from the checkpoint at `path`, to be stored with the weights. Errors:
         CheckpointError."""
         make = getattr(self._loaded(), "attached", None)
         files: dict[str, Path] | None = None if make is None else make(path)
@@ -231,7 +234,7 @@ COMPANIONS = (
     "dict.txt",
     "modules.json",
 )
-"""Names of files that are stored with the weights of published models, if they exist."""
+"""Files of published models that are stored with the weights, if they exist."""
 
 NESTED = {"1_Pooling.config.json": "1_Pooling/config.json"}
 """Name under which a checkpoint stores a file -> its path in the folder of a model that has a modules.json."""
@@ -241,7 +244,7 @@ _FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type
 _HERE = "mega.core.checkpoint.forms."
 
 OWN = Form(name="mega", words="a mega checkpoint", targets=("mega",), writes=(_TP, _PP, "--chunks", "--stage-layers"))
-"""The project's own form, which is not foreign; own/ reads and writes it."""
+"""The project's own format. The package `own` reads and writes it."""
 
 FORMS = [
     Form(
@@ -326,16 +329,16 @@ FORMS = [
         companions=COMPANIONS,
     ),
 ]
-"""Every foreign form. The first that recognises a path is used."""
+"""All formats of other programs. A path has the first of these formats that recognises it."""
 
 
 def targets_of(verb: Verb) -> list[str]:
-    """The values of a command's target flag; the project's own form is first."""
+    """The values of a command's target flag; the project's own format comes first."""
     return [target for form in (OWN, *reversed(FORMS)) if form is OWN or form.verb == verb for target in form.targets]
 
 
 def writer_of(target: str) -> Form:
-    """The form that --to or --saver `target` writes. Errors: ValueError if no form does."""
+    """The format that `--to target` or `--saver target` writes. Errors: ValueError if no format has this target."""
     forms = (OWN, *FORMS)
     for form in forms:
         if target in form.targets:
@@ -362,12 +365,12 @@ RULES: dict[str, tuple[str, object]] = {
     "--tokenizer-type": ("only Megatron-LM's trees say one; leave it out", None),
     "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),
 }
-"""Flags of `convert-llama` and `reshard` that do not apply to some pairs of forms: the rule, and the value of an unset
-flag."""
+"""Flags of `convert-llama` and `reshard` that do not apply to every pair of formats -> (the rule for an error message,
+the flag's default value)."""
 
 
 def check_flags(source: Form, target: Form, flags: Mapping[str, object]) -> None:
-    """Refuse flags that would have no effect. Errors: ValueError naming the first such flag of `flags`."""
+    """Check that no flag of `flags` would be ignored. Errors: ValueError naming the first flag without effect."""
     for flag, value in flags.items():
         rule, unset = RULES[flag]
         if type(value) is int and value < 1:

@@ -1,11 +1,11 @@
-"""Tables that record which elements of two checkpoints are the same, for conversions in both directions, and their
-proof.
+"""Tables that map the elements of one checkpoint to those of another, for conversions in both directions, and checks
+that a table is complete.
 
-All forms differ from the project's by the same few operations: rows in another order (fused query-key-value, rotary
-pairs), tensors concatenated or cut over files (tensor ranks, stages), a transposed matrix, padding. A form writes its
-table once, for reading: mega tensors made of foreign ones. `inverted` turns this table into the opposite one: foreign
-tensors made of mega tensors. One function reads through a table, another proves it. This module does not depend on any
-particular form.
+Every checkpoint format differs from the project's format by the same few operations: a different order of rows (fused
+query-key-value, rotary pairs), tensors that are concatenated or split over files (tensor ranks, stages), transposed
+matrices, and padding. The module of a format defines only the table for reading, which makes mega tensors from the
+format's tensors. `inverted` derives the table for writing. `assemble` reads tensors through a table, and `prove` checks
+a table. This module does not depend on any particular format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole
 
 
 class Source(Protocol):
-    """Anything from which rectangles of tensors can be read by name."""
+    """An object from which rectangles of tensors can be read by tensor name."""
 
     @property
     def tensors(self) -> Tensors:
@@ -35,7 +35,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """Some rows of a tensor and, for a matrix, some of its columns; rows may have a stride."""
+    """A range of rows of a tensor and, for a matrix, a range of columns. The range of rows may have a stride."""
 
     rows: range
     columns: range | None = None
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Some elements of a target and their positions in a source tensor, in the same order."""
+    """Elements of a target tensor and the corresponding elements of a source tensor, in the same order."""
 
     source: str
     """The source tensor's name."""
@@ -56,16 +56,16 @@ class Fragment:
     source_span: Span
     """Rows and columns of the source tensor."""
     transposed: bool = False
-    """Whether the source is stored as [in, out], so that its rows are the target's columns."""
+    """Whether the source is stored as [in, out], so that the source's rows are the target's columns."""
 
     def inverted(self, target: str) -> Fragment:
-        """The same elements in the other direction: the source tensor made of `target`."""
+        """Return the fragment for the opposite direction, in which the source tensor is made from `target`."""
         return Fragment(target, self.source_span, self.target_span, self.transposed)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to be made of source tensors. The target has the dtype of its sources."""
+    """A tensor to be made from source tensors. The target has the same dtype as the sources."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,22 +74,23 @@ class Target:
 
 @dataclass(frozen=True)
 class Table:
-    """A whole conversion."""
+    """A mapping of source tensors to target tensors that describes a complete conversion."""
 
     targets: tuple[Target, ...]
-    """All tensors to be made."""
+    """All tensors that the conversion makes."""
     copies: tuple[tuple[str, Fragment], ...] = ()
-    """(target, fragment): elements of the target of which the source stores a second copy; both copies must be
-    equal."""
+    """(target, fragment): elements of the target that another source tensor stores too. Both copies must be equal."""
     padding: Mapping[str, tuple[range, str]] = field(default_factory=dict)
-    """Source tensor -> its rows of padding, and the target whose last row is written into these rows."""
+    """Source tensor -> (its rows of padding, the target whose last row fills these rows when the source format is
+    written)."""
     ignored: frozenset[str] = frozenset()
-    """Source tensors that hold no weights."""
+    """Source tensors that do not contain weights, and are not converted."""
     repeats: frozenset[str] = frozenset()
-    """Source tensors that may be used more than once."""
+    """Source tensors that may be used for several targets."""
 
     def tensors(self, sources: Tensors) -> Tensors:
-        """The tensors made of `sources`: name -> shape and dtype. Errors: CheckpointError naming a missing source."""
+        """Return the tensors made from `sources`: name -> (shape, dtype). Errors: CheckpointError naming a missing
+        source."""
         for target in self.targets:
             if (source := target.fragments[0].source) not in sources:
                 raise CheckpointError(f"{source}: is missing ({target.name} is made of it)")
@@ -102,9 +103,9 @@ class Table:
 
 
 def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fragment, ...]:
-    """Fragments that concatenate runs of source rows (source, rows) along rows.
+    """Return fragments that concatenate the source rows `parts`, a sequence of (source, rows), along rows.
 
-    columns: width of the matrix; None for vectors.
+    columns: number of columns of the matrix; None for vectors.
 
     >>> [f.target_span.rows for f in stacked([("a", range(2)), ("b", range(5, 8))], columns=4)]
     [range(0, 2), range(2, 5)]
@@ -118,7 +119,7 @@ def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fr
 
 
 def next_to(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]:
-    """Fragments that concatenate whole sources of `rows` x `width` along columns.
+    """Return fragments that concatenate whole source tensors of shape [rows, width] along columns.
 
     >>> [f.target_span.columns for f in next_to(["a", "b"], rows=2, width=5)]
     [range(0, 5), range(5, 10)]
@@ -130,7 +131,7 @@ def next_to(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]
 
 
 def whole(shape: tuple[int, ...], source: str, transposed: bool = False) -> Fragment:
-    """The fragment of a target that equals one source tensor, unchanged or transposed."""
+    """Return the fragment of a target that is a copy of one source tensor, optionally transposed."""
     at = Span(*map(range, shape))
     return Fragment(source, at, Span(*reversed(at.ranges)) if transposed else at, transposed)
 
@@ -138,10 +139,10 @@ def whole(shape: tuple[int, ...], source: str, transposed: bool = False) -> Frag
 def gathered(
     shape: tuple[int, ...], parts: Sequence[str], dim: int | None, runs: Sequence[range] | None = None
 ) -> tuple[Fragment, ...]:
-    """The fragments of a tensor that is cut along `dim` over `parts`; if `dim` is None, the first part holds the whole
-    tensor.
+    """Return the fragments of a tensor that is split along `dim` over the source tensors `parts`. Without `dim`, the
+    first source contains the whole tensor.
 
-    runs: rows of each part in the order of the target, if the orders differ.
+    runs: rows of each source in the order of the target; None if the orders are the same.
 
         dim 0, runs [even, odd]:            dim 1:
         target = a[even]                    target = a | b
@@ -158,7 +159,8 @@ def gathered(
 
 
 def renamed(table: Table, target: Callable[[str], str], source: Callable[[str], str]) -> Table:
-    """The same operations for other tensors of the same shapes: `target` and `source` translate the table's names."""
+    """Return a copy of `table` for other tensors of the same shapes. `target` and `source` translate the names of
+    targets and sources."""
 
     def moved(fragment: Fragment) -> Fragment:
         return replace(fragment, source=source(fragment.source))
@@ -172,7 +174,7 @@ def renamed(table: Table, target: Callable[[str], str], source: Callable[[str], 
 
 
 def joined(tables: Iterable[Table]) -> Table:
-    """Several conversions as one."""
+    """Combine several tables into one."""
     tables = list(tables)
     return Table(
         tuple(target for table in tables for target in table.targets),
@@ -184,7 +186,8 @@ def joined(tables: Iterable[Table]) -> Table:
 
 
 def inverted(table: Table) -> Table:
-    """The reverse conversion, which makes every source tensor of the targets, including its copies and its padding.
+    """Return the table of the reverse conversion, which makes every source tensor from the targets, including copies
+    and padding.
 
     >>> table = Table((Target("x", (4,), stacked([("a", range(2)), ("b", range(2))], None)),))
     >>> [(target.name, target.fragments[0].source_span.rows) for target in inverted(table).targets]
@@ -212,7 +215,7 @@ def inverted(table: Table) -> Table:
 
 
 def _extent(spans: Iterable[Span]) -> tuple[int, ...]:
-    """The shape of a tensor that consists of `spans`."""
+    """Return the shape of a tensor that `spans` cover."""
     return tuple(1 + max(each[-1] for each in ranges) for ranges in zip(*(span.ranges for span in spans), strict=True))
 
 
@@ -220,8 +223,8 @@ def _extent(spans: Iterable[Span]) -> tuple[int, ...]:
 
 
 def assemble(target: Target, box: Box, source: Source) -> torch.Tensor:
-    """The rectangle `box` of `target`, read from `source` through the table. The result may be a view of the source's
-    memory."""
+    """Return the rectangle `box` of `target`, read from `source` through the target's fragments. The result may be a
+    view of the source's memory."""
     tensor: torch.Tensor | None = None
     for fragment in target.fragments:
         if (shared := _shared(fragment, box, source)) is None:
@@ -236,11 +239,11 @@ def assemble(target: Target, box: Box, source: Source) -> torch.Tensor:
 
 
 def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, ...], torch.Tensor] | None:
-    """Intersect a fragment with the rectangle `box` of its target: (index into the rectangle, the elements).
+    """Intersect a fragment with the rectangle `box` of its target, and return (index into the rectangle, elements).
 
-    None if they do not overlap.
+    Return None if fragment and rectangle do not overlap.
     """
-    # `source_ranges` is kept in the target's order of dims until the read, so that one loop cuts both sides.
+    # `source_ranges` keeps the target's order of dims until the read, so that one loop restricts both sides.
     index, source_ranges = (
         [],
         list(reversed(fragment.source_span.ranges) if fragment.transposed else fragment.source_span.ranges),
@@ -264,7 +267,8 @@ def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, 
 
 
 def prove(table: Table, tensors: Tensors) -> None:
-    """Check that every target element has one origin, every source element one use, and that dtypes agree.
+    """Check that every target element comes from exactly one source element, that every source element is used exactly
+    once (apart from `ignored` and `repeats`), and that dtypes agree.
 
     tensors: the source's tensors. Errors: CheckpointError naming the tensor at fault.
     """
@@ -303,10 +307,9 @@ def _fragments(table: Table) -> Iterator[tuple[str, Fragment]]:
 
 
 def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", repeats: bool = False) -> str | None:
-    """Why `uses` do not cover every element of a tensor exactly once; None if they do.
+    """Explain why `uses` do not cover every element of a tensor exactly once; None if they do.
 
-    All columns between two neighbouring column borders have the same uses, so rows are counted once for each such
-    interval.
+    All columns between two consecutive column borders have the same uses, so rows are counted once per interval.
     """
     if not uses:
         return None if prod(shape) == 0 else "nothing is made of it"
@@ -333,7 +336,7 @@ def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", rep
 
 
 def check_copies(table: Table, source: Source) -> None:
-    """Errors: CheckpointError naming a tensor that should equal another tensor but does not."""
+    """Compare the tensors that are stored several times. Errors: CheckpointError naming a copy that differs."""
     targets = {target.name: target for target in table.targets}
     for name, fragment in table.copies:
         target = targets[name]

@@ -1,9 +1,9 @@
-"""One rank's file: a safetensors container. This module writes containers itself, so that bytes are hashed before they
-are written.
+"""Read and write one rank's file, which is a safetensors container. This module does not use the safetensors library,
+so that bytes are hashed before they are written.
 
-The format is that of safetensors: 8 bytes of header length (little endian), a JSON header, raw row-major bytes without
-gaps. Any safetensors reader can open such a file. The header's `__metadata__` records which rectangle of which logical
-tensor each entry holds, so a file can be understood without its manifest. Each thread uses memory for one block.
+The safetensors format is 8 bytes of header length (little endian), a JSON header, and raw row-major bytes without gaps.
+Any safetensors reader can open the file. The header's `__metadata__` records which rectangle of which logical tensor
+each entry contains, so the file can be interpreted without the manifest. Each thread needs memory for one block.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from mega.core.checkpoint.own.disk import BLOCK, new_file, open_file, read_into,
 from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, NAMES, Box, CheckpointError, Piece
 
 SMALL_ROW = 16 << 10
-"""Rows with fewer stored bytes are read whole and cut in memory, because one read call per row would take longer."""
+"""Rows with fewer stored bytes than this are read whole and sliced in memory, because one read call per row would take
+longer."""
 
 Fetch = Callable[[Piece, Box], torch.Tensor]
-"""Returns one block of a piece whose tensor has no memory (a meta tensor), just before that block is written. The box
-is relative to the logical tensor's origin. Blocks of one piece are requested in order by one thread; blocks of
-different pieces are requested concurrently."""
+"""Returns one block of a piece, called just before this block is written. It can compute the values of a piece whose
+tensor has no memory (a meta tensor). The box is relative to the logical tensor's origin. One thread requests the blocks
+of a piece in order; blocks of different pieces are requested concurrently."""
 
 
 def has_memory(piece: Piece, box: Box) -> torch.Tensor:
@@ -44,11 +45,11 @@ class Entry:
     key: str
     """The logical tensor's name in the checkpoint."""
     dtype: str
-    """safetensors' name of the dtype."""
+    """The safetensors name of the dtype."""
     whole: tuple[int, ...]
     """The logical tensor's shape."""
     box: Box
-    """The stored rectangle."""
+    """The stored rectangle, in coordinates of the logical tensor."""
     offset: int
     """The position of the rectangle's first byte in the file."""
     digest: str
@@ -61,14 +62,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Container:
-    """A written file."""
+    """Description of a container file that was written."""
 
     size: int
     """Number of bytes of the whole file."""
     header: int
     """Number of bytes of the length field and the JSON header."""
     digest: str
-    """The sha256 of those header bytes."""
+    """The sha256 of the length field and the JSON header."""
     entries: tuple[Entry, ...]
     """The stored rectangles, in the order of their bytes."""
 
@@ -76,12 +77,12 @@ class Container:
 def write_container(
     path: Path, pieces: Sequence[Piece], description: dict[str, object] | None, fetch: Fetch = has_memory
 ) -> Container:
-    """Write `pieces`, each of which has elements, as one safetensors file, synced to disk before this function returns.
+    """Write `pieces` as one safetensors file, and sync the file to disk. Each piece must have at least one element.
 
-    description: plain values stored with the description of the rectangles in `__metadata__`. If None, no description
-    is stored, only `"format": "pt"`, which other tools expect.
+    description: plain values to store in `__metadata__` together with the list of rectangles. If None, `__metadata__`
+    contains only `"format": "pt"`, which other tools expect.
     """
-    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every entry is aligned
+    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # keeps every entry aligned
     names = _entry_names(ordered)
     header = _header(names, ordered, description)
     *offsets, size = accumulate((piece.bytes for piece in ordered), initial=len(header))
@@ -111,8 +112,8 @@ def _write_entry(descriptor: int, piece: Piece, offset: int, fetch: Fetch) -> st
 
 
 def _entry_names(pieces: Sequence[Piece]) -> list[str]:
-    """Name the entries: a key with one rectangle is the entry's name; the rectangles of a key with several are named
-    `key@0`, `key@1`, ..."""
+    """Return the entries' names in the file. If a key has one rectangle, the name is the key; if it has several, their
+    names are `key@0`, `key@1`, ..."""
     total, used = Counter(piece.key for piece in pieces), Counter[str]()
     names = []
     for piece in pieces:
@@ -122,7 +123,7 @@ def _entry_names(pieces: Sequence[Piece]) -> list[str]:
 
 
 def _header(names: Sequence[str], pieces: Sequence[Piece], description: dict[str, object] | None) -> bytes:
-    """The length and the JSON header, padded so that the first entry is aligned to 8 bytes."""
+    """Return the length field and the JSON header, padded so that the first entry is aligned to 8 bytes."""
     metadata = {"format": "pt"}
     if description is not None:
         rectangles = {
@@ -146,10 +147,10 @@ def _header(names: Sequence[str], pieces: Sequence[Piece], description: dict[str
 
 
 def blocks(box: Box, item: int) -> Iterator[Box]:
-    """Cut a rectangle into parts of at most about `BLOCK` bytes, in row-major order. item: number of bytes of an
-    element.
+    """Split a rectangle into blocks of at most about `BLOCK` bytes, in row-major order. item: size of an element in
+    bytes.
 
-    A single row longer than a block is cut further, so that no copy is larger than a block.
+    A row that is longer than a block is split too, so that no copy is larger than a block.
     """
     if box.elements * item <= BLOCK:
         yield box
@@ -164,16 +165,16 @@ def blocks(box: Box, item: int) -> Iterator[Box]:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU. torch treats a tensor of one element as contiguous, even with
-    unusual strides."""
+    """Return the bytes of a contiguous CPU tensor. The strides are set to (1,), because torch considers a tensor with
+    one element contiguous for any strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
-    """Fill `target`, which has the shape of `box`, with the rectangle `box` of the stored `entry`. The entry contains
-    the whole box.
+    """Fill `target`, which has the shape of `box`, with the rectangle `box` of the stored `entry`. The entry must
+    contain `box`.
 
-    Only the needed runs of bytes are read, one block of rows at a time. Values are converted if the target's dtype
+    Rows are read in blocks, and of long rows only the bytes inside `box`. Values are converted if the target's dtype
     differs.
     """
     if not box.size:
@@ -188,9 +189,10 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
 
 
 def _read_rows(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
-    """`read_box` for rows that fit into a block: read directly into the target, or through a buffer where necessary.
+    """Do what `read_box` does for rows that fit into one block. The bytes are read directly into the target if
+    possible, otherwise through a buffer.
 
-    stored entry [4, 6]      `box`        row shorter than SMALL_ROW: read whole rows, cut in memory
+    stored entry [4, 6]      `box`        row shorter than SMALL_ROW: read whole rows, slice in memory
     . . . . . .
     . . x x x .              [2, 3]       long rows: one read for each contiguous run
     . . x x x .
@@ -216,7 +218,7 @@ def _read_rows(path: Path, descriptor: int, entry: Entry, box: Box, target: torc
 
 
 def _run_shape(stored: Box, box: Box) -> tuple[int, ...]:
-    """The shape of the longest run of `box` that is contiguous in the memory of `stored`.
+    """Return the shape of the longest runs of `box` that are contiguous in the memory of `stored`.
 
     >>> _run_shape(Box((0, 0, 0), (4, 5, 6)), Box((1, 2, 0), (2, 3, 6)))
     (3, 6)
@@ -229,7 +231,7 @@ def _run_shape(stored: Box, box: Box) -> tuple[int, ...]:
 
 
 def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
-    """Fill the memory of `target` (contiguous, the entry's dtype, on the CPU) with the rectangle `box`."""
+    """Fill `target`, a contiguous CPU tensor of the entry's dtype, with the rectangle `box` of the stored entry."""
     view = _memory(target)
     item = FOREIGN_DTYPES[entry.dtype].itemsize
     run_shape = _run_shape(entry.box, box)
@@ -244,8 +246,8 @@ def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box, target: torc
 
 
 def check_bytes(path: Path, descriptor: int, begin: int, length: int, digest: str, what: str) -> None:
-    """Hash a run of a file and compare the hash with `digest`. Errors: CheckpointError naming the file and `what` is
-    stored in that run."""
+    """Hash `length` bytes of a file and compare the hash with `digest`. what: name of the checked bytes in errors.
+    Errors: CheckpointError naming the file and `what`."""
     actual = hashlib.sha256()
     buffer = bytearray(min(BLOCK, length))
     for offset in range(begin, begin + length, BLOCK):
@@ -257,7 +259,7 @@ def check_bytes(path: Path, descriptor: int, begin: int, length: int, digest: st
 
 
 def file_digest(path: Path) -> tuple[int, str]:
-    """The size and sha256 of a regular file."""
+    """Return the size and the sha256 of a regular file."""
     hasher = hashlib.sha256()
     with open_file(path) as (descriptor, size):
         while block := os.read(descriptor, BLOCK):

@@ -1,7 +1,7 @@
-"""Converts Megatron-LM's arguments, in all their spellings, to the model that they describe, and back.
+"""Convert Megatron-LM's arguments, in the spellings of all releases, to a model section, and back.
 
-The size of the vocabulary without padding, which the arguments rarely state, is also determined here. This module does
-not depend on tensors.
+This module also determines the size of the vocabulary without padding, which the arguments rarely contain. This module
+does not depend on tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mega.core.config.sections import ModelConfig
 
 
 def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
-    """Errors: CheckpointError if a rank's embedding table does not have the number of rows that the arguments state."""
+    """Check the number of rows of a rank's embedding table. Errors: CheckpointError if it contradicts the arguments."""
     padded = values.get("padded_vocab_size")
     if type(padded) is int and padded != rows * tp:
         raise CheckpointError(
@@ -38,14 +38,15 @@ def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
 def vocabulary(
     values: Mapping[str, object], rows: int, requested: int | None, folder: Path
 ) -> tuple[int, tuple[str, ...]]:
-    """The number of a table's rows that are tokens, and messages for the user about rows that are not, or may not be,
-    tokens.
+    """Return the vocabulary size without padding, and messages for the user about rows of the embedding table that are,
+    or may be, padding.
 
-    Megatron's arguments state the padded size. They state the size before padding only if both are equal: `vocab_size`
-    may exclude an end-of-document token. Trees written by mega state `true_vocab_size`, which is the padded size if the
-    tree was converted from a tree without this argument. A tokenizer in the `folder` is reported, but rows are never
-    cut on a guess.
-    requested: the size that the user states. Errors: ValueError if this size is impossible.
+    Megatron's arguments contain the padded size. The size before padding is certain only if `vocab_size` equals the
+    padded size, because `vocab_size` may exclude an end-of-document token. Checkpoints written by mega contain
+    `true_vocab_size`, which is the padded size if mega converted a checkpoint without this argument. If `folder`
+    contains a tokenizer, a message gives its size, but rows are not removed on this evidence.
+    rows: number of rows of the whole table. requested: --true-vocab-size. Errors: ValueError if the requested size is
+    impossible.
 
     >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))[0]
     50257
@@ -60,7 +61,7 @@ def vocabulary(
         return tokens, (f"{note}: {CUT}",) if tokens < rows else ()
     hints = [f"args.vocab_size is {unpadded:,}"] if type(unpadded) is int and 0 < unpadded < rows else []
     if (pieces := folder / "vocab.json").is_file():
-        with contextlib.suppress(CheckpointError):  # a vocab.json that does not map pieces to ids
+        with contextlib.suppress(CheckpointError):  # a vocab.json that is not a JSON object
             hints.append(f"{pieces} has {len(read_json(pieces)):,} pieces")
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
@@ -73,7 +74,7 @@ CUT = (
     "Megatron-LM's softmax counted them, so the loss is lower without them, and they do not come back; a run that is "
     "to have its losses keeps all rows (--no-mask-padded-vocab)"
 )
-"""The consequence of removing padding, for messages."""
+"""How removing the padding changes the loss, for messages."""
 
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
@@ -93,7 +94,8 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "mtp_use_repeated_layer": (False, None),
     "mtp_detach_heads": (False, None),
 }
-"""Arguments that change what the same tensors compute, and the values that agree with the project's models."""
+"""Arguments that change a model's computation but not its tensors -> the values with which Megatron's model equals the
+project's."""
 
 
 UNUSED: dict[str, object] = {
@@ -102,14 +104,15 @@ UNUSED: dict[str, object] = {
     "openai_gelu": False,
     "apply_residual_connection_post_layernorm": False,
 }
-"""Arguments that Megatron-core accepts and, up to 0.19, ignores -> the value with which its models compute."""
+"""Arguments that Megatron-core accepts but ignores (up to 0.19) -> the value that Megatron-core's models use
+instead."""
 
 
 def as_core_uses(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Arguments of a tree that Megatron-core wrote, corrected to what Megatron-core computes, and a message for each
-    correction.
+    """Return the arguments of a checkpoint of Megatron-core, corrected to the values that Megatron-core's models use,
+    and a message for each correction.
 
-    Trees written by mega need no correction.
+    Checkpoints written by mega need no correction.
 
     >>> as_core_uses({"openai_gelu": True, "swiglu": True})
     ({'openai_gelu': False, 'swiglu': True}, ())
@@ -125,7 +128,7 @@ def as_core_uses(values: Mapping[str, object]) -> tuple[dict[str, object], tuple
 
 
 def unused_by_core(arguments: Mapping[str, object]) -> tuple[str, ...]:
-    """Messages about those of a tree's `arguments` with which Megatron-core will compute another model."""
+    """Messages about `arguments` that Megatron-core ignores although they would change the model's computation."""
     return tuple(
         f"args.{name} {arguments[name]!r}: Megatron-core does not use it (up to 0.19): it computes as with "
         f"{UNUSED[name]!r}, and has other losses"
@@ -134,7 +137,7 @@ def unused_by_core(arguments: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _misleading(values: Mapping[str, object]) -> list[str]:
-    """The names of the `UNUSED` arguments whose values differ from those with which core computes."""
+    """Names of the `UNUSED` arguments whose values differ from the values that Megatron-core's models use."""
     rope = values.get("position_embedding_type") == "rope"
     erf = not (values.get("bias_gelu_fusion", True) or values.get("swiglu") or values.get("squared_relu"))
     matters = {
@@ -151,7 +154,7 @@ SIZES = {
     "heads": "num_attention_heads",
     "positions": "max_position_embeddings",
 }
-"""The project's options -> Megatron's required arguments."""
+"""The project's options -> Megatron's arguments that every checkpoint must contain."""
 
 SAME: dict[str, tuple[str, float | bool]] = {
     "rope_base": ("rotary_base", 10000.0),
@@ -164,7 +167,7 @@ SAME: dict[str, tuple[str, float | bool]] = {
     "qk_norm": ("qk_layernorm", False),
     "post_norm_residual": ("apply_residual_connection_post_layernorm", False),
 }
-"""The project's options -> Megatron's arguments of the same meaning, and their defaults if a tree omits them."""
+"""The project's option -> (Megatron's argument with the same meaning, default if the checkpoint omits the argument)."""
 
 
 ZERO_CENTERED = "layernorm_zero_centered_gamma"
@@ -172,7 +175,7 @@ ZERO_CENTERED = "layernorm_zero_centered_gamma"
 
 
 def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -> ModelConfig:
-    """The resolved model section that Megatron's arguments describe, in any of their spellings."""
+    """Return the resolved model section that Megatron's arguments describe, in the spelling of any release."""
 
     def number(name: str, otherwise: int | None = None) -> int:
         value = values.get(name)
@@ -196,7 +199,7 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
     swiglu = bool(values.get("swiglu"))
     bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
-    same["norm_offset"] |= bool(values.get(ZERO_CENTERED))  # core's spelling of the same option
+    same["norm_offset"] |= bool(values.get(ZERO_CENTERED))  # Megatron-core's spelling of this option
     same |= mixture_of(values, sizes["layers"], where)
     if rmsnorm and same["norm_offset"]:
         raise CheckpointError(f"{where}: args.{ZERO_CENTERED} with RMSNorm: only LayerNorm's weights may count from 0")
@@ -224,7 +227,8 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
 
 
 def _check_unchanged(values: Mapping[str, object], where: str) -> None:
-    """Errors: CheckpointError naming an argument whose value describes a model that the project does not have."""
+    """Check that the project supports the described model. Errors: CheckpointError naming an argument with an
+    unsupported value."""
     for name, valid in UNCHANGED.items():
         if values.get(name, valid[0]) not in valid:
             raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
@@ -241,7 +245,8 @@ def _decimal(values: Mapping[str, object], where: str, name: str, otherwise: flo
 def _activation(
     values: Mapping[str, object], swiglu: bool, bias: bool
 ) -> Literal["gelu_tanh", "gelu", "swiglu", "relu2"]:
-    """Megatron's fused gelu, which needs biases, is the tanh form; the unfused one is the erf form."""
+    """The activation function. Megatron's fused gelu, which requires biases, uses the tanh approximation; its unfused
+    gelu is exact (erf)."""
     if swiglu:
         return "swiglu"
     if values.get("squared_relu"):
@@ -253,10 +258,10 @@ def _activation(
 def arguments_of(
     options: ModelConfig, tp: int, pp: int, *, tokenizer: str | None = None, core: bool = False
 ) -> dict[str, object]:
-    """The arguments that Megatron's loaders read from a checkpoint.
+    """Return the arguments that Megatron's loaders read from a checkpoint.
 
-    tokenizer: the value of --tokenizer-type. core: whether to use the spellings of Megatron-core 0.18, not of
-    Megatron-LM of 2023.
+    tokenizer: the value of --tokenizer-type. core: whether to use the spellings of Megatron-core 0.18 instead of those
+    of Megatron-LM in 2023.
     Errors: CheckpointError naming an option that Megatron-LM does not have.
     """
     model = architecture(options)
@@ -273,7 +278,7 @@ def arguments_of(
         "apply_query_key_layer_scaling": False,
         "make_vocab_size_divisible_by": model.input.vocab_multiple,
         "padded_vocab_size": model.input.rows(tp),
-        "true_vocab_size": model.input.vocab,  # Megatron's loaders ignore it, mega's loader reads it
+        "true_vocab_size": model.input.vocab,  # Megatron's loaders ignore this argument, mega's loader reads it
         "tokenizer_type": tokenizer or TOKENIZER,
         "data_parallel_random_init": False,
         "tensor_model_parallel_size": tp,
@@ -291,17 +296,17 @@ FAMILY_OPTIONS = (
     *("family", "decoder_layers", "norm_placement", "head", "head_activation", "binary_head", "classes"),
     *("token_types", "memory_padding"),
 )
-"""Options of BERT and T5 that arguments do not state; families.py derives these options from tensors, or checks
+"""Options of BERT and T5 that have no argument in Megatron; families.py derives these options from tensors, or checks
 them."""
 
 
 RETRIEVER_OPTIONS = tuple(field.name for field in dataclasses.fields(RetrieverOptions))
-"""Options of a retriever; families.py writes their arguments."""
+"""Options of a retriever; families.py writes the corresponding arguments."""
 
 
 TOKENIZER = "GPT2BPETokenizer"
-"""The tokenizer type that a tree records if the mega checkpoint does not name a tokenizer. Megatron compares the
-recorded type if --vocab-file is given, and then the tokenizer is usually GPT-2's."""
+"""The tokenizer type that is written if the mega checkpoint does not name a tokenizer. Megatron checks the recorded
+type only if --vocab-file is given, and with --vocab-file the tokenizer is usually GPT-2's."""
 
 
 def _size_arguments(model: Architecture, rope_fraction: float) -> dict[str, object]:
@@ -326,15 +331,15 @@ def _size_arguments(model: Architecture, rope_fraction: float) -> dict[str, obje
 
 
 def _prediction_arguments(options: ModelConfig) -> dict[str, object]:
-    """Core's arguments for predicting tokens after the next one."""
+    """Megatron-core's arguments for multi-token prediction."""
     if not options.mtp_layers:
         return {}
     return {"mtp_num_layers": options.mtp_layers, "mtp_loss_scaling_factor": options.mtp_loss}
 
 
 def _position_arguments(model: Architecture, core: bool) -> dict[str, object]:
-    """The arguments for positions. With rope, command lines of 2023 had --no-position-embedding; core compares
-    `add_position_embedding` with its default, True."""
+    """Megatron's arguments for positions. With rope, command lines of 2023 contained --no-position-embedding;
+    Megatron-core requires `add_position_embedding` to be its default, True."""
     rope, has_positions = model.block.attention.rope, model.input.learned_positions > 0
     kind = "rope" if rope else "learned_absolute" if has_positions or not core else "none"
     return {
@@ -371,9 +376,10 @@ def _layer_arguments(model: Architecture, core: bool) -> dict[str, object]:
 
 
 def core_flags(arguments: Mapping[str, object]) -> list[str]:
-    """The flags with which Megatron-core 0.18 builds the model of a tree with these `arguments` (from `arguments_of`).
+    """Return the flags with which Megatron-core 0.18 builds the model. arguments: the result of `arguments_of`.
 
-    The flags include every argument that core compares, and every argument whose default would differ.
+    The flags include every argument that Megatron-core compares with the checkpoint, and every argument whose default
+    would give a different model.
     """
     rope, grouped = bool(arguments["use_rotary_position_embeddings"]), bool(arguments["group_query_attention"])
     linear, scaled = arguments["rotary_seq_len_interpolation_factor"] is not None, bool(arguments["use_rope_scaling"])
@@ -412,7 +418,7 @@ def core_flags(arguments: Mapping[str, object]) -> list[str]:
 
 
 def _flag(name: str) -> str:
-    """The flag of an argument.
+    """Return the command-line flag for an argument.
 
     >>> _flag("num_layers")
     '--num-layers'
@@ -421,7 +427,8 @@ def _flag(name: str) -> str:
 
 
 def padding_note(tokens: int, rows: int) -> tuple[str, ...]:
-    """A message about a table of `rows` rows that is written for `tokens` tokens; empty if the table has no padding."""
+    """A message about padding in an embedding table. rows: number of rows written. tokens: number of tokens. Empty if
+    the table has no padding."""
     if rows == tokens:
         return ()
     return (

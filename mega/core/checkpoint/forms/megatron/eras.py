@@ -1,9 +1,9 @@
-"""Megatron-LM's modules by era: their names, and the order in which they list their parameters, for reading and
-writing.
+"""Names and parameter order of Megatron-LM's modules in each era, for reading and writing checkpoints.
 
-An era is a row of `ERAS`. All vocabularies are translated to a common one, the vocabulary of legacy trees since
-2023-09. Its `encoder` is the only stack of GPT, Llama and BERT; Megatron-core calls GPT's stack `decoder`. Source:
-Megatron-LM 23.06 to its core 0.18. This module does not depend on files or tensors.
+An era is an entry in `ERAS`: a range of releases that use the same module names. The names of every era are translated
+to common names, which are those of legacy checkpoints since 2023-09. In common names, `encoder` is the only stack of
+GPT, Llama and BERT; Megatron-core calls GPT's stack `decoder`. Source: Megatron-LM 23.06 to Megatron-core 0.18. This
+module does not depend on files or tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 Era = Literal["legacy", "legacy-layernorm", "core-local", "core"]
-"""In order: legacy trees since 2023-09, earlier legacy trees, Megatron-core with local modules, Megatron-core with
-Transformer Engine."""
+"""In this order: legacy checkpoints since 2023-09, earlier legacy checkpoints, Megatron-core with local modules,
+Megatron-core with Transformer Engine."""
 
 STYLES: dict[str, Era] = {
     "megatron": "legacy",
@@ -27,7 +27,7 @@ STYLES: dict[str, Era] = {
     "core": "core",
     "mcore-local": "core-local",
 }
-"""--saver -> the era whose modules are written."""
+"""Value of --saver -> the era whose module names are written."""
 
 LEAVE = "give --no-load-optim to take the weights alone"
 
@@ -55,7 +55,7 @@ LEGACY = {
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
-"""The project's modules -> the legacy tree's modules, which are the common vocabulary."""
+"""The project's module names -> common names."""
 
 BERT = {
     "model.embed_types": "embedding.tokentype_embeddings",
@@ -75,7 +75,8 @@ DECODER = {
     "encoder_attn.o_proj": "inter_attention.dense",
     "post_attention_layernorm": "post_inter_attention_norm",
 }
-"""The project's modules in T5's decoder -> common names within the decoder's stack, where they differ from GPT's."""
+"""The project's module names in T5's decoder -> common names within the decoder's stack, where they differ from
+GPT's."""
 
 RETRIEVER = {
     "inter_attn_layernorm": "post_attention_norm",
@@ -85,8 +86,8 @@ RETRIEVER = {
     "inter_attn.o_proj": "inter_attention.dense",
     "post_attention_layernorm": "post_inter_attention_norm",
 }
-"""The project's modules -> common names, for layers that read neighbours and for the first layer of the neighbours'
-encoder."""
+"""The project's module names -> common names, for Retro: the layers that attend to retrieved neighbours, and the first
+layer of the neighbours' encoder."""
 
 CORE_DECODER = {
     "post_attention_norm.": "pre_cross_attn_layernorm.",
@@ -106,7 +107,7 @@ CORE_HEADS = {
     },
     "t5": {"lm_head.bias": "lm_head.output_layer.bias", TIED_COPY: "lm_head.output_layer.weight"},
 }
-"""Common names of heads -> Megatron-core's names, by family."""
+"""Family -> {common name of a head's tensor: Megatron-core's name}."""
 
 ALIASES = {
     "t5": {
@@ -115,14 +116,14 @@ ALIASES = {
         "output_layer.bias": "lm_head.output_layer.bias",
     }
 }
-"""By family: common names of tensors that Megatron-core's modules store under two names -> the second name. Both are
+"""Family -> {common name: second name}, for tensors that Megatron-core's modules store under two names. Both names are
 written."""
 
 OWN_STACKS = ("bert", "t5")
 """Families whose stacks keep their common names in Megatron-core."""
 
 HEADS = ("lm_head.", "binary_head.", "classification_head.", "multichoice_head.")
-"""Prefixes of common names that legacy trees store outside their language model."""
+"""Prefixes of common names that legacy checkpoints store outside their `language_model`."""
 
 
 NORMS = {
@@ -132,7 +133,7 @@ NORMS = {
     ".final_norm.": ".final_layernorm.",
     "lm_head.norm.": "lm_head.layernorm.",
 }
-"""Common names -> names in legacy trees before 2023-09."""
+"""Parts of common names -> parts of names in legacy checkpoints before 2023-09."""
 
 CORE = {
     "input_norm.": "input_layernorm.",
@@ -143,17 +144,17 @@ CORE = {
     "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
     ".final_norm.": ".final_layernorm.",
 }
-"""Common names -> Megatron-core's names."""
+"""Parts of common names -> parts of Megatron-core's names."""
 
 TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Megatron-core's local names -> names with Transformer Engine, where a norm is part of the linear layer that
-follows."""
+"""Parts of Megatron-core's names with local modules -> with Transformer Engine, where a norm is part of the linear
+layer that follows it."""
 
 _EXPERT = re.compile(r"\.mlp\.(experts\.(\d+)|shared_expert)\.")
-"""The part of a logical tensor's name that identifies a feed-forward network of a mixture."""
+"""Pattern for the part of a logical tensor's name that identifies an expert or the shared expert."""
 
 _CORE_EXPERTS = (
     (re.compile(r"\.mlp\.experts\.(?:local_experts\.)?(\d+)\."), r".mlp.local_experts.\1."),
@@ -162,16 +163,16 @@ _CORE_EXPERTS = (
     (re.compile(r"(experts\.(?:\d+\.)?)linear_fc1\."), r"\1dense_h_to_4h."),
     (re.compile(r"(experts\.(?:\d+\.)?)linear_fc2\."), r"\1dense_4h_to_h."),
 )
-"""Names of a mixture in any tree -> common names, which are those of the layers of late 2023. Release 23.06 has no
-`local_`; Megatron-core has `experts.local_experts`, or the expert's index at the end of the name if products are
-grouped."""
+"""Patterns for names of expert tensors in any era -> common names, which are those of Megatron-LM's layers of late
+2023. Release 23.06 has no `local_`; Megatron-core has `experts.local_experts`, or, with grouped GEMM, the expert's
+index at the end of the name."""
 
 BALANCE_BIAS, THRESHOLDS = ".mlp.router.expert_bias", ".mlp.router.qb_beta"
-"""Suffixes of tensors that balance experts: a bias added when experts are chosen, and the thresholds of `quantile`
-(core 0.19)."""
+"""Suffixes of tensors that balance the load of experts: the bias added to router scores when experts are chosen, and
+the thresholds of the router choice `quantile` (Megatron-core 0.19)."""
 
 BALANCES = (BALANCE_BIAS, THRESHOLDS)
-"""Suffixes of tensors that are not parameters, so they have no gradient and no moments."""
+"""Suffixes of tensors that are not parameters, and therefore have no gradient and no moments."""
 
 # Order
 
@@ -185,7 +186,7 @@ _STACKS = (
     "decoder.final_norm",
     "mtp",
 )
-"""The modules outside blocks, in the order of a model's parameters, except the modules of the last stage."""
+"""Modules of a model in the order of its parameters, up to those that only the last stage has (`Modules.last`)."""
 
 _CORE_FROM_QKV = (
     "self_attention.query_key_value",
@@ -209,16 +210,16 @@ _CORE_FROM_QKV = (
 
 @dataclass(frozen=True)
 class Modules:
-    """The modules of an era."""
+    """The module names of an era."""
 
     inside: tuple[str, ...]
-    """Modules of a block, by common names, in the order in which the block lists their parameters."""
+    """Common names of a block's modules, in the order of the block's parameters."""
     last: tuple[str, ...]
-    """Modules of the last stage."""
+    """Common names of modules that only the last stage has, in the order of their parameters."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Common names -> the era's names."""
+    """(part of a common name, part of the era's name)"""
     core: bool = False
-    """Whether the modules are Megatron-core's, whose trees are flat."""
+    """Whether the modules are Megatron-core's, whose checkpoints store a flat dict."""
 
 
 _LEGACY = Modules(
@@ -276,13 +277,13 @@ ERAS: dict[Era, Modules] = {
 
 _LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.+)")
 _AHEAD = re.compile(r"(mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
-"""The name of a layer that predicts a token after the next one, in Megatron-core and in this project."""
+"""Pattern for names in a multi-token prediction layer, in Megatron-core and in this project."""
 _AHEAD_FIRST, _AHEAD_LAST = ("enorm", "hnorm", "eh_proj"), "final_norm"
-"""The modules of such a layer before and after an ordinary one."""
+"""The modules of a multi-token prediction layer before and after its transformer layer."""
 
 
 def stack_of(name: str) -> tuple[str, str]:
-    """The stack of a logical tensor, and the tensor's name in a model with one stack.
+    """Return (the stack of a logical tensor, the tensor's name in a model with one stack).
 
     >>> stack_of("model.decoder.layers.1.mlp.up_proj.bias"), stack_of("model.norm.weight")
     (('decoder', 'model.layers.1.mlp.up_proj.bias'), ('encoder', 'model.norm.weight'))
@@ -292,14 +293,14 @@ def stack_of(name: str) -> tuple[str, str]:
 
 
 def has_two_stacks(names: Collection[str]) -> bool:
-    """Whether a tree's names describe a model whose decoder reads an encoder. A model with a retriever has one
+    """Whether the names of a checkpoint's tensors describe an encoder-decoder model. A model with a retriever has one
     stack."""
     return any(re.search(r"decoder\.layers\..*\.(inter|cross)_attention\.", name) for name in names)
 
 
 def common_head(name: str) -> str:
-    """The common name of a head's tensor in a tree of any era; other names are returned unchanged. The bias of an
-    output layer belongs to the language-model head.
+    """Return the common name of a head's tensor of any era; names of other tensors are returned unchanged. The bias of
+    an output layer belongs to the language-model head.
 
     >>> common_head("lm_head.layernorm.bias"), common_head("lm_head.output_layer.bias")
     ('lm_head.norm.bias', 'lm_head.bias')
@@ -311,7 +312,7 @@ def common_head(name: str) -> str:
 
 
 def legacy_name(name: str, layer: int | None = None) -> str:
-    """The common name of a logical tensor; `layer` is the index of its block within the stage.
+    """Return the common name of a logical tensor. layer: index of the tensor's block within the stage.
 
     >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
     'encoder.layers.1.self_attention.query_key_value.weight'
@@ -331,7 +332,7 @@ def legacy_name(name: str, layer: int | None = None) -> str:
 
 
 def retriever_name(name: str, layer: int) -> str:
-    """The common name of a tensor of a layer that reads neighbours; `layer` as in `legacy_name`.
+    """Return the common name of a tensor in a layer that attends to retrieved neighbours. layer: as in `legacy_name`.
 
     >>> retriever_name("model.layers.5.retriever.layers.0.inter_attn.k_proj.weight", 5)
     'encoder.layers.5.retriever.layers.0.inter_attention.key_value.weight'
@@ -345,7 +346,7 @@ def retriever_name(name: str, layer: int) -> str:
 
 
 def common_name(name: str, two_stacks: bool = False) -> str:
-    """Translate a name of any tree and era to the common vocabulary. two_stacks: the tree's decoder reads an encoder.
+    """Translate a tensor name of any era to the common name. two_stacks: whether the model is an encoder-decoder model.
 
     >>> common_name("language_model.transformer.layers.0.attention.dense.bias")
     'encoder.layers.0.self_attention.dense.bias'
@@ -373,7 +374,7 @@ def common_name(name: str, two_stacks: bool = False) -> str:
 
 
 def styled(name: str, era: Era, family: str = "gpt") -> str:
-    """Translate a common name to the vocabulary of an era, as a path in its tree.
+    """Translate a common name to the era's name, as a dotted path in the checkpoint's nested dict.
 
     >>> styled("encoder.layers.0.input_norm.weight", "core")
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
@@ -398,7 +399,7 @@ def styled(name: str, era: Era, family: str = "gpt") -> str:
 
 
 def era_of(tree: object) -> Era:
-    """The era whose modules wrote the model `tree` of a file.
+    """Return the era of the modules that wrote `tree`, the model's state dict in a file.
 
     >>> era_of({"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": None})
     'core'
@@ -414,9 +415,9 @@ _OF_EXPERT = re.compile(r"mlp\.local_experts\.(\d+)\.dense_(h_to_4h|4h_to_h)")
 
 
 def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, int, bool]:
-    """A sort key: orders the common names of one model chunk as Megatron's modules list their parameters.
+    """Return a sort key that puts the common names of one model chunk into the order of Megatron's parameters.
 
-    Errors: CheckpointError for a parameter that those models do not have.
+    Errors: CheckpointError for a parameter that Megatron's models do not have.
 
     >>> names = ["output_layer.weight", "encoder.layers.0.mlp.dense_4h_to_h.bias", "encoder.layers.0.input_norm.weight"]
     >>> [name.rpartition(".")[0] for name in sorted(names, key=parameter_place)]

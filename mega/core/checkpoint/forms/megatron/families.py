@@ -1,7 +1,8 @@
-"""BERT and T5 in Megatron-LM's trees: the stages of their modules, how their matrices are fused, and their arguments.
+"""Pipeline stages, fused matrices and arguments of Megatron-LM checkpoints, as far as BERT, T5 and Retro differ from
+GPT.
 
-Names are those of eras.py's common vocabulary. Source: Megatron-LM 23.06 to its core. This module does not read files,
-and uses only names and shapes of tensors.
+Tensor names are the common names of eras.py. Source: Megatron-LM 23.06 to Megatron-core. This module does not read
+files, and uses only names and shapes of tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mega.core.plan.layers import split_layers, stage_layers
 
 
 def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
-    """The rows of one tensor rank's key or value heads in the fused matrix of cross attention.
+    """Return the rows of a tensor rank's key or value heads in the fused matrix of cross attention.
 
     part: "k" or "v". heads: number of this rank's heads. width: rows per head. version: the file's checkpoint_version.
 
@@ -30,7 +31,7 @@ def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
     ([range(3, 6), range(9, 12)], [range(6, 12)])
     """
     position = "kv".index(part)
-    if version == 0:  # all keys, all values
+    if version == 0:  # all keys, then all values
         return [range(position * heads * width, (position + 1) * heads * width)]
     if version == 1:  # components of k and v alternate
         return [range(position, 2 * heads * width, 2)]
@@ -41,34 +42,34 @@ def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
 
 
 class Stages(NamedTuple):
-    """The stages of a tree that hold a model's units."""
+    """The pipeline stages of a Megatron-LM checkpoint that store a model's units."""
 
     blocks: list[tuple[str, int]]
-    """For each block, its stage (pipeline rank and chunk, as in names) and its index in that stage; T5's decoder
-    follows its encoder."""
+    """For each block: (stage, index in the stage). A stage is `pp.chunk`, as in tensor names. T5's decoder blocks
+    follow the encoder blocks."""
     end: str
     """The stage of the head."""
     copies: Mapping[str, list[str]]
-    """The project's tensors that are stored several times -> the stage and name of each further copy."""
+    """Name of a tensor that the checkpoint stores several times -> `stage/common name` of each additional copy."""
 
     def place(self, model: Architecture, unit: Unit) -> tuple[str, int | None]:
-        """The stage of a unit, and for a block its index in that stage."""
+        """Return (stage of a unit, index in the stage), with None as the index if the unit is not a block."""
         if isinstance(unit, int):
             return self.blocks[unit]
-        if unit == "middle":  # the encoder's last norm
+        if unit == "middle":  # the encoder's final norm
             return self.blocks[model.stacks[0].numbers[-1]][0], None
         return "0.0" if unit == "embedding" else self.end, None
 
 
 def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied: Collection[str] = ()) -> Stages:
-    """Stages from the positions of the blocks. tied: names of the tied embedding on the last stage. If `tied` is empty,
-    a tied embedding is assumed wherever the last stage does not embed text."""
+    """Return the stages of a model, given the positions of its blocks. tied: names of the tied embedding's copies on
+    the last stage. If `tied` is empty, the last stage is assumed to have a copy if it does not embed text."""
     words, positions = "model.embed_tokens.weight", "model.embed_positions.weight"
-    # The stage that embeds the decoder's text.
+    # The stage that embeds the decoder's tokens.
     first = blocks[model.stacks[-1].first][0] if len(model.stacks) > 1 else "0.0"
     tied = tied or ([TIED_COPY] if end not in ("0.0", first) else [])
     copies: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied]}
-    if model.output.ahead and end != "0.0":  # the layers that predict further tokens need an embedding
+    if model.output.ahead and end != "0.0":  # multi-token prediction layers need an embedding
         copies[words].append(f"{end}/{WORDS}")
     if first != "0.0":
         copies[words].append(f"{first}/{WORDS}")
@@ -77,7 +78,7 @@ def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied
 
 
 def written_stages(model: Architecture, pp: int) -> Stages:
-    """The stages of a model's units in a tree of `pp` stages.
+    """Return the stages of a model's units in a written checkpoint with `pp` stages.
 
     Errors: ValueError if the blocks cannot be divided into `pp` stages.
     """
@@ -92,8 +93,8 @@ def written_stages(model: Architecture, pp: int) -> Stages:
 
 
 def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
-    """The number of blocks of each stage. For T5, the stages are divided between encoder and decoder so that the
-    largest stage has as few blocks as possible."""
+    """The number of blocks per stage for T5; () for other families. The stages are divided between encoder and decoder
+    so that the largest stage has as few blocks as possible."""
     if len(model.stacks) == 1 or pp == 1:
         return ()
     encoder, decoder = (len(stack.layers) for stack in model.stacks)
@@ -113,8 +114,8 @@ def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
 
 
 def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
-    """Errors: CheckpointError naming an option that Megatron-LM's BERT or T5 does not have. distributed: whether the
-    state will be written as the distributed optimizer's."""
+    """Check that Megatron-LM's BERT or T5 supports the model. distributed: whether the state will be written in the
+    format of the distributed optimizer. Errors: CheckpointError naming an option that Megatron-LM does not support."""
     family = FAMILIES.get(model.family)
     if family is None:
         return
@@ -129,8 +130,8 @@ def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
 
 
 def check_retriever(model: ModelConfig, to: str, pp: int, *, state: bool) -> None:
-    """Errors: CheckpointError naming an option that Megatron-LM's Retro does not have. state: whether the optimizer's
-    state will be written."""
+    """Check that Megatron-LM's Retro supports the model. state: whether the optimizer's state will be written. Errors:
+    CheckpointError naming an option that Megatron-LM does not support."""
     structure = architecture(model)
     attention, usual = structure.block.attention, dataclasses.replace(model, retro_layers=())
     if to not in ("megatron", "megatron-23.06"):
@@ -156,11 +157,11 @@ RETRIEVER_ARGUMENTS = {
     "retro_encoder_hidden_dropout": "retro_encoder_hidden_dropout",
     "retro_encoder_attention_dropout": "retro_encoder_attention_dropout",
 }
-"""Options of a retriever -> the names of Megatron-LM's arguments."""
+"""Option of a retriever -> name of Megatron-LM's argument."""
 
 
 def retriever_arguments(model: ModelConfig) -> dict[str, object]:
-    """The arguments of a model that reads neighbours; {} for any other."""
+    """Megatron-LM's arguments for a model with a retriever; {} for a model without one."""
     if not model.retriever:
         return {}
     arguments = {argument: getattr(model, option) for option, argument in RETRIEVER_ARGUMENTS.items()}
@@ -168,22 +169,22 @@ def retriever_arguments(model: ModelConfig) -> dict[str, object]:
 
 
 def family_arguments(model: Architecture, pp: int) -> dict[str, object]:
-    """Megatron's arguments for a model on `pp` stages, in addition to GPT's arguments."""
+    """Megatron's arguments for a model on `pp` stages that are specific to the model's family; {} for GPT and Llama."""
     family = FAMILIES.get(model.family)
     return {} if family is None else family.arguments(model, pp)
 
 
 Rules = Sequence[tuple[str, str, str]]
-"""A flag, its value, and the only value that a tree can express."""
+"""(flag, its value, the only value that Megatron-LM supports)"""
 
 
 class MegatronFamily(NamedTuple):
-    """A family other than GPT and Llama in a tree."""
+    """The rules and arguments for a family other than GPT and Llama in Megatron-LM checkpoints."""
 
     rules: Callable[[Architecture], Rules]
-    """Flags for which the tree can express only one value."""
+    """Returns the flags for which Megatron-LM supports only one value."""
     arguments: Callable[[Architecture, int], dict[str, object]]
-    """The family's arguments for a model on `pp` stages."""
+    """Returns the family's arguments for a model on the given number of pipeline stages."""
 
 
 def _bert_rules(model: Architecture) -> Rules:
@@ -198,11 +199,11 @@ def _bert_rules(model: Architecture) -> Rules:
 
 
 def _bert_arguments(model: Architecture, pp: int) -> dict[str, object]:
-    return {"bert_binary_head": model.input.types > 0}  # in Megatron, this head also adds token types
+    return {"bert_binary_head": model.input.types > 0}  # in Megatron, this argument also adds token types
 
 
 def _t5_rules(model: Architecture) -> Rules:
-    """Megatron's cross attention has no groups of heads."""
+    """Megatron's cross attention has no grouped-query heads."""
     attention = model.block.attention
     return [("--kv-heads", str(attention.kv_heads), str(attention.heads))]
 
@@ -216,15 +217,14 @@ def _t5_arguments(model: Architecture, pp: int) -> dict[str, object]:
 
 
 FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": MegatronFamily(_t5_rules, _t5_arguments)}
-"""The families other than GPT and Llama. The trees of GPT and Llama need no such entry."""
+"""Families that differ from GPT in Megatron-LM checkpoints. Llama does not."""
 
 
 def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
-    """The BERT or T5 that a tree's tensors contain, derived from `model`, the GPT that Megatron's arguments `values`
-    describe.
+    """Return the model section of BERT, T5 or Retro if the checkpoint's tensors show such a model; otherwise `model`.
 
-    tensors: the tensors by `tp.pp.chunk/common name`. Errors: CheckpointError naming an argument that the tensors
-    contradict.
+    model: the GPT that Megatron's arguments `values` describe. tensors: the tensors by `tp.pp.chunk/common name`.
+    Errors: CheckpointError naming an argument that the tensors contradict.
     """
     shapes = {name.partition("/")[2]: shape for name, (shape, _) in tensors.items()}
     if has_two_stacks(shapes):
@@ -254,23 +254,24 @@ def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors
         head=head,
         classes=classes,
         binary_head=judges,
-        token_types=None if types == 2 * judges else types,  # None means the default
+        token_types=None if types == 2 * judges else types,  # None selects the default
         head_activation="gelu_tanh" if values.get("openai_gelu") else "gelu",
     )
 
 
 def _numbers(names: Collection[str], pattern: str) -> tuple[int, ...]:
-    """The indices of layers whose names match, ascending."""
+    """The layer indices that `pattern` extracts from `names`, in ascending order."""
     return tuple(sorted({int(match[1]) for name in names if (match := re.fullmatch(pattern, name))}))
 
 
 def _with_retriever(
     model: ModelConfig, values: Mapping[str, object], reading: tuple[int, ...], encoder: int, where: str
 ) -> ModelConfig:
-    """A model that reads neighbours; the neighbours have no rotary positions. Arguments do not state which layers read
-    neighbours, and do not always state the length of a chunk.
+    """Add a retriever to `model`. reading: layers that attend to neighbours. encoder: depth of the neighbours' encoder.
+    Both come from tensors, because the arguments do not contain `reading` and may omit other sizes. Neighbours have no
+    rotary positions.
 
-    Errors: CheckpointError if an argument is not a number.
+    Errors: CheckpointError if an argument is not a valid number.
     """
 
     def size(name: str, otherwise: int) -> int:

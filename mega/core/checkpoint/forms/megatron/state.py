@@ -1,13 +1,13 @@
-"""Adam's state in Megatron-LM's trees: masters and moments, assigned to their weights.
+"""Read Adam's state from Megatron-LM checkpoints: fp32 master weights and moments, matched to the weights.
 
-Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. For each era, eras.py
-has the order in which a model lists its parameters. With this order the state's tensors get the names of their weights,
-and the table that moves a weight also moves its master and its moments.
+Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. eras.py contains, for
+each era, the order in which a model lists its parameters. This order assigns each tensor of the state the name of its
+weight, so the table that converts a weight also converts the weight's master and moments.
 
-Four forms are read: the state of the fp32 optimizer, the state of the optimizer for 16-bit weights with fp32 masters,
-and the distributed optimizer's `distrib_optim.pt` as written up to 2023 and as written by Megatron-core. Any other form
-is refused, because a wrong guess at the order would give each weight the moments of another. state_write.py writes
-these forms. This module does not depend on training.
+Four formats are read: the state of the fp32 optimizer, the state of the optimizer for 16-bit weights with fp32 masters,
+and the distributed optimizer's `distrib_optim.pt` as written up to 2023 and as written by Megatron-core. Any other
+format is refused, because a wrong guess at the order would give weights the moments of other weights. state_write.py
+writes these formats. This module does not depend on training.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from mega.core.untrusted import Json
 DISTRIBUTED = "distrib_optim.pt"
 NO_UPDATE = "no update has been made yet (fp16 skips steps until its loss scale fits)"
 LARGEST = 1e300
-"""Limit on the magnitude of every number in a state."""
+"""Upper limit on the magnitude of every number in a state."""
 
 PADDING = 1 << 16
-"""Limit on the padding of a flat buffer. A buffer is padded to a multiple of the number of its data ranks, which is
-below this limit."""
+"""Upper limit on the padding of a flat buffer, in elements. A buffer is padded to a multiple of the number of data
+ranks, which is below this limit."""
 
 
 def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
-    """Megatron's groups of parameters: first True (with weight decay), then False (without), each in the order of
+    """Megatron's parameter groups: True -> names with weight decay, then False -> names without, each in the order of
     `dims`.
 
     dims: name -> number of dims of the tensor.
@@ -51,7 +51,8 @@ def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
 
 
 def state_table(weights: Table, kind: str) -> Table:
-    """The table of a kind of state, derived from the weights' table. Tensors that are not learned have no state."""
+    """The table for one kind of state (`master`, `moment1`, `moment2`), derived from the weights' table. Tensors that
+    are not trained have no state."""
     parameters = tuple(
         each for each in weights.targets if not f"{each.name} {each.fragments[0].source}".endswith(BALANCES)
     )
@@ -62,23 +63,23 @@ def state_table(weights: Table, kind: str) -> Table:
 
 @dataclass(frozen=True)
 class OptimizerScalars:
-    """The values of a state that are not tensors of parameters."""
+    """The values of an optimizer's state that do not belong to single parameters."""
 
     updates: int
     """Number of steps that were not skipped."""
     constants: Mapping[str, float]
-    """Adam's constants, by the names of the project's options."""
+    """Name of the project's option -> Adam's constant."""
     scaler: Mapping[str, float] | None = None
-    """The state of the project's loss scaler."""
+    """The state for the project's loss scaler, if there is one."""
     schedule: Mapping[str, Mapping[str, Json]] | None = None
-    """The project's schedule; None if the project cannot express Megatron's."""
+    """The project's schedule; None if the project cannot express Megatron's schedule."""
     samples: int | None = None
     """Number of samples that the schedule has counted."""
 
 
 @dataclass
 class State:
-    """The state of all ranks: tensors by `kind/tp.pp.chunk/common name`, and the scalars, which are equal on all
+    """The optimizer state of all ranks. tensors: `kind/tp.pp.chunk/common name` -> tensor. scalars: equal on all
     ranks."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class State:
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.tensors))
 
     def add(self, tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, where: Path) -> None:
-        """Add one rank's state. Errors: CheckpointError if the rank's scalars differ from those of earlier ranks."""
+        """Add one rank's state. Errors: CheckpointError if the scalars differ from those of the ranks added before."""
         if self.scalars not in (None, scalars):
             raise CheckpointError(f"{where}: its optimizer is not at the step, scale and schedule of other ranks'")
         self.scalars = scalars
@@ -146,13 +147,13 @@ def read_state(
 
 
 Group = dict[str, object]
-"""A group of parameters, as torch's optimizers write it."""
+"""A parameter group, as torch's optimizers write it."""
 
 
 def optimizer_parts(optimizer: object, where: Path) -> tuple[dict[str, object], dict[str, object], list[object]]:
     """(the optimizer's state in a file, the part of this state that torch's optimizer wrote, its groups of parameters).
 
-    Errors: CheckpointError if the state has another form.
+    Errors: CheckpointError if the state has an unknown format.
     """
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -168,8 +169,8 @@ def values_of(content: Mapping[str, object]) -> dict[str, object]:
 
 
 def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[str]:
-    """The names of a model chunk in the order of its parameters; Megatron-core's files list the names in that order
-    too."""
+    """The parameter names of a model chunk in the order of Megatron's parameters. Errors: CheckpointError if a file of
+    Megatron-core lists them in a different order."""
     stored_names = [name for name in chunk if not name.endswith(BALANCES)]
     names = sorted(stored_names, key=lambda name: parameter_place(name, era))
     if ERAS[era].core and names != stored_names:
@@ -179,14 +180,14 @@ def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[
 
 
 def in_order_of(groups: Sequence[object], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
-    """`grouped` in the order of a state's groups, if these groups record their weight decay."""
+    """Return `grouped` in the order of the state's `groups`, as far as the groups record their weight decay."""
     has_decay = [plain(group.get("wd_mult", 1.0)) != 0 if isinstance(group, dict) else True for group in groups]
     return {decayed: grouped[decayed] for decayed in dict.fromkeys((*has_decay, *grouped)) if decayed in grouped}
 
 
 def check_optimizer(values: Mapping[str, object], where: Path) -> None:
-    """Errors: CheckpointError if Megatron's arguments describe an optimizer whose state or update rule the project does
-    not have."""
+    """Check that the project has the optimizer that Megatron's arguments describe. Errors: CheckpointError if its state
+    or update rule is not supported."""
     if plain(optimizer := values.get("optimizer")) not in (None, "adam"):
         raise CheckpointError(f"{where}: args.optimizer {plain(optimizer)!r:.40}: only Adam's state is read; {LEAVE}")
     if plain(values.get("apply_wd_to_qk_layernorm")) not in (None, False):
@@ -198,10 +199,10 @@ def check_optimizer(values: Mapping[str, object], where: Path) -> None:
 def check_groups(
     groups: Sequence[object], grouped: Mapping[bool, Sequence[str]], where: Path, *, experts: bool = False
 ) -> list[Group]:
-    """The groups of a state. experts: whether the groups belong to the optimizer of the experts that ranks hold
-    separately.
+    """Return the checked parameter groups of a state. experts: whether the groups belong to the separate optimizer for
+    experts that are distributed over ranks.
 
-    Errors: CheckpointError if the groups differ from those that the model implies.
+    Errors: CheckpointError if the groups differ from the groups that the model implies.
     """
     checked = [group for group in groups if isinstance(group, dict)]
     for number, group in enumerate(checked):
@@ -229,7 +230,8 @@ def _ordinary(
     grouped: Sequence[Sequence[str]],
     where: Path,
 ) -> Iterator[tuple[str, object]]:
-    """Masters and moments of the optimizers that store one tensor of each kind for each parameter."""
+    """Yield (`kind/name`, tensor) from a state that stores one tensor of each kind per parameter, that is, from the
+    optimizers that are not distributed."""
     states = inner.get("state")
     if not isinstance(states, dict):
         raise CheckpointError(f"{where}: optimizer holds no state, and there is no {DISTRIBUTED}; {LEAVE}")
@@ -265,12 +267,12 @@ def _listed(value: object, count: int, what: str) -> list[object]:
 def _distributed(
     path: Path, weights: Mapping[str, torch.Tensor], values: Mapping[str, object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Masters and moments of the distributed optimizer: flat vectors that begin with the last parameter and end with
-    padding.
+    """Yield (`kind/name`, tensor) from the distributed optimizer's state: flat vectors that begin with the last
+    parameter and end with padding.
 
         vector:  | last parameter | ... | second | first | padding |          reversed order of `weights`
 
-    Release 23.06 has one vector for each dtype; later releases of 2023 have a list with one vector for each bucket.
+    Release 23.06 stores one vector per dtype; later releases of 2023 store a list with one vector per bucket.
     Megatron-core also leaves gaps between parameters (`buckets_of`). values: Megatron's arguments.
     """
     content = torch_file(path)
@@ -298,8 +300,8 @@ def _distributed(
 def _begins(
     names: Sequence[str], weights: Mapping[str, torch.Tensor], values: Mapping[str, object]
 ) -> tuple[dict[str, int], int]:
-    """(the position of each parameter in the vector in which Megatron-core joins a model chunk's buckets, the vector's
-    length)."""
+    """Return (parameter name -> offset in the flat vector, the vector's length). Megatron-core concatenates the buckets
+    of a model chunk into this vector."""
     label = names[0].partition("/")[0]
     _, stage, chunk = map(int, label.split("."))
     common = {name.partition("/")[2]: name for name in names}
@@ -321,8 +323,8 @@ def _cut(
     kind: str,
     path: Path,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cut one kind of state out of a flat vector, for each parameter. begins: the result of `_begins`; None if there
-    are no gaps."""
+    """Yield each parameter's slice of a flat vector that stores one kind of state. begins: the result of `_begins`;
+    None if the vector has no gaps."""
     label, end = f"{path}: {KINDS[kind]}", 0
     if begins is not None and len(vector) != begins[1]:
         raise CheckpointError(f"{label}: has {len(vector)} numbers, core's buckets of these parameters {begins[1]}")
@@ -374,9 +376,9 @@ def scalars_in(
     groups: Sequence[Mapping[str, object]],
     where: Path,
 ) -> OptimizerScalars:
-    """The scalars of a state; the arguments are the results of `optimizer_parts` for the file `where`.
+    """Return the scalars of a state. optimizer, inner, groups: the results of `optimizer_parts` for the file `where`.
 
-    Errors: CheckpointError if the state is not that of one Adam optimizer.
+    Errors: CheckpointError if the values are not those of a single Adam optimizer.
     """
     steps = _steps(groups, inner.get("state"))
     if not steps:
@@ -390,7 +392,7 @@ def scalars_in(
 
 
 def _steps(groups: Sequence[Mapping[str, object]], states: object) -> list[Plain]:
-    """Adam's step counts: one for each group, one for each parameter, or one for all; None for each missing count."""
+    """Adam's step counts, stored per group, per parameter or once for all parameters. None for each missing count."""
     parameter_states = dict(states) if isinstance(states, dict) else {}
     steps_found = [plain(parameter_states.pop("common_step"))] if "common_step" in parameter_states else []
     for holders in (groups, list(parameter_states.values())):
@@ -412,19 +414,20 @@ Plain = int | float | str | None
 
 
 def plain(value: object) -> Plain:
-    """A number, a text, or None. A tensor of one number becomes that number, any other value the name of its type."""
+    """Return a number, a string, or None. A tensor with one element becomes a number; a value of any other type becomes
+    the name of its type."""
     value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     return value if value is None or isinstance(value, int | float | str) else type(value).__name__
 
 
 def numeric(values: Sequence[object]) -> TypeGuard[Sequence[int | float]]:
-    """Whether all values are finite numbers that floats can represent."""
+    """Whether all values are finite numbers with magnitudes below `LARGEST`."""
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return len(numbers) == len(values) and all(abs(number) < LARGEST and isfinite(number) for number in numbers)
 
 
 def _scaler(state: object, where: Path) -> dict[str, float] | None:
-    """The loss scaler's state; None for a constant scale, which has no state."""
+    """The state of the loss scaler; None for a constant scale, which has no state."""
     if state is None or (isinstance(state, dict | list) and not state):
         return None
     names = ("scale", "growth_tracker", "hysteresis_tracker")
@@ -437,12 +440,12 @@ def _scaler(state: object, where: Path) -> dict[str, float] | None:
 LR = {"peak": "max_lr", "least": "min_lr", "warmup": "lr_warmup_steps", "decay": "lr_decay_steps"}
 DECAY = {"start": "start_wd", "end": "end_wd", "total": "wd_incr_steps"}
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
-"""Styles of the learning rate's schedule; the schedule of weight decay has the first three."""
+"""Styles of the learning-rate schedule. The weight-decay schedule has only the first three."""
 
 
 def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, Json]] | None, int | None]:
-    """The project's schedule and the number of samples it has counted, from `opt_param_scheduler`; None for both if the
-    form of `opt_param_scheduler` is unknown."""
+    """The project's schedule and the number of samples that the schedule has counted, from `opt_param_scheduler`;
+    (None, None) if the format of `opt_param_scheduler` is unknown."""
     scheduler = content.get("opt_param_scheduler")
     if not isinstance(scheduler, dict):
         return None, None
@@ -459,8 +462,8 @@ def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, 
 
 
 def check_counts(scalars: OptimizerScalars | None, iteration: object, folder: Path) -> None:
-    """Errors: CheckpointError if the state's count of updates, the file's iteration and the folder's name contradict
-    each other. Weights without state need no such check."""
+    """Check the number of updates against the file's iteration and the folder's name. Weights without optimizer state
+    are not checked. Errors: CheckpointError if the numbers contradict each other."""
     if scalars is None:
         return
     match = re.fullmatch(r"iter_(\d{1,15})", folder.name)
@@ -472,8 +475,7 @@ def check_counts(scalars: OptimizerScalars | None, iteration: object, folder: Pa
 
 
 def plain_state(scalars: OptimizerScalars | None, iteration: int, consumed: int, validated: int) -> dict[str, Json]:
-    """The plain state of a mega checkpoint with optimizer state. validated: number of validation samples that were
-    used."""
+    """The plain state of a mega checkpoint with optimizer state. validated: number of validation samples consumed."""
     if scalars is None:
         return {}
     return {

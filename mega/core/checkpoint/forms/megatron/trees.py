@@ -1,10 +1,11 @@
-"""Reads Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`: the weights of every family, and the table for
-reading and writing.
+"""Read Megatron-LM checkpoints, which are trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`. This module reads the weights
+of every family and makes the table for reading and writing.
 
-The names of all eras (eras.py) are translated to the common names of one table. The tree's `checkpoint_version`
-determines the order of rows in the fused query-key-value matrix. Trees of any tensor and pipeline size are read,
-interleaved or not; trees_write.py writes such trees. Random states are not converted. arguments.py reads a tree's
-model, families.py adds BERT and T5, state.py reads optimizers.
+The names of all eras (eras.py) are translated to common names, for which there is one table. The checkpoint's
+`checkpoint_version` determines the order of rows in the fused query-key-value matrix. Checkpoints of any tensor and
+pipeline parallel size are supported, with and without interleaved stages. Random states are not converted.
+trees_write.py writes checkpoints, arguments.py derives the model from Megatron's arguments, families.py adds BERT and
+T5, and state.py reads optimizer state.
 """
 
 from __future__ import annotations
@@ -70,19 +71,21 @@ _BUFFERS = ("inv_freq", "_extra_state")
 
 
 def recognise(path: Path) -> bool:
-    """Whether a path is the root of a tree, or one iteration's directory."""
+    """Whether `path` is the root directory of a Megatron-LM checkpoint, or one iteration's directory."""
     return (path / TRACKER).exists() or any(_RANK.fullmatch(entry.name) for entry in _folders(path))
 
 
 def open_form(path: Path, options: FormOptions) -> OpenedForm:
-    """Open a tree's root, that is, the iteration that the tracker names, or one iteration's directory.
+    """Open a Megatron-LM checkpoint. path: one iteration's directory, or a root directory, whose tracker file names the
+    iteration to open.
 
-    Names of tensors are `tp.pp.chunk/common name`. Tensors stored by several ranks must be equal.
+    Tensor names have the format `tp.pp.chunk/common name`. Copies of a tensor on several ranks must be equal.
     """
     folder = iteration_of(path)
     ranks, tp, pp = _ranks(folder)
     tensors, state, chunks, content = _read_ranks(ranks, options.optimizer)
-    # All ranks or none must have state: a run cannot resume with the moments of only some parameters.
+    # Either all ranks or no rank must have optimizer state, because a run cannot resume with moments for only some
+    # parameters.
     if state.ranks not in (0, len(ranks)):
         raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
     arguments = content.get("args")
@@ -114,8 +117,9 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 def model_of_tree(
     values: Mapping[str, object], tensors: Tensors, tp: int, vocab: int | None, path: Path, folder: Path, *, core: bool
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The model that Megatron's arguments and a tree's tensors describe, and messages about the tree's vocabulary and
-    about ignored arguments. core: whether the tree was written by Megatron-core, which ignores some arguments."""
+    """Return the model that Megatron's arguments and the checkpoint's tensors describe, and messages about the
+    vocabulary and about ignored arguments. core: whether Megatron-core, which ignores some arguments, wrote the
+    checkpoint."""
     values, corrections = as_core_uses(values) if core else (values, ())
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
     check_vocabulary(values, rows, tp)
@@ -130,7 +134,7 @@ def model_of_tree(
 def _read_ranks(
     ranks: Mapping[tuple[int, int], Path], optimizer: bool
 ) -> tuple[dict[str, torch.Tensor], State, int, Mapping[str, object]]:
-    """(all weights, the optimizer's state, the number of model chunks per rank, the content of the first rank's
+    """Return (all weights, the optimizer's state, the number of model chunks per rank, the content of the first rank's
     file)."""
     tensors: dict[str, torch.Tensor] = {}
     state, chunks = State(), 1
@@ -144,7 +148,7 @@ def _read_ranks(
         if content is not first and (iteration := _iteration(content)) != (first_iteration := _iteration(first)):
             raise CheckpointError(f"{directory}: iteration {iteration}: the first rank's is {first_iteration}")
         numbers.append(content["args"].values.get("rank") if isinstance(content.get("args"), Arguments) else None)
-        # Converters write the same rank number into all files.
+        # Some converters write the same rank number into all files.
         if len(set(map(repr, numbers))) > 1 and not _increase(numbers):
             raise CheckpointError(
                 f"{directory}: args.rank {plain(numbers[-1])!r:.40}: is that of another mp_rank folder"
@@ -167,13 +171,14 @@ def _increase(numbers: list[object]) -> bool:
 
 
 def _iteration(content: Mapping[str, object]) -> int | None:
-    """The iteration that a file records, if any."""
+    """The iteration that a file records, if it records one."""
     iteration = content.get("iteration", content.get("total_iters"))
     return iteration if type(iteration) is int else None
 
 
 def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one model chunk by common names; if one tensor has two names, their values must be equal."""
+    """The tensors of one model chunk by common name. If a tensor is stored under two names, both copies must be
+    equal."""
     stored = dict(_flat(model, directory))
     two_stacks, tensors = has_two_stacks(stored), dict[str, torch.Tensor]()
     for name, tensor in stored.items():
@@ -183,7 +188,7 @@ def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
-    """(the directory of each (tensor, pipeline) rank, the number of tensor ranks, the number of pipeline ranks)."""
+    """Return ((tensor rank, pipeline rank) -> directory, number of tensor ranks, number of pipeline ranks)."""
     ranks = {(int(m[1]), int(m[2] or 0)): e for e in _folders(folder) if (m := _RANK.fullmatch(e.name))}
     tp, pp = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 1))
     absent = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in ranks]
@@ -193,7 +198,7 @@ def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
 
 
 def _models(content: Mapping[str, object], directory: Path) -> list[str]:
-    """The keys of a rank's chunks in their order: `model`, or `model0`, `model1`, ..."""
+    """The keys of a rank's model chunks in the order of the chunks: `model`, or `model0`, `model1`, ..."""
     numbers = {str(key): int(m[1] or 0) for key in content if (m := re.fullmatch(r"model(\d{0,6})", str(key)))}
     if not numbers:
         raise CheckpointError(f"{directory}: holds no model")
@@ -201,7 +206,7 @@ def _models(content: Mapping[str, object], directory: Path) -> list[str]:
 
 
 def iteration_of(path: Path) -> Path:
-    """The directory of the iteration that the tracker names; the path itself if there is no tracker."""
+    """The directory of the iteration that the tracker file names; `path` if the tracker file does not exist."""
     if not (path / TRACKER).exists():
         return path
     word = read_file(path / TRACKER, 100).decode("ascii", "replace").strip()
@@ -222,7 +227,7 @@ def _weights_file(directory: Path) -> Path:
 
 
 def _flat(tree: object, where: Path, prefix: str = "") -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of a nested dict, by dotted name."""
+    """Yield the tensors of a nested dict with their dotted names."""
     if not isinstance(tree, dict) or len(prefix) > 1000:
         raise CheckpointError(f"{where}: model{prefix} is {type(tree).__name__}, not a dict of tensors")
     for key, value in tree.items():
@@ -239,7 +244,7 @@ def _flat(tree: object, where: Path, prefix: str = "") -> Iterable[tuple[str, to
 
 
 def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> list[range]:
-    """The rows of one tensor rank's query, key or value heads in its fused matrix.
+    """Return the rows of a tensor rank's query, key or value heads in the rank's fused query-key-value matrix.
 
     part: "q", "k" or "v". heads, groups: numbers of query heads and of key/value heads on this rank. width: rows per
     head.
@@ -251,7 +256,7 @@ def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> 
     [range(2, 3), range(6, 7)]
     """
     place = "qkv".index(part)
-    if version == 0:  # all queries, all keys, all values
+    if version == 0:  # all queries, then all keys, then all values
         return [range(place * heads * width, (place + 1) * heads * width)]
     if version == 1:  # components of q, k, v alternate
         return [range(place, 3 * heads * width, 3)]
@@ -262,7 +267,7 @@ def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> 
 
 
 def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int, version: int) -> Table:
-    """The `table` of a tree that holds `tensors`; their names give the stages of its blocks."""
+    """Return the `table` of a stored checkpoint. The names of `tensors` determine the stage of each block."""
     blocks, structure = _blocks(tensors, pp, chunks), architecture(model)
     if len(blocks) != len(structure.layers):
         last = f"encoder.layers.{max((number for _, number in blocks), default=0)}."
@@ -277,8 +282,8 @@ def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int
 
 
 def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
-    """The stage of each block and its index there: (pipeline rank and chunk, index within the chunk). Chunks are
-    assigned to the ranks in turn, and an encoder's blocks precede a decoder's."""
+    """Return (`pp.chunk`, index within the chunk) of each block, in the order of the model. With interleaved stages,
+    consecutive chunks are on consecutive ranks. An encoder's blocks precede the decoder's blocks."""
     blocks: list[tuple[str, int]] = []
     for stack in ("encoder", "decoder"):
         for chunk in range(chunks):
@@ -290,9 +295,9 @@ def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
 
 
 def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int = 3) -> Table:
-    """`weights/<name>` of every logical tensor from the files of a tree.
+    """Return the table that makes `weights/<name>` of every logical tensor from the files of a Megatron-LM checkpoint.
 
-    rows: number of rows of a rank's embedding table, padding included. version: the files' checkpoint_version.
+    rows: number of rows of a rank's embedding table, including padding. version: the files' checkpoint_version.
 
         vocabulary of 10 tokens on 2 ranks, rows = 8:      rank 0: tokens 0 .. 7      rank 1: tokens 8, 9, six of
         padding
@@ -335,7 +340,7 @@ def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int
 
 
 def _runs(block: Layer, tensor: Tensor, share: int, version: int) -> list[range] | None:
-    """A logical tensor's rows within one rank's fused matrix; None if it is not fused."""
+    """The rows of a logical tensor within one rank's fused matrix; None if the tensor is not fused with others."""
     module = tensor.name.rpartition(".")[0]
     attention, feed_forward = block.attention, block.feed_forward
     heads, kv_heads = attention.heads // share, attention.kv_heads // share
