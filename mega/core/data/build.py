@@ -1,8 +1,8 @@
-"""Build the datasets of training, validation and test from the data section of a configuration.
+"""Build the datasets for training, validation and test from the data section of a configuration.
 
-All errors in the files are found here: a missing or truncated file, an id outside the vocabulary, a corpus too small
-for one sample. This module does not import torch, so a launcher can build the datasets before any rank starts, and fill
-the cache that the ranks then read.
+All errors in the files are reported here, such as a missing or truncated file, an id outside the vocabulary, or a
+corpus that is too small for one sample. This module does not import torch, so that a launcher can build the datasets,
+and fill the cache for the ranks, before any rank starts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 @dataclass(frozen=True)
 class Datasets:
-    """A dataset per split. None if no samples were requested or the split is empty."""
+    """The datasets of a run. The dataset of a split is None if no samples were requested or the split is empty."""
 
     train: Dataset | None = None
     """Training set."""
@@ -53,7 +53,7 @@ class Datasets:
     test: Dataset | None = None
     """Test set."""
     named: Mapping[str, Dataset] = field(default_factory=dict)
-    """Additional validation sets, by the user's names."""
+    """Additional validation sets, under the names that the user gave."""
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
@@ -63,18 +63,18 @@ class Datasets:
     example: tuple[str, ...] = ()
     """A sample, formatted for display before the first step."""
     one_pass: int | None = None
-    """Number of samples in one pass over the training set; None if weights give each corpus its own number of
-    passes."""
+    """Number of samples in one pass over the training set; None if weights make the number of passes differ between
+    corpora."""
     phases: tuple[BlendPhase, ...] = ()
-    """Earlier blends of the training set."""
+    """Blends that the training set used earlier in the run."""
     described: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Split -> for each corpus of its blend, a description of everything that decides its samples."""
+    """Split -> for each corpus of the split's blend, a description of all settings that determine the samples."""
 
 
 def samples_requested(
     *, steps: int, global_batch: int, eval_interval: int, eval_iters: int, train_samples: int | None = None
 ) -> tuple[int, int, int]:
-    """The number of training, validation and test samples that a run may read.
+    """Return the number of training, validation and test samples that a run may read.
 
     100 steps with batches of 8, and 5 validation batches every 50 steps: 800, (100 // 50 + 1) * 5 * 8 = 120, 40.
     """
@@ -83,8 +83,8 @@ def samples_requested(
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str]]:
-    """Parse prefixes, or weight prefix weight prefix ..., into (weight, prefix) pairs. If no weights are given, each
-    weight is None.
+    """Parse a list of prefixes, or of alternating weights and prefixes, into (weight, prefix) pairs. If no weights are
+    given, each weight is None.
 
     ("0.2", "a", "0.3", "b") -> [(0.2, "a"), (0.3, "b")]; ("a", "b") -> [(None, "a"), (None, "b")].
     """
@@ -112,11 +112,11 @@ def build_datasets(
     by_corpus: bool = False,
     phases: Sequence[BlendPhase] = (),
 ) -> Datasets:
-    """Build datasets with at least `samples` (train, valid, test) samples of the kind that `masking` selects.
+    """Build datasets with at least `samples` (train, valid, test) samples of the type that `masking` selects.
 
     seq_length: number of tokens in a sample; a GPT sample has one more. vocab: the true vocabulary size, for checking
-    every corpus. pairs: whether a BERT sample has two parts. by_corpus: each corpus of the validation blend is also a
-    separate validation set. phases: earlier blends of the training set. Raises ValueError naming flag and file.
+    every corpus. pairs: whether a BERT sample has two parts. by_corpus: whether each corpus of the validation blend is
+    also a separate validation set. phases: earlier blends of the training set. Raises ValueError naming flag and file.
     """
     if data.mock_data:
         train, valid, test = (
@@ -151,7 +151,7 @@ def build_datasets(
 
 
 def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -> dict[str, Dataset]:
-    """The named validation sets: each corpus of the blend if `by_corpus`, and --valid-sets."""
+    """Return the named validation sets: each corpus of the blend if `by_corpus`, and --valid-sets."""
     datasets = _by_corpus(builder, data, samples) if by_corpus else {}
     for label, word in named_sets(data):
         blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples
@@ -161,8 +161,8 @@ def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -
 
 
 def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, Dataset]:
-    """The validation part of each corpus of a blend, keyed by the last part of its prefix. A number is appended to
-    repeated names."""
+    """Return the validation split of each corpus of a blend, keyed by the last component of the corpus's prefix. A
+    number is appended to repeated names."""
     datasets: dict[str, Dataset] = {}
     flag, words = ("--data-path", data.data_path) if data.data_path else ("--valid-data", data.valid_data)
     for _, prefix in parse_blend(flag, expand(words, data.corpora)):
@@ -175,7 +175,7 @@ def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, D
 
 
 def _check_corpora(data: DataConfig, *, training: bool) -> None:
-    """Errors: ValueError if corpora are missing, or given twice."""
+    """Check the corpora. Errors: ValueError if corpora are missing, or given twice."""
     if data.data_path and any((data.train_data, data.valid_data, data.test_data)):
         raise ValueError(
             f"--data-path {' '.join(data.data_path)}: is split over training, validation and test; it cannot "
@@ -186,7 +186,7 @@ def _check_corpora(data: DataConfig, *, training: bool) -> None:
 
 
 def named_sets(data: DataConfig) -> list[tuple[str, str]]:
-    """(name, prefix or file) of each of --valid-sets."""
+    """Parse --valid-sets into pairs (name, prefix or file)."""
     pairs = [word.partition("=") for word in data.valid_sets]
     return [(name, value) for name, _, value in pairs]
 
@@ -194,7 +194,7 @@ def named_sets(data: DataConfig) -> list[tuple[str, str]]:
 def _chat(
     data: DataConfig, seq_length: int, seed: int, samples: tuple[int, int, int], tokenizer: Tokenizer | None
 ) -> Datasets:
-    """Rows of conversations. The files of --valid-sets must also contain conversations."""
+    """Build datasets of conversations. The files of --valid-sets must also contain conversations."""
     if tokenizer is None:
         raise ValueError("--chat-data: needs a tokenizer; give --tokenizer and its files")
     name = data.chat_template
@@ -222,7 +222,7 @@ def _records(
     vocab: int,
     samples: tuple[int, int, int],
 ) -> Datasets:
-    """BERT samples from TFRecords, with one list of files for each split."""
+    """Build datasets of BERT samples from TFRecords, with one list of files for each split."""
     if data.data_path:
         raise ValueError("--data-path: cannot be split where --sample-kind is tfrecords; give --train-data FILES")
     cache = Path(data.data_cache) if data.data_cache else None
@@ -259,35 +259,36 @@ class _Builder:
         # `repeated`: splits that read a corpus more than once.
         self.described: dict[str, tuple[str, ...]] = {}
         self.one_pass: dict[str, int] = {}
-        # `one_pass`: split -> number of samples in one pass. A split whose weights give each corpus its own number of
-        # passes is absent.
+        # `one_pass`: split -> number of samples in one pass. Does not include splits whose weights make the number of
+        # passes differ between corpora.
 
     @property
     def contents(self) -> dict[str, Json]:
-        """Prefix -> hashes of its token files."""
+        """Return the hashes of all token files, keyed by prefix."""
         return {prefix: corpus.content() for prefix, corpus in self.corpora.items()}
 
     @property
     def about(self) -> dict[str, Any]:
-        """The fields of `Datasets` that describe how the datasets were built."""
+        """Return the fields of `Datasets` that describe how the datasets were built."""
         description = {"corpora": self.contents, "phases": self.phases, "described": self.described}
         return {"notes": self.reported, **description}
 
     @property
     def reported(self) -> tuple[str, ...]:
-        """All notes. The note on --split is first."""
+        """Return all notes. The note on --split is first."""
         note = split_note(self._data.split) if self._data.data_path else ""
         return (*([note] if note else []), *self.notes)
 
     def blend(self, flag: str, words: Sequence[str], split: str, name: str, samples: int) -> Dataset | None:
-        """The dataset of one split, or None if no samples are requested or the split is empty."""
+        """Return the dataset of one split; None if no samples are requested or the split is empty."""
         if not words or not samples:
             return None
         weighted_prefixes = parse_blend(flag, words)
         if self.phases and name == "train":
             return self._phased(flag, [*self.phases, BlendPhase(samples, samples, weighted_prefixes)], split)
         all_parts = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in weighted_prefixes]
-        # A corpus with an empty part is removed, with a note; the other corpora share its weight.
+        # A corpus whose part of the split is empty is removed, and the user is notified; the other corpora share its
+        # weight.
         parts = [(weight, prefix, part) for weight, prefix, part in all_parts if part.first < part.last]
         if not parts:
             split_name = f'the {name} part of --split "{split}" ' if flag == "--data-path" else ""
@@ -320,7 +321,7 @@ class _Builder:
         lengths = [len(dataset) for dataset in datasets]
 
         def compute() -> Arrays:
-            """Megatron-LM's order, cut before the first entry for which a corpus is too short."""
+            """Return Megatron-LM's order, truncated before the first entry for which a corpus is too short."""
             corpus_numbers, numbers = blend_order(shares, size)
             served = entries_served(corpus_numbers, numbers, lengths)
             assert served >= samples
@@ -341,7 +342,7 @@ class _Builder:
             )
 
     def _phased(self, flag: str, phases: Sequence[BlendPhase], split: str) -> Dataset:
-        """The training set of a blend that changed during the run."""
+        """Build the training set of a blend that changed during the run."""
         layouts: list[PhaseLayout] = []
         parts: dict[str, CorpusPart] = {}
         begin = 0
@@ -362,7 +363,7 @@ class _Builder:
         return phased_dataset(layouts, segment)
 
     def _dataset(self, prefix: str, part: CorpusPart, samples: int, name: str, number: int = 0) -> Dataset:
-        """number: index of the corpus in the blend, counting empty corpora."""
+        """Build the dataset of one corpus. number: index of the corpus in the blend, counting empty corpora."""
 
         def passes(note: str) -> None:
             self.notes.append(note)
@@ -374,7 +375,7 @@ class _Builder:
         return dataset
 
     def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
-        """The part of a corpus that belongs to a split. The part may be empty."""
+        """Return the part of a corpus that belongs to a split. The part may be empty."""
         corpus = self._corpus(flag, prefix)
         bounds = split_boundaries(split, self._recipe.units(corpus), core=self._core)
         split_index = SPLITS.index(name)
@@ -387,7 +388,7 @@ class _Builder:
         )
 
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
-        """The token files of `prefix`, checked and opened on the first call only."""
+        """Return the token files of `prefix`, which are opened and checked in the first call."""
         if prefix not in self.corpora:
             corpus = _open(flag, prefix, self._vocab, mmap=self._data.mmap)
             if message := other_files(f"{flag} {prefix}", corpus.tokenizer, self._tokenizer):
@@ -403,7 +404,7 @@ class _Builder:
 
 
 def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:
-    """Open a corpus: its files must agree, and all ids must be in the vocabulary."""
+    """Open a corpus, and check that its files are consistent and that all ids are in the vocabulary."""
     if not exists(prefix):
         stem = prefix.removesuffix(".bin").removesuffix(".idx")
         alternatives = (stem, f"{stem}_text_document", f"{stem}_text_sentence")

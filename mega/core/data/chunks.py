@@ -1,4 +1,4 @@
-"""The database chunks in which Retro looks for neighbours, cut from token files block by block.
+"""Cut token files, block by block, into the chunks of the database in which Retro searches for neighbours.
 
     db/individual/NAME/FIRST-LAST.safetensors   one block of documents: chunks_valid, chunks_invalid uint32 [n, 4]
                                                 (document, first token, end, length in the embedder's tokens) and
@@ -7,9 +7,9 @@
                                                 doc_offsets uint64 [documents, 3]; a chunk's index is its row in train
     db/indexed_dataset_infos.json               the corpora, with their document and chunk counts
 
-Names and arrays are those of Megatron-LM 23.06. Its HDF5 files are read if they are present (the extra `retro`). A
-document is a sequence of the token files. A block depends only on the corpus, so its bytes do not depend on the number
-of processes. This module does not import torch.
+Names and arrays are identical to those of Megatron-LM 23.06. HDF5 files from Megatron-LM can also be read (with the
+extra `retro`). A document is a sequence of the token files. A block depends only on the corpus, so the written files do
+not depend on the number of processes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 24
 
 
 class Block(NamedTuple):
-    """A run of rows that is stored in one file."""
+    """A range of rows that is stored in one file."""
 
     first: int
     last: int
@@ -63,11 +63,11 @@ def blocks(rows: int, size: int, suffix: str) -> list[Block]:
 
 @dataclass(frozen=True)
 class ChunkedCorpus:
-    """A corpus of the database. Field names are those of the JSON file."""
+    """A corpus of the database. Fields have the same names as in the JSON file."""
 
     ratio: float  # Share of the corpus in the blend
-    prefix: str  # Prefix of its token files
-    name: str  # Name of its folder
+    prefix: str  # Prefix of the corpus's token files
+    name: str  # Name of the corpus's folder
     n_docs: int  # Number of documents
     n_docs_train: int  # Number of documents in the training split
     n_chunks: int  # Number of valid chunks
@@ -80,9 +80,9 @@ class ChunkSource:
     """A corpus to cut into chunks."""
 
     ratio: float  # Share of the corpus in the blend
-    prefix: str  # Prefix of its token files
+    prefix: str  # Prefix of the corpus's token files
     corpus: IndexedDataset  # The token files
-    training: int  # Number of leading documents that neighbours may come from
+    training: int  # Number of leading documents from which neighbours may be retrieved
 
     @property
     def name(self) -> str:
@@ -90,7 +90,8 @@ class ChunkSource:
 
 
 def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[ChunkSource]:
-    """Open the corpora of a blend. The first number of `split` is the share of training documents, which come first.
+    """Open the corpora of a blend. The first number of `split` is the share of training documents, which are the
+    leading documents of a corpus.
 
     Errors: ValueError naming the file, or two corpora with the same name.
     """
@@ -99,7 +100,7 @@ def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Chunk
         corpus, prefix = (
             IndexedDataset(prefix),
             os.path.abspath(prefix),
-        )  # absolute, because other processes have other working directories
+        )  # absolute path, because other processes may have other working directories
         # Megatron-LM's count, limited so that validation documents are never included.
         training_documents = min(int(share * len(corpus)), split_boundaries(split, len(corpus))[1])
         if training_documents < 1:
@@ -143,12 +144,12 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
 
 
 def megatron_path(path: Path) -> Path:
-    """The path of Megatron-LM 23.06's file with the same content."""
+    """Return the path of Megatron-LM 23.06's file with the same content."""
     return path.with_suffix(".hdf5")
 
 
 def is_built(path: Path) -> bool:
-    """Whether the file, or Megatron-LM's equivalent, exists."""
+    """Whether the file, or Megatron-LM's file with the same content, exists."""
     return path.exists() or megatron_path(path).exists()
 
 
@@ -167,7 +168,7 @@ def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]
 
 
 def read_array(path: Path, name: str) -> NDArray[np.generic]:
-    """The only array of a file, or the array `name` of Megatron-LM's file. Errors: OSError, ValueError."""
+    """Read the only array of a file, or the array `name` of Megatron-LM's file. Errors: OSError, ValueError."""
     if not path.exists() and megatron_path(path).exists():
         return read_hdf5(megatron_path(path), (name,))[name]
     array: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -175,7 +176,7 @@ def read_array(path: Path, name: str) -> NDArray[np.generic]:
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
-    """Read arrays. Errors: ValueError naming the file if it is missing, damaged, or lacks an array."""
+    """Read arrays. Errors: ValueError naming the file if the file is missing, is damaged, or lacks an array."""
     if not path.exists() and megatron_path(path).exists():
         return read_hdf5(megatron_path(path), names)
     try:
@@ -188,7 +189,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generi
 
 
 def individual(folder: Path, source: ChunkSource, size: int) -> Iterator[tuple[Block, Path]]:
-    """Yield each block of a corpus with its file."""
+    """Yield each block of a corpus with the path of the block's file."""
     for block in blocks(len(source.corpus), size, ".safetensors"):
         yield block, folder / "db" / "individual" / source.name / block.name
 
@@ -219,8 +220,8 @@ def merge(folder: Path, corpora: Sequence[ChunkSource], size: int) -> list[Chunk
 
 
 def _joined(folder: Path, source: ChunkSource, size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
-    """The valid chunks of a corpus, the number of chunks up to the end of each document, and the number of invalid
-    chunks."""
+    """Return the valid chunks of a corpus, the number of chunks up to the end of each document, and the number of
+    invalid chunks."""
     chunks, ends, before, invalid = list[NDArray[np.uint32]](), list[NDArray[np.uint64]](), 0, 0
     for _, path in individual(folder, source, size):
         arrays = read_arrays(path, ("chunks_valid", "chunks_invalid", "doc_offsets"))
@@ -241,10 +242,11 @@ def _counted(content: Json, path: Path) -> ChunkedCorpus:
 
 
 class ChunkDatabase:
-    """The chunks that serve as neighbours. `tokens(chunk)` is int64 [length], padded with the end-of-document token.
+    """The chunks of a database, which can be retrieved as neighbours. `tokens(chunk)` is int64 [length], padded with
+    the end-of-document token.
 
-    prefixes: prefixes of the token files in this run, in the order of the corpora. If empty, the prefixes recorded when
-    the database was built.
+    prefixes: prefixes of the token files in this run, in the order of the corpora. If empty, the prefixes that were
+    recorded when the database was built are used.
     Errors: ValueError naming a file that is missing, damaged, or belongs to other corpora.
     """
 
@@ -256,7 +258,7 @@ class ChunkDatabase:
 
     @cached_property
     def chunks(self) -> NDArray[np.uint32]:
-        """uint32 [n, 5], as in the file."""
+        """uint32 [n, 5], as stored in the file."""
         chunks = read_arrays(self.folder / "db" / "merged" / "train.safetensors", ("chunks",))["chunks"]
         return chunks.astype(np.uint32)
 
@@ -268,7 +270,7 @@ class ChunkDatabase:
         return len(self.chunks)
 
     def ids(self, chunk: int) -> NDArray[np.integer]:
-        """The tokens of a chunk, without padding."""
+        """Return the tokens of a chunk, without padding."""
         corpus, document, first, last, _ = self.chunks[chunk].tolist()
         return np.asarray(self._files[corpus].get(document, first, last - first))
 

@@ -1,16 +1,16 @@
-"""Token files: `<prefix>.bin` with concatenated ids, and `<prefix>.idx` with the offset of each sequence.
+"""Read token files: `<prefix>.bin` contains concatenated ids, `<prefix>.idx` the offset of each sequence.
 
-The format is Megatron-LM's MMIDIDX: Megatron-LM can read these files, and its files can be read here. A *sequence* is
-one stored run of tokens (a document, or one sentence of a document). A *document* is a run of consecutive sequences.
-This module does not depend on texts or samples.
+The format is Megatron-LM's MMIDIDX, so that each program can read the other's files. A *sequence* is one stored run of
+tokens (a document, or one sentence of a document). A *document* is a run of consecutive sequences. This module does not
+depend on texts or samples.
 
     .bin   only the ids of all sequences, little-endian, in the dtype given by the .idx
     .idx   "MMIDIDX\\0\\0" · u64 version 1 · u8 dtype code · u64 S sequences · u64 D = documents + 1
            i32[S] lengths in tokens · i64[S] byte offsets in the .bin · i64[D] first sequence of each document
 
-A third file, `<prefix>.json`, is a note: the counts, the smallest and largest id, the checksums, and the tokenizer and
-options that produced the pair. Other programs ignore the note. This module uses the note only if its counts equal the
-counts in the .idx. The older TNTIDX format can also be read.
+A third file, `<prefix>.json`, is called the note. It contains the counts, the smallest and largest id, the checksums,
+and the tokenizer and options with which the pair was written. Other programs ignore the note. This module uses the note
+only if the counts in both files are equal. The older TNTIDX format can also be read.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def note_path(prefix: str | Path) -> Path:
 
 
 def read_note(prefix: str | Path) -> Any:
-    """The content of the note. Errors: OSError if it is missing, ValueError if it is not JSON."""
+    """Return the content of the note. Errors: OSError if the file is missing, ValueError if it is not JSON."""
     if not (path := note_path(prefix)).is_file():
         raise FileNotFoundError(path)
     return parse_json(read_limited(path, _NOTE_BYTES, str(path)), str(path))
 
 
 def noted_tokenizer(prefix: str | Path) -> dict[str, str | int]:
-    """The arguments of `text.build` for the tokenizer of a pair of token files, from the note of the pair; {} if the
+    """Return the arguments of `text.build` for the tokenizer of a pair of token files, from the pair's note; {} if the
     tokenizer is unknown."""
     try:
         note = read_note(prefix)
@@ -90,7 +90,7 @@ def exists(prefix: str | Path) -> bool:
 class IndexedDataset:
     """A pair of token files, memory-mapped and checked.
 
-    lengths: int32 [S]; document_index: int64 [D]; tokens: the whole .bin.
+    lengths: int32 [S]; document_index: int64 [D]; tokens: all ids in the .bin.
     `dataset[i]` is sequence i, without a copy.
     mmap: if False, the whole .idx is read at once, and tokens are read from the .bin on each access.
     Raises ValueError naming the file if the contents of the pair are inconsistent.
@@ -127,7 +127,7 @@ class IndexedDataset:
         return self.get(sequence)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """`length` tokens (or the rest) of one sequence, starting at `offset`, as a view."""
+        """Return `length` tokens (default: all remaining tokens) of one sequence, starting at `offset`, as a view."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.prefix}: no sequence {sequence}, there are {len(self)}")
         whole = int(self.lengths[sequence])
@@ -138,7 +138,7 @@ class IndexedDataset:
         return self.tokens[first + offset : first + stop]
 
     def run(self, first: int, last: int) -> NDArray[np.integer]:
-        """Sequences `first` .. `last` - 1 (at least one), concatenated, as a view."""
+        """Return sequences `first` .. `last` - 1 (at least one), concatenated, as a view."""
         if not 0 <= first < last <= len(self):
             raise IndexError(f"{self.prefix}: no sequences {first}..{last - 1}, there are {len(self)}")
         begin = int(self._offsets[first]) // self.dtype.itemsize
@@ -150,7 +150,7 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the dtype and the sequence lengths, which decide the order of samples."""
+        """sha256 hash of the dtype and the sequence lengths, which determine the order of samples."""
         digest = hashlib.sha256(str(self.dtype).encode())
         for block in _blocks(len(self)):
             digest.update(self.lengths[block].tobytes())
@@ -158,7 +158,7 @@ class IndexedDataset:
 
     @cached_property
     def note(self) -> Mapping[str, Any]:
-        """The writer's note; empty if the note is missing, damaged, or belongs to other files."""
+        """The note that was written with the pair; empty if the note is missing, damaged, or belongs to other files."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             note = read_note(self.prefix)
             if note["counts"] == [len(self), self.documents, len(self.tokens)]:
@@ -167,7 +167,7 @@ class IndexedDataset:
 
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
-        """The tokenizer that made the ids, or None if no tokenizer was recorded."""
+        """The tokenizer that produced the ids, or None if no tokenizer was recorded."""
         return TokenizerIdentity.read(self.note.get("tokenizer"))
 
     def content(self) -> dict[str, str | None]:
@@ -179,14 +179,15 @@ class IndexedDataset:
         return {"lengths": self.fingerprint, "content": sampled_digest(bin_path(self.prefix)), "tokens": tokens}
 
     def token_range(self) -> tuple[int, int]:
-        """The smallest and largest id, from the note or from a scan. A huge file is only scanned in evenly spaced
-        blocks."""
+        """The smallest and largest id, from the note or from a scan. In a huge file, only evenly spaced blocks are
+        scanned."""
         if not len(self.tokens):
             return 0, 0
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return int(self.note["smallest"]), int(self.note["largest"])
         stride = -(-len(self.tokens) // _SCAN_TOKENS)
-        # Read without the memory map: mapped pages stay in this process's memory, and the scan reads the whole corpus.
+        # Read the file without mmap, because the scan reads the whole corpus and mapped pages would stay in this
+        # process's memory.
         stored = Unmapped(bin_path(self.prefix), self.dtype)
         block_ranges = [_ends(stored[block]) for block in list(_blocks(len(stored)))[::stride]]
         return min(least for least, _ in block_ranges), max(most for _, most in block_ranges)
@@ -213,11 +214,11 @@ def _ends(ids: NDArray[np.integer]) -> tuple[int, int]:
 
 
 Index = tuple[np.dtype[np.integer], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
-"""dtype, lengths in tokens, offsets in bytes, first sequence of each document."""
+"""The content of an .idx: dtype, lengths in tokens, offsets in bytes, index of the first sequence of each document."""
 
 
 def _read_index(path: Path, index: mmap.mmap | bytes) -> Index:
-    """Read an .idx. The size of the file must agree with its header."""
+    """Read an .idx. Errors: ValueError if the size of the file does not match its header."""
     if len(index) < HEADER.size or index[:9] != MAGIC:
         raise ValueError(f"{path}: not an index of token files (no MMIDIDX header)")
     _, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
@@ -240,7 +241,7 @@ def _read_index(path: Path, index: mmap.mmap | bytes) -> Index:
 
 
 def _read_old_index(path: Path, index: mmap.mmap | bytes) -> Index:
-    """Read an .idx in the format that preceded MMIDIDX (--dataset-impl lazy or cached): offsets in tokens, 64-bit
+    """Read an .idx in the older TNTIDX format (--dataset-impl lazy or cached), which has offsets in tokens and 64-bit
     sizes.
 
     8 bytes "TNTIDX\\0\\0" · u64 version · code · width · N items · Z sizes · D, then i64 dims [N + 1],
@@ -265,7 +266,7 @@ def _read_old_index(path: Path, index: mmap.mmap | bytes) -> Index:
 
 
 def _checked(path: Path, version: int, code: int) -> np.dtype[np.integer]:
-    """The integer type for the dtype code of an index."""
+    """Return the integer dtype for the dtype code of an index."""
     if version != 1:
         raise ValueError(f"{path}: version {version}: must be 1")
     if code not in DTYPES or DTYPES[code].kind == "f":
@@ -274,5 +275,5 @@ def _checked(path: Path, version: int, code: int) -> np.dtype[np.integer]:
 
 
 def _blocks(count: int) -> Iterator[slice]:
-    """Slices of at most _BLOCK entries that cover 0 .. count - 1."""
+    """Yield slices of at most _BLOCK entries that cover 0 .. count - 1."""
     return (slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))

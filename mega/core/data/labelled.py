@@ -1,9 +1,10 @@
-"""Classification samples: texts in one or two parts, packed in the form that BERT reads, and their classes.
+"""Build classification samples for BERT: texts with one or two parts, packed into rows, and their classes.
 
     [CLS] first [SEP] second [SEP]        type 0 up to the first [SEP], then 1; padded with [PAD] of type 0
 
-A sample with several choices (RACE) is several rows with the same second part, one row per first part. This module does
-not depend on file formats; a `Format` (formats/) reads the files. torch is imported only to build a batch.
+A sample with several choices (RACE) has one row per choice. These rows have different first parts and the same second
+part. This module does not depend on file formats; a `Format` (formats/) reads the files. torch is imported only to
+build a batch.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How the files of a benchmark are read."""
+    """The file format of a benchmark."""
 
     name: str
     """Name of the task."""
     labels: tuple[str, ...]
     """Names of the classes, or of the choices."""
     read: Callable[[str, Path, Note], Iterator[Question]]
-    """(flag, path, note) -> questions; ValueError naming the line. Notes contain neither flag nor path."""
+    """(flag, path, note) -> questions. Errors: ValueError naming the line. Messages passed to `note` contain neither
+    flag nor path."""
     choices: int = 1
     """Number of rows in a sample."""
     most_first: int | None = None
@@ -63,7 +65,7 @@ class LabelledRow(NamedTuple):
 
 
 def clean(text: str) -> str:
-    """Megatron-LM's normalization: single blanks, and no blank before a full stop that is followed by a blank.
+    """Normalize text as Megatron-LM does: single spaces, and no space before a full stop that is followed by a space.
 
     >>> clean("A cat .\\n It  sat . ")
     'A cat. It sat.'
@@ -75,7 +77,7 @@ def clean(text: str) -> str:
 
 
 def set_name(path: str) -> str:
-    """The name of a set: the path below the benchmark's folder, or the file name.
+    """Return the name of a set: the path below the benchmark's folder, or the file name.
 
     >>> set_name("GLUE/MNLI/dev_matched.tsv"), set_name("data/RACE/dev/middle/"), set_name("/tmp/a.tar.gz")
     ('dev-matched', 'dev-middle', 'a')
@@ -93,7 +95,7 @@ def set_name(path: str) -> str:
 
 
 def set_names(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> path of every set. Errors: ValueError if two sets have the same name."""
+    """Return a map name -> path of all sets. Errors: ValueError if two sets have the same name."""
     paths_by_name: dict[str, str] = {}
     for path in paths:
         if paths_by_name.setdefault(name := set_name(path), path) != path:
@@ -102,7 +104,8 @@ def set_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 class LabelledSet:
-    """All questions of some files, as tokens. In a row longer than seq_length, the end of the second part is cut off.
+    """All questions of a set of files, as tokens. If a row is longer than seq_length, the end of its second part is cut
+    off.
 
     arrays: ids, concatenated, and the offsets of the texts; firsts int64 [n, choices] and seconds int64 [n], text
     indices; labels int64 [n], -1 if there is no label; uids int64 [n].
@@ -127,7 +130,7 @@ class LabelledSet:
         return int(self._firsts.size)
 
     def row(self, number: int, width: int | None = None) -> LabelledRow:
-        """Question `number` as tokens. width: padded length of the row; default: `length`."""
+        """Return question `number` as tokens. width: padded length of the row; default: `length`."""
         second = self._text(self._seconds[number])
         packed = [pack(self._text(first), second, self._roles, self.length) for first in self._firsts[number]]
         width = width or self.length
@@ -139,11 +142,11 @@ class LabelledSet:
         return LabelledRow(tokens, types, lengths, int(self.labels[number]))
 
     def longest(self, numbers: Sequence[int]) -> int:
-        """Number of tokens in the longest packed row of these questions."""
+        """Return the number of tokens in the longest packed row of these questions."""
         return min(self.length, int(self._sizes(list(numbers)).max()))
 
     def _sizes(self, numbers: slice | list[int] | NDArray[np.integer]) -> NDArray[np.integer]:
-        """[questions, choices]: number of tokens in each row before cutting."""
+        """Return the number of tokens in each row before cutting, [questions, choices]."""
         sizes: NDArray[np.integer] = np.diff(self._offsets)
         row_sizes: NDArray[np.integer] = sizes[self._firsts[numbers]] + sizes[self._seconds[numbers]][:, None] + 3
         return row_sizes
@@ -154,8 +157,8 @@ class LabelledSet:
 
 
 def pack(first: Sequence[int], second: Sequence[int], roles: Roles, limit: int) -> tuple[list[int], int]:
-    """The ids of a row of at most `limit` tokens, and the first position of type 1. A longer row is cut and still ends
-    in [SEP].
+    """Return the ids of a row of at most `limit` tokens, and the first position of type 1. A longer row is cut and
+    still ends in [SEP].
 
     >>> roles = Roles(cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=())
     >>> pack([7, 8], [9], roles, 6), pack([7, 8], [9], roles, 5), pack([7, 8], [9], roles, 3)
@@ -168,7 +171,7 @@ def pack(first: Sequence[int], second: Sequence[int], roles: Roles, limit: int) 
 def labelled_set(
     flag: str, path: str, form: Format, tokenizer: Tokenizer, *, seq_length: int, cache: Path | None, note: Note
 ) -> LabelledSet:
-    """The questions of one file or folder. note: function called with messages about cut or skipped rows.
+    """Read the questions of one file or folder. note: function called with messages about cut or skipped rows.
 
     Errors: ValueError naming flag, file and line.
     """
@@ -193,7 +196,7 @@ def labelled_set(
 
 
 def content(path: Path) -> str:
-    """A digest of a file, or of the files of a folder."""
+    """Return a digest of a file, or of the files of a folder."""
     digest = hashlib.sha256()
     for part in [path] if path.is_file() else sorted(path.rglob("*.txt")):
         digest.update(hashlib.sha256(part.read_bytes()).digest())
@@ -202,7 +205,7 @@ def content(path: Path) -> str:
 
 @dataclass
 class _Texts:
-    """Tokenized texts. A text equal to the previous shared text is not stored again."""
+    """Tokenized texts. A shared text that equals the previous shared text is not stored again."""
 
     tokenizer: Tokenizer
     ids: list[NDArray[np.int32]] = field(default_factory=list)
@@ -240,12 +243,12 @@ def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer) -> Arr
         "uids": np.array(uids, np.int64),
         "notes": np.array(
             list("\n".join(notes).encode()), np.uint16
-        ),  # cached too, to be reported again when the set is read from the cache
+        ),  # cached too, so that the messages are repeated when the set is read from the cache
     }
 
 
 class LabelledDataset:
-    """At least `samples` samples from several sets. Each pass consists of whole global batches.
+    """A dataset of at least `samples` samples from several sets. Each pass consists of whole global batches.
 
     batch: number of samples in a global batch.
     seed: pass i is shuffled with seed + i. If None, passes are not shuffled.
@@ -296,7 +299,7 @@ class LabelledDataset:
 
 
 def pass_length(questions: int, batch: int, keep_last: bool) -> int:
-    """Number of samples in one pass over all questions, in whole batches.
+    """Return the number of samples in one pass over all questions, in whole batches.
 
     >>> pass_length(10, 4, False), pass_length(10, 4, True), pass_length(3, 4, False)
     (8, 12, 4)
@@ -305,7 +308,7 @@ def pass_length(questions: int, batch: int, keep_last: bool) -> int:
 
 
 def labelled_batch(rows: Sequence[LabelledRow], first_row: int) -> MaskedBatch:
-    """A `MaskedBatch` without masks. It has one row per choice, and the classes as `pairs`, int64 [samples]."""
+    """Build a `MaskedBatch` without masks. It has one row per choice, and the classes as `pairs`, int64 [samples]."""
     import torch
 
     from mega.core.batch import MaskedBatch

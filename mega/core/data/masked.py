@@ -1,8 +1,8 @@
-"""BERT and T5 samples: sentences are joined, and words are masked or replaced with sentinels. All random draws are
-those of Megatron-LM.
+"""Build BERT and T5 samples: join sentences, and mask words or replace them with sentinels. All random draws are
+identical to Megatron-LM's.
 
-Every sample has its own generator, seeded with seed + sample index, and the draws are made in Megatron-LM's order.
-Reading a sample does not depend on batches or ranks.
+Each sample uses a separate generator, seeded with seed + sample index. A sample therefore does not depend on batches or
+ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 class BertSample(NamedTuple):
-    """Five arrays int64 [seq_length], and two flags."""
+    """A BERT sample: five arrays, int64 [seq_length], and two flags."""
 
     text: Ints  # Ids with masks, padded
     types: Ints  # 0 for the first part, 1 for the second, padded with the pad id
@@ -41,7 +41,7 @@ class BertSample(NamedTuple):
 
 
 class T5Sample(NamedTuple):
-    """A sample whose spans are replaced with sentinels, and the spans."""
+    """A T5 sample: the encoder's text with sentinels in place of spans, and the spans, which the decoder predicts."""
 
     text_enc: Ints  # int64 [encoder length], spans replaced with sentinels
     text_dec: Ints  # int64 [decoder length], the spans, each after its sentinel
@@ -52,18 +52,19 @@ class T5Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The properties of a tokenizer that masking needs."""
+    """The parts of a tokenizer's vocabulary that masking needs."""
 
     roles: Roles
     """The control tokens."""
     continues: NDArray[np.bool_]
-    """continues[t]: token t continues the word before it."""
+    """continues[t] is True if token t continues the word of the token before it."""
     ids: Sequence[int]
-    """The ids that random replacements are drawn from."""
+    """The ids from which random replacements are drawn."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, rows: int | None = None) -> Vocabulary:
-        """rows: number of rows in the model's embedding table, which may be smaller than the tokenizer's vocabulary.
+        """Return the vocabulary of a tokenizer. rows: number of rows in the model's embedding table, which may be
+        smaller than the tokenizer's vocabulary.
 
         Raises ValueError for a tokenizer that lacks [CLS], [SEP] and [MASK].
         """
@@ -74,17 +75,17 @@ class Vocabulary:
 
 
 def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | None = None) -> MaskedBatch:
-    """A microbatch of BERT samples whose first row is global sample `first_sample`.
+    """Build a microbatch of BERT samples, whose first row is global sample `first_sample`.
 
-    max_masked: maximum number of masked tokens in a row, if known.
+    max_masked: maximum number of masked tokens in a row; None if unknown.
     """
     import torch
 
     from mega.core.batch import MaskedBatch
 
     text, types, labels, weights, padding = (np.stack([row[i] for row in rows]) for i in range(5))
-    # Positions [b, max_masked] of the masked tokens. A row with fewer masked tokens also lists unmasked positions,
-    # whose weight is 0.
+    # Positions [b, max_masked] of the masked tokens. A row with fewer masked tokens is filled with unmasked positions
+    # of weight 0.
     predicted = (
         None if max_masked is None else torch.from_numpy(np.argsort(-weights, axis=1, kind="stable")[:, :max_masked])
     )
@@ -102,7 +103,7 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | 
 
 
 class _Own(threading.local):
-    """A generator per thread, since creating a generator takes longer than the rest of a sample."""
+    """One generator per thread, because creating a generator takes longer than all other work for a sample."""
 
     def __init__(self) -> None:
         self.generator = np.random.RandomState(0)
@@ -112,7 +113,8 @@ _own = _Own()
 
 
 class _Mapped:
-    """The sentences of each sample of a corpus. mapping: see `mapping.sentence_mapping`."""
+    """Base class of datasets that read the sentences of each sample from a corpus. mapping: see
+    `mapping.sentence_mapping`."""
 
     def __init__(self, corpus: IndexedDataset, mapping: NDArray[np.integer], seed: int) -> None:
         self._corpus, self._mapping, self._seed = corpus, mapping, seed
@@ -121,8 +123,8 @@ class _Mapped:
         return len(self._mapping)
 
     def _read(self, sample: int) -> tuple[NDArray[np.integer], NDArray[np.integer], int, np.random.RandomState]:
-        """The concatenated sentences, their lengths, the target length, and the generator. The generator is valid until
-        the next call."""
+        """Return the concatenated sentences of a sample, their lengths, the target length, and the sample's generator.
+        The generator is valid until the next call."""
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         first, last, target = self._mapping[sample].tolist()
@@ -131,8 +133,8 @@ class _Mapped:
 
 
 class BertDataset(_Mapped):
-    """Two parts of a document with masked words. In half of the samples the parts are in the wrong order. See
-    `bert_sample`."""
+    """BERT samples, each with two parts of a document and masked words. In half of the samples, the parts are in the
+    wrong order. See `bert_sample`."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class BertDataset(_Mapped):
 
 
 class T5Dataset(_Mapped):
-    """Texts whose spans are replaced with sentinels, and the spans. See `t5_sample`."""
+    """T5 samples, each a text with sentinels in place of spans, and the spans. See `t5_sample`."""
 
     def __init__(
         self,
@@ -211,8 +213,8 @@ def bert_sample(
     mask_prob: float,
     binary_head: bool,
 ) -> BertSample:
-    """Build [CLS] A [SEP] B [SEP] with masks, and at most `target` tokens in A and B. lengths: number of tokens in each
-    sentence of `text`."""
+    """Build [CLS] A [SEP] B [SEP] with masks. A and B together have at most `target` tokens. lengths: number of tokens
+    in each sentence of `text`."""
     roles = vocabulary.roles
     first, second, swapped = _halves(text, lengths, generator) if binary_head else (text, text[:0], False)
     first, second = _truncated(first, second, target, generator)
@@ -257,7 +259,7 @@ def t5_sample(
         raise ValueError(f"--vocab-extra-ids {len(roles.sentinels)}: a sample has {len(spans)} spans; raise it")
     words, is_kept, decoder = tokens[positions].tolist(), np.ones(len(tokens), np.bool_), list[int]()
     # tokens   a b  c  d e     span c d
-    # becomes  a b <0> d e     without d, which is_kept removes; the decoder gets <0> c d
+    # becomes  a b <0> d e     is_kept then removes d; the decoder gets <0> c d
     for sentinel, (first, last) in zip(roles.sentinels, spans, strict=False):
         decoder.append(sentinel)
         decoder += words[first:last]
@@ -279,8 +281,8 @@ def t5_sample(
 def _halves(
     text: NDArray[np.integer], lengths: NDArray[np.integer], generator: np.random.RandomState
 ) -> tuple[NDArray[np.integer], NDArray[np.integer], bool]:
-    """The sentences, divided into two runs that are exchanged with probability 1/2, and whether the runs were
-    exchanged."""
+    """Divide the sentences into two runs, and exchange the runs with probability 1/2. Return both runs, and whether
+    they were exchanged."""
     pivot = generator.randint(1, len(lengths)) if len(lengths) >= 3 else 1
     cut = int(lengths[:pivot].sum())
     if generator.random_sample() < 0.5:
@@ -305,7 +307,7 @@ def _truncated(
 def mask(
     tokens: Ints, vocabulary: Vocabulary, generator: np.random.RandomState, *, prob: float, limit: float
 ) -> tuple[list[int], list[int]]:
-    """The masked positions of a BERT sample, and the ids that replace their tokens.
+    """Return the masked positions of a BERT sample, and the ids that replace the tokens at these positions.
 
     Words are masked in runs of 1 to 3 words, in random order, until `prob` of the tokens, or `limit`, are masked.
     """
@@ -327,8 +329,8 @@ def mask(
 
 
 def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
-    """Positions of all tokens that belong to words; and the index of each word's first token among these positions,
-    followed by the number of positions.
+    """Return the positions of all tokens that belong to words, and the index in these positions of each word's first
+    token, followed by the number of positions.
 
     [CLS] un ##aff a [SEP] -> [1, 2, 3], [0, 2, 3]
     """
@@ -341,10 +343,11 @@ def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
 def _spans(
     starts: list[int], budget: float, draw: Callable[[], int], generator: np.random.RandomState
 ) -> Iterator[tuple[int, int]]:
-    """Yield runs of words in random order, each as the index of its first token and the index after its last token.
+    """Yield runs of words in random order. A run is given by the index of its first token and the index after its last
+    token.
 
     starts: from `_words`. budget: maximum number of tokens in all runs. draw: returns a random number of words for a
-    run. A run that exceeds the budget is shortened. A run that overlaps an earlier one is dropped.
+    run. A run that exceeds the budget is shortened. A run that overlaps an earlier run is dropped.
     """
     order = np.arange(len(starts) - 1)
     generator.shuffle(order)
@@ -367,20 +370,20 @@ def _spans(
 
 
 _MOST = 10
-"""Maximum number of words in a T5 run. The maximum in BERT is 3."""
+"""Maximum number of words in a T5 run. In BERT, the maximum is 3."""
 _DRAWN = 32
 
 
 def _geometric_runs(generator: np.random.RandomState) -> Iterator[int]:
-    """Yield the number of words of each T5 run, from a geometric distribution with mean 5, cut at 10. The numbers are
-    drawn in batches, since no other draws occur between them."""
+    """Yield the number of words of each T5 run, from a geometric distribution with mean 5, truncated at 10. The numbers
+    are drawn in batches, since no other draws occur between them."""
     while True:
         yield from np.minimum(generator.geometric(0.2, _DRAWN), _MOST).tolist()
 
 
 @cache
 def _bounds() -> list[float]:
-    """Cumulative probabilities of BERT's runs of n = 1, 2 or 3 words, which have weights 1 / n."""
+    """Return the cumulative probabilities of BERT's runs of n = 1, 2 or 3 words, which have weights 1 / n."""
     weights = 1.0 / np.arange(1, 4)
     weights /= weights.sum()
     bounds = (weights / weights.sum()).cumsum()
@@ -390,7 +393,7 @@ def _bounds() -> list[float]:
 
 
 def _rows(length: int, *fillers: int) -> Ints:
-    """Rows filled with one value each, int64 [fillers, length]."""
+    """Return an array, int64 [fillers, length], whose row i is filled with the value `fillers[i]`."""
     rows = np.empty((len(fillers), length), np.int64)
     rows.T[:] = fillers
     return rows

@@ -1,10 +1,10 @@
-"""Samples with the retrieved neighbours of their chunks (Retro).
+"""Read samples together with the retrieved neighbours of their chunks (Retro).
 
-    query/SPLIT_HASH/FIRST-LAST.npy    int64 [rows, saved]: chunk indices, nearest first, then -1
+    query/SPLIT_HASH/FIRST-LAST.npy    int64 [rows, saved]: chunk indices, nearest first, padded with -1
 
-With l chunks per sample, row sample * l + u contains the neighbours of chunk u of the sample. HASH is the md5 of the
-description of the samples, as in Megatron-LM 23.06, so a run with different samples does not read these files. torch is
-imported only to build a batch.
+With l chunks per sample, row sample * l + u contains the neighbours of chunk u of the sample. HASH is the md5 hash of
+the description of the samples, as in Megatron-LM 23.06, so that a run with different samples does not read these files.
+torch is imported only to build a batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _MOST_BYTES = 1 << 20
 
 
 def query_name(split_name: str, hashes: Sequence[str]) -> str:
-    """The folder of the neighbours of a blend's samples. hashes: the `md5` hash of each corpus's description."""
+    """Return the name of the folder with the neighbours of a blend's samples. hashes: the `md5` hash of each corpus's
+    description."""
     return f"{split_name}_{md5(','.join(hashes))}"
 
 
@@ -44,21 +45,21 @@ def md5(text: str) -> str:
 
 @dataclass(frozen=True)
 class DatabaseManifest:
-    """The settings and corpora that a database was built with. A run that reads the database must have the same
+    """The settings and corpora with which a database was built. A run that reads the database must have the same
     settings and corpora."""
 
     NAME: ClassVar[str] = "retro.json"
 
     chunk_length: int
-    """Number of tokens in a chunk."""
+    """Number of tokens per chunk."""
     block_size: int
-    """Maximum number of chunks in a file."""
+    """Maximum number of chunks per file."""
     doc_block_size: int
-    """Maximum number of documents in a file."""
+    """Maximum number of documents per file."""
     split: str
     """The value of --split."""
     tokenizer: TokenizerIdentity
-    """Tokenizer of the token files."""
+    """Identity of the tokenizer that wrote the token files."""
     eod: int
     """Id that ends a document."""
     pad_chunks: bool
@@ -66,7 +67,7 @@ class DatabaseManifest:
     embedder: str
     """Digest of the embedding model and its settings."""
     corpora: tuple[tuple[float, str, str], ...]
-    """Share, prefix, and a digest of the token files' lengths and bytes."""
+    """For each corpus: share, prefix, and a digest of the lengths and bytes of its token files."""
 
     def as_json(self) -> dict[str, Json]:
         return {
@@ -77,7 +78,8 @@ class DatabaseManifest:
 
     @classmethod
     def read(cls, folder: Path) -> DatabaseManifest:
-        """Errors: ValueError if the folder is not a database, or its file is damaged."""
+        """Read the manifest of a database. Errors: ValueError if the folder is not a database, or its file is
+        damaged."""
         path = folder / cls.NAME
         if not path.is_file():
             raise ValueError(f"{folder}: is not a database of neighbours (no {cls.NAME}); mega retro build makes one")
@@ -96,7 +98,7 @@ class DatabaseManifest:
         raise ValueError(f"{path}: is damaged; build the database again")
 
     def check(self, other: DatabaseManifest, folder: Path) -> None:
-        """Errors: ValueError naming the first field in which two manifests differ."""
+        """Compare two manifests. Errors: ValueError naming the first field in which they differ."""
         for name in self.__annotations__:
             value, other_value = getattr(self, name, None), getattr(other, name, None)
             if name != "NAME" and value != other_value:
@@ -125,8 +127,8 @@ class DocumentedDataset(Protocol):
 def exclude_own(
     candidates: NDArray[np.int64], chunks: NDArray[np.uint32], own_documents: frozenset[tuple[int, int]], saved: int
 ) -> NDArray[np.int64]:
-    """The first `saved` candidates [n] of a chunk that are not from documents of the chunk's own sample, padded with
-    -1.
+    """Return the first `saved` of a chunk's candidates [n] that are not from documents of the chunk's sample, padded
+    with -1.
 
     chunks: the chunks of the database. own_documents: the documents of the sample.
     """
@@ -137,8 +139,8 @@ def exclude_own(
 
 
 def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
-    """A block of neighbours, [rows, saved]. Errors: ValueError if the block is damaged, or has a wrong shape or chunk
-    index."""
+    """Read a block of neighbours, [rows, saved]. Errors: ValueError if the block is damaged or has a wrong shape, or if
+    a chunk index is invalid."""
     try:
         block = read_array(path, "neighbors")
     except (OSError, ValueError) as error:
@@ -153,8 +155,8 @@ def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
 class NeighbourTable:
     """The neighbours of a dataset's chunks, memory-mapped from their blocks.
 
-    Errors: ValueError naming a block that is missing, that `read_neighbours` refuses, or whose width differs from that
-    of the first block.
+    Errors: ValueError naming a block that is missing, that `read_neighbours` rejects, or whose width differs from the
+    first block's width.
     """
 
     def __init__(self, folder: Path, rows: int, size: int, chunks: int) -> None:
@@ -174,7 +176,7 @@ class NeighbourTable:
         return next((array.shape[1] for array in self._open.values()), 0)
 
     def __getitem__(self, rows: slice) -> NDArray[np.int64]:
-        """Chunk indices [rows, saved] of these rows."""
+        """Return the chunk indices, [rows, saved], of these rows."""
         parts, row = [], rows.start
         while row < rows.stop:
             begin = row // self._size * self._size
@@ -186,14 +188,14 @@ class NeighbourTable:
 def neighbour_tokens(
     database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int, *, crossing: bool
 ) -> NDArray[np.int64]:
-    """The tokens [l, k, r] of neighbours, given as chunk indices [l, k]. A neighbour includes the chunks after it. For
-    index -1 all tokens are ends of documents.
+    """Return the tokens [l, k, r] of neighbours, which are given as chunk indices [l, k]. A neighbour consists of
+    `retrieved` consecutive chunks, starting at its index. For index -1, all tokens are end-of-document tokens.
 
         numbers[u, j] = n, retrieved = 2    ->    tokens[u, j] = chunk n | chunk n + 1
 
-    crossing: the following chunks may belong to the next document (and the first chunk follows the last), as in
-    Megatron-LM 23.06. The next document may be part of the sample for which the neighbour is retrieved. If False, such
-    chunks are replaced with ends of documents.
+    crossing: whether the later chunks of a neighbour may belong to the next document (after the last chunk, the first
+    chunk follows), as in Megatron-LM 23.06. The next document may be part of the sample for which the neighbour is
+    retrieved. If False, chunks of the next document are replaced with end-of-document tokens.
     """
     length = database.length
     tokens = np.full((*numbers.shape, retrieved * length), database.eod, np.int64)
@@ -207,7 +209,8 @@ def neighbour_tokens(
 
 
 class NeighbourSample(NamedTuple):
-    """tokens: int64 [seq_length + 1]. neighbours: int64 [l, k, r]. found: bool [l, k], whether the neighbour exists."""
+    """A sample and its neighbours. tokens: int64 [seq_length + 1]. neighbours: int64 [l, k, r]. found: bool [l, k],
+    whether the neighbour exists."""
 
     tokens: NDArray[np.int64]
     neighbours: NDArray[np.int64]
@@ -215,10 +218,11 @@ class NeighbourSample(NamedTuple):
 
 
 class NeighbourDataset:
-    """The samples of a dataset with the k nearest neighbours of each chunk. A neighbour includes the chunks after it.
+    """The samples of a dataset with the nearest neighbours of each chunk.
 
-    A missing neighbour is filled with ends of documents and is masked. loss_eod: the token after which the loss is 0.
-    If None, every token has a loss. crossing: see `neighbour_tokens`.
+    each: number of neighbours of a chunk. retrieved: number of consecutive chunks in a neighbour. A missing neighbour
+    is filled with end-of-document tokens and masked. loss_eod: the token after which the loss weight is 0; None if
+    every token has weight 1. crossing: see `neighbour_tokens`.
     """
 
     def __init__(
@@ -241,7 +245,7 @@ class NeighbourDataset:
         return len(self._dataset)
 
     def alone(self) -> NeighbourDataset:
-        """The same samples, with all neighbours missing."""
+        """Return the same samples with all neighbours missing."""
         copied = copy(self)
         copied._reads = False
         return copied
@@ -255,7 +259,7 @@ class NeighbourDataset:
         return NeighbourSample(tokens, neighbours, numbers >= 0)
 
     def collate(self, samples: Sequence[NeighbourSample], first: int) -> NeighbourBatch:
-        """first: index of the first sample."""
+        """Build a microbatch. first: index of the first sample."""
         import torch
 
         from mega.core.batch import NeighbourBatch
@@ -275,12 +279,13 @@ class NeighbourDataset:
 
 
 def corpus_digest(content: Mapping[str, str | None]) -> str:
-    """A string that identifies a corpus, from `IndexedDataset.content`."""
+    """Return a string that identifies a corpus, from `IndexedDataset.content`."""
     return ":".join(str(value)[:16] for name, value in content.items() if name != "tokens")
 
 
 def _check_made(manifest: DatabaseManifest, folder: Path, length: int, tokenizer: Tokenizer | None) -> None:
-    """Errors: ValueError if the database has another chunk length, or was made with a different tokenizer."""
+    """Check that a database fits a run. Errors: ValueError if the chunk length or the tokenizer of the database
+    differs."""
     if manifest.chunk_length != length:
         raise ValueError(f"--retro-chunk-length {length}: {folder} has chunks of {manifest.chunk_length} tokens")
     if tokenizer is None or not tokenizer.made(manifest.tokenizer):
@@ -301,15 +306,15 @@ def with_neighbours(
     crossing: bool,
     eod_loss: bool,
 ) -> Datasets:
-    """Add to each dataset of a run the neighbours of its chunks. The validation set without neighbours is added as a
-    further set.
+    """Add to each dataset of a run the neighbours of its chunks. Also add a copy of the validation set without
+    neighbours.
 
     length: number of tokens in a chunk. each, retrieved, crossing: see `NeighbourDataset`. eod_loss: whether the loss
-    after the end of a document is 0. Errors: ValueError naming flag or file.
+    after the end of a document is masked. Errors: ValueError naming flag or file.
     """
     manifest = DatabaseManifest.read(folder)
     _check_made(manifest, folder, length, tokenizer)
-    # The prefixes of the corpora may differ between the run and the database, so match corpora by content.
+    # Match corpora by content, because their prefixes may differ between the run and the database.
     prefix_of = {corpus_digest(content): prefix for prefix, content in data.corpora.items()}
     for digest, prefix in prefix_of.items():
         if digest not in {made_of for _, _, made_of in manifest.corpora}:

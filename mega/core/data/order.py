@@ -1,8 +1,8 @@
 """The order in which a corpus is read: splits, the three indices of a GPT dataset, and blends.
 
-Everything is a function of lengths, sizes and a seed. The numbers are exactly Megatron-LM's, from numpy's legacy
-generator: either those of release 23.06, or those of Megatron-core 0.18, which rounds splits and blends differently.
-This module does not read files or tokens.
+The order depends only on lengths, sizes and a seed. All indices are identical to Megatron-LM's, which draws them with
+numpy's legacy generator: to those of release 23.06, or of Megatron-core 0.18, which rounds splits and blends
+differently. This module does not read files or tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 _BLOCK = 1 << 20
 _TOGETHER = 1 << 15  # number of entries in the table of parallel runs of a blend, which fits in the processor's cache
-_LEAST_RUNS = 8  # fewer parallel runs are not faster
+_LEAST_RUNS = 8  # fewer parallel runs are not faster than one
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
-    """Shares of train, validation and test, summing to 1: "969, 30, 1", "90/10" or "1".
+    """Parse `split`, such as "969, 30, 1", "90/10" or "1", into shares of train, validation and test that sum to 1.
 
     Raises ValueError if there are more than three shares, a share is not a number of at least 0, or all shares are 0.
     """
@@ -38,7 +38,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 
 def split_note(split: str) -> str:
-    """A message for the user with the resulting shares if the given ones do not sum to a round number, else "".
+    """Return a message with the normalized shares if the given shares do not sum to a round number, else "".
 
     >>> split_note("90,20"), split_note("969, 30, 1")
     ('--split 90,20: sums to 110: training has 81.8%, validation 18.2%, test 0.0% of the documents', '')
@@ -51,11 +51,11 @@ def split_note(split: str) -> str:
 
 
 def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int, int, int, int]:
-    """The boundaries of train, validation and test among `items`.
+    """Return the boundaries of train, validation and test among `items` items.
 
     Each share is rounded (half to even), and train absorbs the difference to `items`:
     "90/10" of 7 -> shares 6.3 and 0.7 -> 0 6 7 7; "949,50,1" of 10 -> 9 + 0 (0.5) + 0 = 9 -> 0 10 10 10.
-    core: sums of shares are rounded, as in Megatron-core; "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
+    core: round cumulative sums of the shares, as in Megatron-core: "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
     """
     train, valid, test = split_shares(split)
     if core:
@@ -68,7 +68,7 @@ def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int
 
 
 def epochs(tokens: int, seq_length: int, samples: int) -> int:
-    """The fewest passes over `tokens` that give `samples`: floor((E tokens - 1) / seq_length) >= samples.
+    """Return the smallest number E of passes that gives enough samples: floor((E tokens - 1) / seq_length) >= samples.
 
     44 tokens, sequences of 4: 10 samples need 1 pass (43 // 4 = 10), 11 need 2 (87 // 4 = 21).
     """
@@ -77,12 +77,14 @@ def epochs(tokens: int, seq_length: int, samples: int) -> int:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Sample i is row q = shuffle[i], that is, the tokens from samples[q] to samples[q + 1], inclusive."""
+    """The order of the samples. Sample i consists of the tokens from samples[q] to samples[q + 1], inclusive, with q =
+    shuffle[i]."""
 
     documents: NDArray[np.integer]
     """int32 [epochs * sequences], sequence indices in reading order."""
     samples: NDArray[np.integer]
-    """[n + 1, 2], position in `documents`, and token offset within the sequence at this position."""
+    """[n + 1, 2], first token of each row: position in `documents`, and token offset within the sequence at this
+    position."""
     shuffle: NDArray[np.integer]
     """[n], row index of each sample."""
 
@@ -93,7 +95,7 @@ class SampleOrder:
 def sample_order(
     lengths: NDArray[np.int32], first: int, last: int, *, seq_length: int, samples: int, seed: int
 ) -> SampleOrder:
-    """The order of at least `samples` samples of seq_length + 1 tokens from sequences first .. last - 1.
+    """Return the order of at least `samples` samples of seq_length + 1 tokens from sequences first .. last - 1.
 
     If less than 80 % of the last epoch is needed, that epoch is shuffled separately and comes last. If it were shuffled
     with the others, some documents would be read once more than other documents early in the run.
@@ -113,8 +115,8 @@ def sample_order(
 def _documents(
     first: int, last: int, passes: int, separate: bool, generator: np.random.RandomState
 ) -> NDArray[np.int32]:
-    """Each sequence once per pass. All passes are shuffled together; if `separate`, all but the last, which is shuffled
-    separately and appended."""
+    """Return every sequence index once per pass. All passes are shuffled together; if `separate`, the last pass is
+    shuffled separately and appended."""
     once = np.arange(first, last, dtype=np.int32)
     parts = [np.tile(once, passes - 1), once] if separate else [np.tile(once, passes)]
     for part in parts:
@@ -125,7 +127,7 @@ def _documents(
 def _rows(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int
 ) -> NDArray[np.integer]:
-    """Position and offset of token i * seq_length of the concatenated documents, for i = 0 .. samples.
+    """Return the position and offset of token i * seq_length of the concatenated documents, for i = 0 .. samples.
 
     Documents of 5, 0 and 4 tokens, sequences of 4: tokens 0, 4, 8 -> (0, 0) (0, 4) (2, 3).
     """
@@ -142,7 +144,7 @@ def _rows(
 
 
 def _shuffle(count: int, head: int, generator: np.random.RandomState) -> NDArray[np.integer]:
-    """0 .. head - 1 shuffled, then head .. count - 1 shuffled."""
+    """Return 0 .. head - 1 in random order, then head .. count - 1 in random order."""
     kind: type[np.integer] = np.uint32 if count < 2**32 - 2 else np.int64
     numbers = np.arange(count, dtype=kind)
     generator.shuffle(numbers[:head])
@@ -161,8 +163,8 @@ def blend_shares(weights: Sequence[float]) -> list[float]:
 
 
 def blend_samples(shares: Sequence[float], samples: int, *, core: bool = False) -> list[int]:
-    """The number of samples to provide for each dataset of a blend: the share of the dataset plus half a percent,
-    rounded up.
+    """Return the number of samples to provide for each dataset of a blend: the share of the dataset plus half a
+    percent, rounded up.
 
     1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503. core: as in Megatron-core, the share itself is rounded up first.
     """
@@ -172,12 +174,13 @@ def blend_samples(shares: Sequence[float], samples: int, *, core: bool = False) 
 
 
 def blend_parts(shares: Sequence[float], samples: int) -> list[int]:
-    """Each dataset's share of a blend, rounded up. The sum is the length of a Megatron-core blend."""
+    """Return the number of samples of each dataset in a blend, rounded up. The sum is the length of a Megatron-core
+    blend."""
     return [math.ceil(samples * share) for share in shares]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """For each of `size` samples, the index of its dataset, and its index within the dataset.
+    """Return, for each of `size` samples of a blend, the index of the dataset and the index within this dataset.
 
     The next dataset is the one furthest behind its share; ties are broken by the lower index. Shares 0.2, 0.3, 0.5 give
     the datasets 2 1 0 2 1 2 0 2 1 2 0 2. A shorter order is a prefix of a longer one.
@@ -191,7 +194,7 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
 
 
 def entries_served(dataset_numbers: NDArray[np.int16], numbers: NDArray[np.int64], lengths: Sequence[int]) -> int:
-    """The number of entries of a blend before the first one that exceeds the length of its dataset.
+    """Return the number of entries of a blend before the first entry whose index exceeds the length of its dataset.
 
     Datasets 0 1 0 0 with sample indices 0 0 1 2 and lengths 2, 5 -> 3.
     """
@@ -200,7 +203,8 @@ def entries_served(dataset_numbers: NDArray[np.int16], numbers: NDArray[np.int64
 
 
 def _blend_choices(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
-    """The dataset of each entry of a blend, computed by many runs in parallel.
+    """Return the dataset of each entry of a blend. The entries are divided into many runs, which are computed in
+    parallel.
 
     The next dataset depends on how often each dataset was chosen before, so the choices depend on each other
     sequentially. However, a run that starts anywhere with nearly correct counts soon has exactly correct counts, since
@@ -239,8 +243,8 @@ def _guess(shares: NDArray[np.float64], total: int) -> NDArray[np.float64]:
 def _run(
     shares: NDArray[np.float64], begin: int, counts: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """`steps` choices by the rule of `blend_order`, starting at entry `begin` with the counts `counts`; and the counts
-    after these choices."""
+    """Return `steps` choices by the rule of `blend_order`, starting at entry `begin` with the counts `counts`; and the
+    counts after these choices."""
     counts, errors = counts.copy(), np.empty_like(counts)
     choices = np.empty(steps, np.int16)
     for step in range(steps):
@@ -255,7 +259,8 @@ def _run(
 def _side_by_side(
     shares: NDArray[np.float64], begins: NDArray[np.int64], counts: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """`_run` for many `begins` with `counts` [runs, datasets]: choices [runs, steps], counts [runs, datasets]."""
+    """Do the work of `_run` for many `begins` at the same time. counts: [runs, datasets]. Return choices [runs, steps]
+    and counts [runs, datasets]."""
     counts, errors = counts.copy(), np.empty_like(counts)
     flat, rows = counts.reshape(-1), np.arange(len(begins)) * len(shares)
     choices = np.empty((steps, len(begins)), np.int16)
@@ -269,7 +274,7 @@ def _side_by_side(
 
 
 def _running_numbers(dataset_numbers: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """The number of earlier occurrences of each entry: 2 1 2 2 -> 0 0 1 2."""
+    """Return the number of earlier occurrences of each entry: 2 1 2 2 -> 0 0 1 2."""
     numbers = np.empty(len(dataset_numbers), np.int64)
     before = np.zeros(datasets, np.int64)
     for first in range(0, len(dataset_numbers), _BLOCK):

@@ -1,7 +1,8 @@
-"""The input of `mega preprocess`: JSON lines in any container, plain text, parquet, a dataset folder, standard input.
+"""Read the input of `mega preprocess`: JSON lines, plain text, parquet, saved Hugging Face datasets, standard input.
 
-Every format is read as blocks of whole JSON lines. A source is cut into pieces, so several hosts can share it. Reading
-can start at any position of a piece, so interrupted work can be resumed. This module does not depend on tokenizers.
+Every format is read as blocks of whole JSON lines. The input is split into pieces, so that several hosts can share the
+work. Reading can start at any position in a piece, so that interrupted work can be resumed. This module does not depend
+on tokenizers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _COLUMNS_SECONDS, _COLUMNS_BYTES = (
     100,
     2 << 30,
 )  # limits of a request: seconds, and bytes of address space (at least four times the file's size)
-_WINDOW_BYTES = 1 << 31  # largest window of a Zstandard frame: large corpora are packed with `zstd --long=31`
+_WINDOW_BYTES = 1 << 31  # largest window of a Zstandard frame, because large corpora are packed with `zstd --long=31`
 _FREE_WINDOW_BYTES = 1 << 27  # a larger window is accepted only if the compression ratio is below 1024
 _MOST_RATIO = 1 << 10
 _XZ_BYTES = 1 << 30  # memory limit for an xz stream's dictionary and tables
@@ -59,7 +60,7 @@ class Place(NamedTuple):
     size: int
 
     def read(self) -> bytes:
-        """The bytes. Raises ValueError naming the file if the file became shorter."""
+        """Return the bytes in the range. Raises ValueError naming the file if the file has become shorter."""
         with open(self.path, "rb", buffering=0) as file:
             data = os.pread(file.fileno(), self.size, self.first)
         if len(data) < self.size:
@@ -68,7 +69,7 @@ class Place(NamedTuple):
 
 
 class LineBlock(NamedTuple):
-    """Consecutive lines, or the reason why the next line is invalid."""
+    """Consecutive lines and, if the line after them is invalid, the reason."""
 
     name: str  # Name of the file, for messages
     text: bytes | Place  # Whole JSON lines, or their byte range in a file
@@ -82,7 +83,7 @@ class LineBlock(NamedTuple):
         return self.text.size if isinstance(self.text, Place) else len(self.text)
 
     def lines(self) -> bytes:
-        """The text. Raises ValueError naming the file if the file cannot be read."""
+        """Return the text. Raises ValueError naming the file if the file cannot be read."""
         return self.text.read() if isinstance(self.text, Place) else self.text
 
 
@@ -102,8 +103,8 @@ class SourcePiece:
 
 
 def find(words: Sequence[str | Path], flag: str = "--input") -> list[Path]:
-    """The files that the values of `flag` name: files, globs, folders with everything below them, `-` for standard
-    input.
+    """Return the files that `words`, the values of `flag`, refer to: paths, globs, folders (searched recursively), or
+    `-` for standard input.
 
     Raises ValueError naming a value that matches no file, or a file that cannot be read.
     """
@@ -122,7 +123,8 @@ def find(words: Sequence[str | Path], flag: str = "--input") -> list[Path]:
 
 
 def _file(flag: str, word: str) -> Path:
-    """A file's path. ValueError if the file does not exist, or is not seekable."""
+    """Return `word` as the path of a file. Errors: ValueError if the file does not exist, or is a pipe, a device or a
+    linked folder."""
     path = Path(word)
     if path == STDIN or os.path.isfile(word):
         if path != STDIN and kind_of(path) in ("lines", "text"):
@@ -148,8 +150,8 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def _check_begin(flag: str, path: Path) -> None:
-    """Errors: ValueError if the first bytes of a file contradict its suffix. A file that cannot be opened is reported
-    only when it is read."""
+    """Check that the first bytes of a file match its suffix. Errors: ValueError. A file that cannot be opened is
+    reported only when it is read."""
     try:
         with open(path, "rb") as file:
             begin = file.read(5)
@@ -168,8 +170,8 @@ def _check_begin(flag: str, path: Path) -> None:
 
 
 def _in_folder(flag: str, folder: Path) -> list[Path]:
-    """The arrow files of a saved Hugging Face dataset in the order of the dataset, or all files below a folder,
-    sorted."""
+    """Return the files of a folder: the arrow files of a saved Hugging Face dataset in the dataset's order, or all
+    files below any other folder, sorted."""
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(str(folder / split) for split in _json(flag, folder / "dataset_dict.json")["splits"])
         raise ValueError(f"{flag} {folder}: a dataset of several splits; give one of {splits}")
@@ -190,7 +192,8 @@ def _json(flag: str, path: Path) -> Any:
 
 
 def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
-    """The format for a file's suffix. Any other suffix means JSON lines, or plain text if `text_lines`."""
+    """Return the format that a file's suffix implies. Any other suffix means JSON lines, or plain text if
+    `text_lines`."""
     suffix = path.suffix.lower()
     packed = suffix in _PACKED
     inner = Path(path.stem).suffix.lower() if packed else suffix
@@ -202,11 +205,12 @@ def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
 
 
 def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines: bool = False) -> list[SourcePiece]:
-    """The part of all files that shard i of n reads. The parts of all shards, concatenated, are the whole input.
+    """Return the pieces of the files that shard i of n reads. The pieces of all shards, concatenated, are the whole
+    input.
 
-    All files are concatenated and cut into n equal runs of stored bytes. Uncompressed line files may be split at any
-    byte (a line belongs to the run in which it begins); parquet files only between row groups. Any other file is not
-    split, and belongs to the run in which it begins.
+    The stored bytes of all files, concatenated, are cut into n equal ranges. Uncompressed line files may be split at
+    any byte (a line belongs to the range in which it begins); parquet files only between row groups. Any other file is
+    not split, and belongs to the range in which it begins.
     """
     index, count = shard
     sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
@@ -232,7 +236,7 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines
 
 
 def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: int = 0) -> Iterator[LineBlock]:
-    """The blocks of a piece after its first `done` units.
+    """Yield the blocks of a piece, without its first `done` units (see `LineBlock.done`).
 
     Raises ValueError naming the file if the file cannot be read.
     """
@@ -256,7 +260,8 @@ def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: i
 
 
 def _plain_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Lines of an uncompressed file. Only the ends of blocks are determined here; the worker reads the text."""
+    """Yield blocks of lines of an uncompressed file. Only the byte range of each block is determined here; the worker
+    reads the text."""
     with open(piece.path, "rb") as file:
         offset = piece.first + done
         if piece.first and not done:  # a line that begins before the piece belongs to the previous piece
@@ -276,7 +281,7 @@ def _plain_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
 
 
 def _end_of_line(file: BinaryIO, offset: int) -> int:
-    """The offset after the line (or rest of a line) that begins at `offset`."""
+    """Return the offset after the line (or rest of a line) that begins at `offset`."""
     file.seek(offset)
     while part := file.readline(BLOCK_BYTES):
         offset += len(part)
@@ -286,7 +291,8 @@ def _end_of_line(file: BinaryIO, offset: int) -> int:
 
 
 def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Lines of a file that must be unpacked, or converted from plain text, sequentially from the file's beginning."""
+    """Yield blocks of lines of a file that is unpacked, or converted from plain text, sequentially from the file's
+    beginning."""
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
         unpacked = _skipped(text, done)
         while True:
@@ -339,7 +345,7 @@ def _as_json(data: bytes) -> bytes:
 
 
 def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """A .txt file as one JSON line with the key "text"."""
+    """Yield a .txt file as one JSON line with the key "text"."""
     import orjson
 
     if done:
@@ -359,7 +365,8 @@ def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of readers of packed files. The errors of zlib and isal are not subclasses of OSError."""
+    """Return the exceptions that readers of packed files raise. The errors of zlib and isal are not subclasses of
+    OSError."""
     exceptions: list[Any] = [OSError, EOFError, ValueError, lzma.LZMAError, zlib.error]
     with contextlib.suppress(ImportError):
         from isal import isal_zlib
@@ -377,7 +384,7 @@ def _stored(path: Path) -> BinaryIO:
 
 
 def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
-    """A file object of the unpacked bytes."""
+    """Return a file object that reads the unpacked bytes."""
     opener: Any
     suffix = path.suffix.lower()
     if suffix == ".gz":
@@ -400,7 +407,7 @@ def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """The output of an iterator of bytes, as a file object."""
+    """A file object that reads the output of an iterator of bytes."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._ready = pieces, memoryview(b"")
@@ -424,8 +431,8 @@ def _from_xz(stored: BinaryIO) -> BinaryIO:
 
 
 def _xz_pieces(stored: BinaryIO) -> Iterator[bytes]:
-    """Unpack concatenated xz streams in pieces of at most _PIECE_BYTES. The library's own file object has no memory
-    limit."""
+    """Unpack concatenated xz streams in pieces of at most _PIECE_BYTES. `lzma.open` is not used, because it has no
+    memory limit."""
     packed = stored.read(_PIECE_BYTES)
     while packed.strip(b"\0"):  # streams may be padded
         stream = lzma.LZMADecompressor(memlimit=_XZ_BYTES)
@@ -466,8 +473,7 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
 
 
 def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield the parts of concatenated frames, and for each part whether it ends a frame. A part unpacks to at most 128
-    KiB.
+    """Yield the parts of concatenated frames, and whether each part ends a frame. A part unpacks to at most 128 KiB.
 
     The library unpacks its whole input at once (64 KiB can become 2 GiB), and does not detect a truncated file. Source:
     RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
@@ -516,7 +522,7 @@ def _skipped(text: BinaryIO, size: int) -> int:
 
 @cache
 def _columns(memory: int) -> Confined:
-    """The child process that reads parquet and arrow files."""
+    """Return the child process that reads parquet and arrow files."""
     formats = "parquet and arrow"
     return Confined(
         "mega.core.data.columns_process", formats, seconds=_COLUMNS_SECONDS, memory=memory, answer_bytes=memory
@@ -591,7 +597,7 @@ class Line(NamedTuple):
 
 
 def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool = False) -> Iterator[Line]:
-    """The lines of all inputs. Raises BadLine at a line that is too long."""
+    """Yield the lines of all inputs that are not blank. Raises BadLine at a line that is too long."""
     for piece in pieces(find(inputs), text_lines=text_lines):
         number = 0
         for block in blocks(piece, keys, text_lines=text_lines):
@@ -615,12 +621,13 @@ def describe_value(value: object) -> str:
 
 
 def describe_keys(fields: Mapping[str, object], flag: str) -> str:
-    """The keys of an object, and the flag that selects one, for messages."""
+    """Describe the keys of an object, and the flag that selects a key, for messages."""
     return f"there are {', '.join(map(repr, fields)) or 'none'}; name it by {flag}"
 
 
 def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool = False) -> Iterator[str]:
-    """The text under `key` of every line. Raises BadLine naming file and line if a line has no such text."""
+    """Yield the text under `key` in every line. Raises BadLine naming file and line if a line has no text under
+    `key`."""
     for location, line in lines(inputs, [key], text_lines=text_lines):
         try:
             document = parsed(line)

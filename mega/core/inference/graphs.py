@@ -1,8 +1,8 @@
-"""Steps as graphs of the device, recorded once for a number of rows or tokens, then replayed.
+"""Run steps as CUDA graphs, which are recorded once for each number of rows or tokens and then replayed.
 
-The host takes longer to launch a block's kernels than the device takes to run them for one token; with tensor
-parallelism, this is true even for a prompt. A step's arrays are copied to the memory that the graph reads, and padded
-with tokens that belong to no sequence. There are three kinds:
+For one token, launching a block's kernels takes the host longer than running them takes the device; with tensor
+parallelism, this is true even for a prompt. A step's arrays are copied to the graph's input memory, and padded with
+tokens that belong to no sequence. There are three kinds of graphs:
 
     single   runs of one token each, whose logits are wanted; their keys are stored during the pass
     few      runs of a few tokens; each token counts as a run, after all keys have been stored
@@ -29,17 +29,17 @@ from mega.core.ops.trial import first_line
 from mega.core.parallel.replay import Replayable
 
 EIGHT = 8
-"""The number of rows of a graph is a multiple of this, or a smaller power of two."""
+"""The number of rows of a graph is a multiple of 8, or a smaller power of two."""
 
 FEW = (4, 8, 16, 32, 64)
-"""Numbers of tokens in graphs of kind few."""
+"""Numbers of tokens in graphs of kind `few`."""
 
 FEW_KEYS = 1 << 15
-"""Maximum number of keys that a step of kind few reads. Keys are counted once per token, since each token reads them
-separately."""
+"""Maximum number of keys that a step of kind `few` reads. Each token reads its keys separately, so a key counts once
+for each token that reads it."""
 
 MANY = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Numbers of tokens in graphs of kind many."""
+"""Numbers of tokens in graphs of kind `many`."""
 
 log = logging.getLogger(__name__)
 
@@ -48,23 +48,24 @@ Record = Callable[[Callable[[], None]], Replayable]
 
 
 class GraphShape(NamedTuple):
-    """kind: single, few or many. size: number of rows or tokens of the graph."""
+    """The kind and size of a graph. kind: single, few or many. size: number of rows or tokens."""
 
     kind: str
     size: int
 
 
 class StepGraphs:
-    """graphs(step, cargo) -> the output of `decode` for the step, valid until the next call.
+    """The graphs of a stage. Calling the object with a step and its cargo returns the output of `decode` for the step,
+    valid until the next call.
 
-    width: number of blocks of the longest sequence. latest: int64 [requests], the last tokens of requests, as in
+    width: number of blocks of the longest sequence. latest: int64 [requests], the last token of each request, see
     `known`. ends: whether this stage is the first stage, and whether it is the last. runs: maximum number of runs in a
     step. most: maximum number of tokens in a recorded step with prompts. record: records graphs (replaced in tests).
-    agree: returns the first problem of any rank, on all ranks of the step, because a graph that only some ranks replay
-    would wait forever.
+    agree: function that returns the first problem of any rank to all ranks of the step, because a graph that only some
+    ranks replay would wait forever.
 
     The first step of a shape is computed without a graph, then recorded. If recording fails, or the graph gives a
-    different result, no further graph is recorded, and a warning gives the reason.
+    different result, no further graph is recorded, and the reason is logged as a warning.
     """
 
     def __init__(
@@ -86,14 +87,15 @@ class StepGraphs:
         self._given_up = False
 
     def shapes(self, rows: int) -> Iterator[GraphShape]:
-        """All shapes for steps with up to `rows` rows and for steps with prompts, in decreasing size for each kind."""
+        """Yield the shapes of all graphs, for steps with up to `rows` rows and for steps with prompts. Within each
+        kind, the sizes decrease."""
         if self._cache.attention.ragged is not None and self._runs:
             yield from (GraphShape("many", size) for size in reversed(self.many))
             yield from (GraphShape("few", size) for size in reversed(FEW))
         yield from (GraphShape("single", size) for size in sorted(rows_of_graphs(rows), reverse=True))
 
     def shape_of(self, step: Step) -> GraphShape | None:
-        """The shape of the graph for a step; None if no graph fits."""
+        """Return the shape of the graph for a step; None if no graph fits."""
         tokens, runs, wanted_rows = len(step.tokens), len(step.counts), len(step.wanted)
         if self._given_up:
             return None
@@ -130,7 +132,7 @@ class StepGraphs:
         return _ManyParts(*common, self._runs)
 
     def _problem(self, work: Callable[[], None]) -> str | None:
-        """Run `work`; return the error of the first rank that had an error, or None."""
+        """Run `work`; return the error of the first rank on which it failed, or None."""
         problem = None
         try:
             work()
@@ -143,7 +145,7 @@ class StepGraphs:
 
 
 def graph_rows(rows: int) -> int:
-    """Number of rows of the graph for a step of `rows` single tokens.
+    """Return the number of rows of the graph for a step of `rows` single tokens.
 
     >>> [graph_rows(rows) for rows in (1, 3, 8, 9, 17)]
     [1, 4, 8, 16, 24]
@@ -152,7 +154,7 @@ def graph_rows(rows: int) -> int:
 
 
 def rows_of_graphs(most: int) -> set[int]:
-    """Numbers of rows of all graphs for steps of up to `most` rows.
+    """Return the numbers of rows of all graphs for steps of up to `most` rows.
 
     >>> sorted(rows_of_graphs(17))
     [1, 2, 4, 8, 16, 24]
@@ -161,7 +163,8 @@ def rows_of_graphs(most: int) -> set[int]:
 
 
 def known(ids: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
-    """Replace each `from_request` in ids, int64 [n], with the request's last token in `latest`, int64 [requests]."""
+    """Replace each value of `from_request` in ids, int64 [n], with the last token of that request in `latest`, int64
+    [requests]."""
     return torch.where(ids < 0, latest.index_select(0, (~ids).clamp_(min=0)), ids)
 
 
@@ -178,7 +181,7 @@ class _Parts:
     tokens: number of tokens in the graph. wanted: number of rows of logits. extra: number of integers after tokens,
     positions, slots and wanted rows.
 
-        upload   | tokens | positions | slots | wanted rows | extra |     int64, one array, copied at once
+        upload   | tokens | positions | slots | wanted rows | extra |     int64, one array, copied in one operation
     """
 
     def __init__(self, cache: PagedCache, tokens: int, wanted: int, extra: int):
@@ -191,7 +194,7 @@ class _Parts:
         self.pages: Pages = {}
 
     def put(self, step: Step) -> None:
-        """Copy a step into the inputs. Padding tokens write their keys to SCRATCH, which is block 0."""
+        """Copy a step into the inputs. Padding tokens write their keys to block SCRATCH."""
         host, tokens, wanted_rows = self._upload.array(), len(step.tokens), len(step.wanted)
         columns = host[: 3 * self.tokens].reshape(3, self.tokens)
         columns[:, :tokens] = step.tokens, step.table_rows, step.slots
@@ -207,7 +210,7 @@ class _Parts:
 
 
 class _SingleParts(_Parts):
-    """Inputs of a graph of kind `single`. Each padding row reads one key of SCRATCH."""
+    """Inputs of a graph of kind `single`. Each padding row reads one key of block SCRATCH."""
 
     def __init__(self, cache: PagedCache, rows: int, width: int):
         super().__init__(cache, rows, rows, rows * (1 + width))
@@ -262,13 +265,14 @@ def _ragged(cache: PagedCache) -> RaggedGraph:
 
 
 def _ragged_pages(cache: PagedCache, lengths: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor) -> Pages:
-    """Window -> pages, for all windows of the cache's layers."""
+    """Return the pages of each window that occurs in the cache's layers, as a map window -> pages."""
     ragged, pool = _ragged(cache), cache.pool[0]
     return {window: ragged.pages(lengths, tables, tiles, pool, window) for window in dict.fromkeys(cache.windows)}
 
 
 def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, missing: int) -> None:
-    """Fill `extra` with the lengths, then the tables, of `rows` rows. Padding rows read `missing` keys of SCRATCH."""
+    """Fill `extra` with the lengths, then the tables, of `rows` rows. Padding rows read `missing` keys of block
+    SCRATCH."""
     filled, table_rows = len(lengths), extra[rows:].reshape(rows, -1)
     extra[:filled], extra[filled:rows] = lengths, missing
     table_rows[:filled, : tables.shape[1]] = tables
@@ -276,7 +280,7 @@ def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, 
 
 
 class _Graph:
-    """The graph of a shape, with the memory of its inputs and outputs."""
+    """The graph of one shape, with the memory of its inputs and outputs."""
 
     def __init__(
         self,
@@ -309,7 +313,8 @@ class _Graph:
         return self._of(step)
 
     def _of(self, step: Step) -> torch.Tensor:
-        """The part of the output that belongs to a step: logits of the wanted rows, or the cargo for the next stage."""
+        """Return the part of the output that belongs to a step: logits of the wanted rows, or the cargo for the next
+        stage."""
         return self._out[: len(step.wanted) if self._last else len(step.tokens)]
 
     def _work(self) -> None:
@@ -326,7 +331,7 @@ class _Graph:
 
 
 def shape_counts(shape: GraphShape, longest: int) -> list[int]:
-    """Lengths of runs, at most `longest`, in a step that uses the graph of a shape.
+    """Return the lengths of the runs, at most `longest` each, of a step that fills the graph of a shape.
 
     >>> shape_counts(GraphShape("single", 2), 100), shape_counts(GraphShape("many", 256), 100)
     ([1, 1], [100, 100, 56])

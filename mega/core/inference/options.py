@@ -1,8 +1,8 @@
-"""Options of decoding, shared by all verbs that decode, and options of `mega generate` and `mega chat`.
+"""Decoding options for all commands that decode, and options of `mega generate` and `mega chat`.
 
-`serve`, `generate` and `bench serve` use these sections as their flags and TOML tables; the engine takes
-`EngineOptions` itself. This module does not import torch; properties of a device or a model are checked when the device
-or model is opened.
+`serve`, `generate` and `bench serve` derive their flags and TOML tables from these sections; the engine uses
+`EngineOptions` directly. This module does not import torch, so options that depend on a device or a model are checked
+when the device or model is opened.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -22,15 +22,15 @@ BLOCK = 16
 """Number of tokens in a block of the cache."""
 
 NGRAM = "ngram"
-"""The value of --speculate with which tokens are guessed from the text itself."""
+"""The value of --speculate with which tokens are guessed from the text so far."""
 
 NOTHING = "none"
-"""The value of --retro with which a model with a retriever reads no neighbours."""
+"""The value of --retro with which a model with a retriever does not read neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingLayout(VerbSection):
-    """The ranks that decode, their device, and the precision."""
+    """The ranks that decode, the device, and the precision."""
 
     title: ClassVar[str] = "Layout"
 
@@ -45,7 +45,7 @@ class DecodingLayout(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(VerbSection):
-    """How an engine batches, caches and computes."""
+    """How an engine batches requests, caches keys and values, and computes."""
 
     title: ClassVar[str] = "Engine"
 
@@ -67,10 +67,10 @@ class EngineOptions(VerbSection):
     tile: int = 32
     """Number of tokens in every step with `batch_invariant`."""
     vocab: int | None = None
-    """Ids below this can be chosen; None: all ids of the model."""
+    """Only ids below this value can be chosen; None to allow all ids of the model."""
     ahead: int | None = None
-    """Number of steps on the device in addition to the first whose results are not known; None: one on a CUDA device,
-    plus one per pipeline stage after the first."""
+    """Number of steps launched on the device in addition to the first step whose results are not known; None for 1 on a
+    CUDA device, plus 1 per pipeline stage after the first."""
 
     def check(self, device: str = "auto", adapter: Collection[str] = ()) -> None:
         """Check flags. Errors: ValueError naming flags that exclude each other."""
@@ -166,7 +166,8 @@ class ChatOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(VerbSection):
-    """How `mega generate` samples. None: not given; beam search does not sample, and a server has its own defaults."""
+    """How `mega generate` samples. None means that an option is not given, because beam search does not sample, and a
+    server has its own defaults."""
 
     title: ClassVar[str] = "Sampling"
 
@@ -181,7 +182,8 @@ class SamplingOptions(VerbSection):
     seed: int | None = option(None, "random seed; the same seed gives the same text [0]")
 
     def given(self) -> dict[str, Any]:
-        """The given options, under the names of `Sampling`. Errors: ValueError if --greedy excludes one of them."""
+        """Return the given options, under the names of `Sampling`. Errors: ValueError if --greedy excludes one of the
+        options."""
         if self.greedy and self.temperature:
             raise ValueError(
                 f"--temperature {self.temperature:g}: excludes --greedy, which draws nothing; give one of them"
@@ -192,7 +194,7 @@ class SamplingOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class OtherTokenizer(VerbSection):
-    """A tokenizer instead of the checkpoint's."""
+    """A tokenizer that replaces the checkpoint's tokenizer."""
 
     title: ClassVar[str] = "Tokenizer"
 
@@ -209,9 +211,10 @@ class OtherTokenizer(VerbSection):
     )
 
     def described(self) -> dict[str, Json]:
-        """Arguments of `text.build`; empty for the model's own tokenizer.
+        """Return the arguments of `text.build`; empty for the tokenizer that came with the model.
 
-        Errors: ValueError if a file does not exist, the kind is missing, or an option does not belong to the kind.
+        Errors: ValueError if a file does not exist, the tokenizer type is missing, or an option does not belong to this
+        type.
         """
         files = {"tokenizer_model": self.tokenizer_model, "vocab_file": self.vocab_file, "merge_file": self.merge_file}
         given_files = {name: value for name, value in files.items() if value is not None}

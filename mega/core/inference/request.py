@@ -1,7 +1,7 @@
-"""Requests to an engine, and the events that it returns: ids in, ids out.
+"""Requests to an engine, and the events that the engine returns. Both contain token ids, not text.
 
-This module depends on neither text nor models, and does not import torch. Callers handle stop strings, templates and
-streamed characters; the engine sets the limits. A request checks the ranges of its fields when it is made.
+This module does not depend on the model, and does not import torch. Callers handle stop strings, templates and streamed
+characters; the engine sets the limits. The ranges of a request's fields are checked when the request is created.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MOST_BEAMS = 128
 MOST_TOP_K = 1 << 31
 
 MOST_LENGTH_PENALTY = 20.0
-"""Maximum absolute value; a length raised to this power is still finite."""
+"""Maximum absolute value of `length_penalty`; a length raised to this power is still finite."""
 
 MOST_TEMPERATURE = 1e30
-"""Maximum temperature; fp32 can represent it."""
+"""Maximum temperature, which fp32 can represent."""
 
 REPETITION_PENALTIES = (1e-3, 1e3)
-"""The smallest and the largest value with which logits stay finite in fp32."""
+"""The smallest and the largest repetition penalty; with these, logits stay finite in fp32."""
 
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
 """Maximum absolute values of presence and frequency penalties, and of a logit's bias, as in OpenAI's API."""
@@ -47,12 +47,13 @@ Top = tuple[tuple[int, float], ...]
 Finish = Literal["stop", "length", "cancelled", "failed"]
 
 Allowed = Callable[[Sequence[int]], "torch.Tensor | None"]
-"""Ids so far, prompt included -> bool [vocab] on the CPU, whether an id may follow; None: all may. Called only on rank
-0."""
+"""A function from the ids so far, including the prompt, to a mask, bool [vocab] on the CPU, of the ids that may follow;
+None if all may. Called only on rank 0."""
 
 
 class RequestError(ValueError):
-    """One invalid field. field: its name, as below. rule: the violated rule. Message: `top_k -1: must be ...`."""
+    """Raised for an invalid field. field: name of the field. rule: the violated rule. Message: `top_k -1: must be
+    ...`."""
 
     def __init__(self, field: str, value: object, rule: str):
         super().__init__(f"{field} {value}: {rule}")
@@ -77,27 +78,28 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    """Divides the logits; 0: choose the most likely token."""
+    """Divisor of the logits; 0 chooses the most likely token."""
     top_k: int = 0
-    """Keep this many of the most likely tokens; 0: off."""
+    """Number of most likely tokens to keep; 0 disables the filter."""
     top_p: float = 1.0
-    """Keep the most likely tokens whose probabilities sum up to this; 1: off."""
+    """Keep the most likely tokens until the sum of their probabilities reaches this value; 1 disables the filter."""
     top_p_decay: float = 0.0
-    """Multiply top_p by this after every new token of the request; 0: off."""
+    """Factor by which top_p is multiplied after every new token of the request; 0 disables the decay."""
     top_p_bound: float = 0.0
-    """The decay does not reduce top_p below this."""
+    """Lower limit of the decayed top_p."""
     min_p: float = 0.0
-    """Keep tokens with at least this fraction of the most likely token's probability; 0: off."""
+    """Keep tokens with at least this fraction of the most likely token's probability; 0 disables the filter."""
     repetition_penalty: float = 1.0
-    """For ids in the prompt or the answer, divide positive logits, and multiply negative logits, by this; 1: off."""
+    """For ids in the prompt or the answer: divisor of positive logits, and factor of negative logits; 1 disables the
+    penalty."""
     presence_penalty: float = 0.0
-    """Subtract this from the logits of ids in the answer."""
+    """Value to subtract from the logits of ids in the answer."""
     frequency_penalty: float = 0.0
-    """Subtract this from the logit of an id once for each of its occurrences in the answer."""
+    """Value to subtract from the logit of an id for each occurrence of the id in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs (id, value to add to its logit), sorted by id."""
+    """Pairs (id, value to add to the id's logit), sorted by id."""
     seed: int | None = None
-    """The same seed gives the same answer in any batch and layout; None: a new seed for each request."""
+    """The same seed gives the same answer in any batch and layout. None draws a new seed for each request."""
 
     def __post_init__(self) -> None:
         rule = f"must be a number from 0 (takes the likeliest) to {MOST_TEMPERATURE:g}"
@@ -121,7 +123,7 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether the text so far or biases of the request change logits."""
+        """Whether penalties or biases change the logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.logit_bias
         return self.repetition_penalty != 1 or bool(penalties)
 
@@ -133,7 +135,7 @@ class Sampling:
 
 
 def flag_line(error: RequestError) -> str:
-    """Format the error of a field as the error of the flag with the same name."""
+    """Format an error of a field as an error of the flag with the same name."""
     return f"--{error.field.replace('_', '-')} {error.value}: {error.rule}"
 
 
@@ -158,20 +160,22 @@ class Request:
     """Maximum number of new tokens; 0: only score the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
-    """The answer ends with finish "stop" after any of these ids, which is reported too; otherwise with "length"."""
+    """Ids that end the answer. Such an id is reported as the last token, with finish "stop"; without it, finish is
+    "length"."""
     logprobs: int | None = None
-    """n: report the log-probability of each new token and of the n most likely ids in its place; None: report no
-    log-probabilities. They are computed before penalties, temperature and filters."""
+    """Number of most likely ids whose log-probabilities are reported with that of each new token; None to report no
+    log-probabilities. Log-probabilities are computed before penalties, temperature and filters."""
     prompt_logprobs: bool = False
-    """Also report log-probabilities for the prompt's tokens, and for the `logprobs` most likely ids in their places."""
+    """Whether to report log-probabilities also for the prompt's tokens, and for the `logprobs` most likely ids at each
+    position."""
     beams: int = 0
-    """Width of a beam search, which ignores `sampling`; 0: sample."""
+    """Width of a beam search, which ignores `sampling`; 0 to sample instead."""
     length_penalty: float = 1.0
     """The score of a beam is sum(log-probabilities) / length ** length_penalty."""
     adapter: str | None = None
     """Name of a LoRA adapter."""
     allowed: Allowed | None = None
-    """Constrains the next token."""
+    """Restricts the next token; None to allow all ids."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -188,8 +192,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Beam:
-    """ids: new tokens, including the stop token that ended the beam. score: sum(log-probabilities) / length **
-    length_penalty.
+    """A finished beam. ids: new tokens, including the stop token that ended the beam. score: sum(log-probabilities) /
+    length ** length_penalty.
     """
 
     ids: tuple[int, ...]
@@ -221,14 +225,14 @@ class Event(NamedTuple):
     logprob: float | None = None
     """The token's log-probability, if requested."""
     top: Top = ()
-    """The most likely ids in the token's place, if requested."""
+    """The most likely ids at the token's position, if requested."""
     prompt_logprobs: tuple[float | None, ...] | None = None
     """In the request's first event, if requested: the log-probability of each token of the prompt, given the tokens
     before it; None for the first token."""
     prompt_top: tuple[Top, ...] | None = None
-    """The most likely ids in the place of each token of the prompt; the first is ()."""
+    """The most likely ids at the position of each token of the prompt; () for the first token."""
     finish: Finish | None = None
-    """Set in the request's last event."""
+    """Why the request has ended; None until the request's last event."""
     beams: tuple[Beam, ...] = ()
     """In the last event of a beam search: the beams, best first. Earlier events of a beam search report no tokens."""
     message: str = ""
@@ -236,7 +240,7 @@ class Event(NamedTuple):
     cited: tuple[Citation, ...] = ()
     """Neighbours that the model has read since the request's previous event."""
     vector: NDArray[np.float32] | None = None
-    """The prompt's vector, float32 [hidden], from an engine that embeds."""
+    """The prompt's embedding, float32 [hidden], from an embedding engine."""
 
 
 @dataclass(frozen=True)
@@ -244,11 +248,12 @@ class Limits:
     """The limits of an engine."""
 
     longest: int
-    """Maximum number of tokens of one sequence, prompt and answer together."""
+    """Maximum number of tokens in one sequence, prompt and answer together."""
     cache: int
-    """Maximum number of tokens of all requests in flight together."""
+    """Maximum number of tokens in all requests in flight together."""
     requests: int
-    """Maximum number of rows in a decoding step. A beam search takes one row per beam; further requests wait."""
+    """Maximum number of rows in a decoding step. A beam search uses one row per beam; requests that exceed the limit
+    wait."""
     vocab: int
     """Size of the vocabulary; all ids are smaller."""
     long_from: int | None = None
@@ -258,7 +263,7 @@ class Limits:
 
 
 class Engine(Protocol):
-    """Answers many requests at a time. Not thread-safe: only one thread may call it."""
+    """An engine that answers many requests at the same time. Not thread-safe: only one thread may call it."""
 
     limits: Limits
 
@@ -278,4 +283,4 @@ class Engine(Protocol):
         a rank that has died; the engine cannot be used afterwards."""
 
     def close(self) -> None:
-        """Let other ranks return, and free the cache."""
+        """End the engine on all ranks, and free the cache."""

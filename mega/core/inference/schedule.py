@@ -1,13 +1,13 @@
-"""Choose the tokens of the next step, and turn its results into events.
+"""Choose the tokens that the next step computes, and turn the results of finished steps into events.
 
 Continuous batching: requests join and leave between steps. A prompt is computed in chunks, in the same steps as the new
 tokens of running answers; a prefix that an earlier prompt has computed is reused. A request is admitted when blocks for
 its longest possible answer can be reserved, so no request in flight waits for memory.
 
-A step can be made before the results of earlier steps are known: it refers to new tokens by the index of their request.
-If a result ends its request, the tokens that later steps compute for the request are dropped. Requests whose next step
-depends on the host, such as constrained requests, wait for these results; other requests do not wait. This module only
-does arithmetic on the host; it depends on neither the model nor ranks.
+A step can be made before the results of earlier steps are known, because a step refers to a token that is not known yet
+by the index of the token's request. If a result ends a request, the tokens that later steps in flight compute for this
+request are dropped. Only requests whose next step depends on the host, such as constrained requests, wait for these
+results. This module runs only on the host, and depends on neither the model nor ranks.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class CachedSequence:
 
     ids       t0 t1 t2 t3 t4 t5          known tokens
     awaited                     ?? ??    tokens that steps in flight will choose
-    computed  ^^^^^^^^^^^                keys and values are in the cache, or will be by steps already made
+    computed  ^^^^^^^^^^^                keys and values are in the cache, or will be written by steps in flight
     """
 
     ids: list[int]
     blocks: list[int]
     computed: int = 0
-    """Number of tokens whose keys and values are in the cache, or will be by steps already made."""
+    """Number of tokens whose keys and values are in the cache, or will be written by steps in flight."""
     prefix: int = ROOT
-    """Identifies the registered blocks and their order, as `Blocks.register` returned it."""
+    """Identifier of the registered blocks and their order, as returned by `Blocks.register`."""
     registered: int = 0
-    """Number of blocks, from the first on, that other requests can find."""
+    """Number of leading blocks that other requests can reuse."""
     awaited: int = 0
     """Number of tokens after `ids` that steps in flight will choose."""
     number: int = field(default_factory=count().__next__)
@@ -69,35 +69,36 @@ class CachedSequence:
 
 @dataclass(eq=False)
 class InFlight:
-    """A request that is running, or that waits for its admission."""
+    """A request that is running or waiting for admission."""
 
     number: int
     request: Request
     seed: int
     adapter: int = 0
-    """Index of the request's adapter, from 1; 0: the base model."""
+    """Index of the request's adapter, counted from 1; 0 for the base model."""
     sequences: list[CachedSequence] = field(default_factory=list)
     """One sequence, or one for each beam."""
     search: BeamSearch | None = None
     promised: int = 0
-    """Number of reserved blocks that the request has not taken yet."""
+    """Number of blocks that are reserved for the request but not allocated yet."""
     index: int = -1
-    """The request's row in the device's tables of last tokens and of seen ids; -1 before its admission."""
+    """The request's row in the device's tables of last tokens and seen ids; -1 before admission."""
     group: int = 0
-    """Index of the request's group; groups take turns in steps."""
+    """Index of the request's group; steps serve the groups in round-robin order."""
     new: int = 0
     """Number of new tokens whose ids are known."""
     asked: int = 0
-    """Number of new tokens, including those that steps in flight will choose."""
+    """Number of new tokens, including tokens that steps in flight will choose."""
     unresolved: int = 0
-    """Number of wanted rows in steps whose results are not known."""
+    """Number of the request's rows of logits in steps whose results are not known yet."""
     confidence: Confidence | None = None
     ended: bool = False
     """Whether the request has ended; further results for it are dropped."""
     long: bool = False
     """Whether the request's keys use LongRoPE's long factors."""
     short_until: int | None = None
-    """A sequence with more tokens than this changes to the long factors and is computed again; None: never."""
+    """Maximum number of tokens with the short factors; a longer sequence is recomputed with the long factors. None if
+    the sequence is never recomputed."""
     failure: str = ""
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
     prompt_top: list[Top] = field(default_factory=lambda: [()])
@@ -112,36 +113,38 @@ class InFlight:
 
     @cached_property
     def tops(self) -> int:
-        """Number of most likely ids to report with a chosen token; -1: do not report its log-probability either."""
+        """Number of most likely ids to report with each chosen token; -1 if not even the token's log-probability is
+        reported."""
         return -1 if self.request.logprobs is None else self.request.logprobs
 
     @property
     def guessed(self) -> bool:
-        """Whether the request's next tokens are guessed ahead."""
+        """Whether the drafter guesses the request's next tokens."""
         return self.confidence is not None and self.confidence.active
 
     @property
     def waits(self) -> bool:
-        """Whether the next step must wait for a result, because it depends on more than the id of the chosen token."""
+        """Whether the request's next step must wait for a result, because the step depends on more than the id of the
+        chosen token."""
         depends = self.search is not None or self.request.allowed is not None or self.guessed or self.outgrown
         return self.unresolved > 0 and depends
 
     @property
     def outgrown(self) -> bool:
-        """Whether the request's sequence has more tokens than LongRoPE's short factors are valid for."""
+        """Whether the request's sequence is too long for LongRoPE's short factors."""
         return self.short_until is not None and self.sequences[0].length > self.short_until
 
 
 NO_GUESS = -1
-"""Value of `WantedRow.guess` for the last row of a run with guesses, after which no guess follows."""
+"""Value of `WantedRow.guess` in the last row of a run with guesses, because no guess follows this row."""
 _NONE = (None,)
 
 
 class WantedRow(NamedTuple):
-    """A wanted row of logits, and its purpose.
+    """A row of logits that a step returns, and what the row is used for.
 
-    number: index of the new token that the row chooses. guess: the guessed token in the next row of the same run;
-    NO_GUESS for the last row of a run with guesses, None in a run without guesses.
+    number: index of the new token that is chosen from the row. guess: the guessed token in the next row of the same
+    run; NO_GUESS for the last row of a run with guesses, None in a run without guesses.
     """
 
     answer: InFlight
@@ -156,12 +159,12 @@ class WantedRow(NamedTuple):
 
     @property
     def followed(self) -> bool:
-        """Whether a step may continue from the row's token before the host has seen the token."""
+        """Whether a later step may use the row's token before the token is known on the host."""
         return self.target == CHOOSE and self.guess is None
 
 
 class Choice(NamedTuple):
-    """The result for one wanted row. logprob: NaN unless requested."""
+    """The result for one row of logits. logprob: log-probability of `token`; NaN unless requested."""
 
     token: int
     logprob: float = math.nan
@@ -170,7 +173,7 @@ class Choice(NamedTuple):
 
 @dataclass
 class _Work:
-    """The columns of a step under construction."""
+    """The runs and rows of a step that is being built."""
 
     sequences: list[tuple[CachedSequence, int, int, Sequence[int]]] = field(default_factory=list)
     """For each run: (sequence, number of tokens, `InFlight.index` for an awaited id, guesses)."""
@@ -184,7 +187,7 @@ class _Work:
 
 @dataclass
 class _Check:
-    """Checks the rows of a run with guesses in order. Rows are accepted until a guess is wrong."""
+    """Compares the guesses of a run with the chosen tokens, in order. Rows after a wrong guess are rejected."""
 
     answer: InFlight
     guessed: int = 0
@@ -192,7 +195,8 @@ class _Check:
     failed: bool = False
 
     def take(self, guess: int, token: int) -> bool:
-        """Record the token chosen for a row, and return whether the row is accepted. guess: the guess after the row."""
+        """Record the token chosen for a row, and return whether the row is accepted. guess: the guessed token in the
+        next row."""
         counts = not self.failed
         self.guessed += guess != NO_GUESS
         self.right += counts and token == guess
@@ -205,13 +209,14 @@ class _Check:
 
 
 class Scheduler:
-    """Takes requests and returns steps; takes results and returns events.
+    """Turns requests into steps, and the results of steps into events.
 
-    chunk: number of running sequences -> maximum number of prompt tokens in a step. in_order: whether steps may be
-    split, so that a run that shares a block must come after the run that computes the block. adapters: names; the first
-    has index 1. groups: number of groups of requests; a step has new tokens of one group, so that `groups` pipeline
-    stages can compute at the same time. ahead: whether steps may follow steps whose results are not known. drafter:
-    guesses tokens ahead. shares: whether to reuse common prefixes.
+    chunk: function that returns the maximum number of prompt tokens in a step, given the number of running sequences.
+    in_order: whether steps may be split, so that a run that shares a block must come after the run that computes the
+    block. adapters: names of the adapters; the first adapter has index 1. groups: number of groups of requests; a step
+    computes new tokens of one group only, so that `groups` pipeline stages can compute at the same time. ahead: whether
+    a step may be made before the results of earlier steps are known. drafter: guesses tokens for speculative decoding.
+    shares: whether requests reuse cached blocks of common prefixes.
     """
 
     def __init__(
@@ -246,7 +251,7 @@ class Scheduler:
         return not (self._waiting or self._running or self._ended)
 
     def sequences(self) -> dict[int, int]:
-        """Number of each running request -> number of its first sequence."""
+        """Return a map from the number of each running request to the number of its first sequence."""
         return {answer.number: answer.sequences[0].number for answer in self._running}
 
     def add(self, request: Request) -> int:
@@ -302,14 +307,14 @@ class Scheduler:
                 self._ended.append(Event(request=number, finish="cancelled"))
 
     def ended(self) -> list[Event]:
-        """Events of requests that ended without a step, since the last call."""
+        """Return the events of requests that have ended outside a step since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     # -- making steps
 
     def next_step(self) -> Step | None:
-        """Return the next step; None if no work is left, or if all work waits for results."""
+        """Return the next step; None if no work is left, or if all requests wait for results."""
         for _ in range(self._groups):
             turn, self._turn = self._turn, (self._turn + 1) % self._groups
             step = self._step_of(turn)
@@ -318,7 +323,7 @@ class Scheduler:
         return None
 
     def _step_of(self, group: int) -> Step | None:
-        """A step with new tokens of one group, and prompts of all groups."""
+        """Return a step with new tokens of one group and prompt tokens of all groups; None if such a step is empty."""
         work, marks, self._group = _Work(), list[tuple[int, int]](), group
         late: list[tuple[InFlight, CachedSequence]] = []
         single, guesses = 0, self._guesses(group)
@@ -354,8 +359,9 @@ class Scheduler:
         return step
 
     def _group_of_next(self) -> int:
-        """The group for a request whose first token this step chooses. This is the step's own group, whose next turn
-        comes when the token is known, unless another group is much smaller."""
+        """Return the group for a request whose first token is chosen in this step. This is the group of the step,
+        because the group's next step follows when the token is known; or the smallest group, if that group is much
+        smaller."""
         if self._groups == 1:
             return 0
         sizes = [0] * self._groups
@@ -365,7 +371,7 @@ class Scheduler:
         return self._group if sizes[self._group] <= least + max(2, sum(sizes) // 8) else sizes.index(least)
 
     def _guesses(self, group: int) -> dict[int, list[int]]:
-        """Number of each request with guesses -> its guessed next tokens."""
+        """Return a map from the number of each request with guesses to its guessed next tokens."""
         if self._drafter is None:
             return {}
         room = TOKENS - sum(len(answer.sequences) for answer in self._running)
@@ -399,7 +405,8 @@ class Scheduler:
         answer.sequences = [CachedSequence(sequence.ids, [], prefix=self._root(answer))]
 
     def _root(self, answer: InFlight) -> int:
-        """The prefix of a request's first block. It depends on the adapter and the factors, because the keys do."""
+        """Return the prefix of a request's first block. The prefix depends on the adapter and on LongRoPE's factors,
+        because the cached keys depend on both."""
         return ROOT - answer.adapter - answer.long * len(self._adapters)
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
@@ -410,14 +417,15 @@ class Scheduler:
         request, size = answer.request, self.blocks.size
         if sum(each.rows for each in self._running) + answer.rows > self.limits.requests:
             return False
-        # The last token is always computed, because its logits are needed. prompt_logprobs needs those of all tokens.
+        # The last token is always computed, because its logits are needed. prompt_logprobs needs the logits of all
+        # tokens.
         most_shared = 0 if request.prompt_logprobs or not self._shares else (len(request.prompt) - 1) // size
         shared, prefix = self.blocks.find(request.prompt, most_shared, self._root(answer))
         need = self._need(request) - (len(shared) if answer.short_until is None else 0)
         admitted = self.blocks.admit(shared, need)
         if not admitted and answer.short_until is not None and shared:
-            # The request reserves blocks for all its tokens, because they will be computed again. Shared blocks are
-            # added to these, and the sum may exceed the available blocks.
+            # The request reserves blocks for all its tokens, because all of them will be computed again. Together with
+            # the shared blocks, this can be more than the number of available blocks.
             shared, prefix = [], self._root(answer)
             admitted = self.blocks.admit(shared, need)
         if not admitted:
@@ -440,7 +448,8 @@ class Scheduler:
         return True
 
     def _reserve(self, sequence: CachedSequence, answer: InFlight, take: int) -> None:
-        """Take blocks for the next `take` tokens, and let other requests find the full blocks."""
+        """Allocate blocks for the next `take` tokens, and register full blocks so that other requests can reuse
+        them."""
         size, end = self.blocks.size, sequence.computed + take
         while len(sequence.blocks) * size < end:
             sequence.blocks.append(self.blocks.take())
@@ -449,7 +458,8 @@ class Scheduler:
             self._register(sequence, end)
 
     def _register(self, sequence: CachedSequence, end: int) -> None:
-        """Let other requests find the full blocks of the first `end` tokens whose ids are known."""
+        """Register the full blocks among the first `end` tokens whose ids are known, so that other requests can reuse
+        them."""
         size, end = self.blocks.size, min(end, len(sequence.ids))
         while (sequence.registered + 1) * size <= end:
             number = sequence.registered
@@ -484,7 +494,7 @@ class Scheduler:
     def _want(
         work: _Work, answer: InFlight, last: int, allowed: NDArray[np.bool_] | None, guesses: Sequence[int]
     ) -> None:
-        """Add the wanted row of a sequence's last token, and the wanted rows of the guesses after it."""
+        """Add the row of logits of a sequence's last token, and the rows of the guesses that follow the token."""
         (sequence, *_), chooses = answer.sequences, answer.search is None
         ends: Sequence[int | None] = (*guesses, NO_GUESS) if guesses else _NONE
         work.wanted += range(last, last + len(ends))
@@ -542,7 +552,8 @@ class Scheduler:
         )
 
     def _allowed_after(self, function: Allowed, ids: Sequence[int]) -> NDArray[np.bool_] | None:
-        """bool [vocab], the ids that may follow; None: all. Errors: any from the request's function; ValueError."""
+        """Return a mask, bool [vocab], of the ids that may follow; None if all may. Errors: any error of the request's
+        function; ValueError if no id may follow."""
         allowed = function(ids)
         if allowed is None:
             return None
@@ -555,13 +566,13 @@ class Scheduler:
     # -- taking results
 
     def take(self, choices: Sequence[Choice]) -> list[Event]:
-        """Turn the results of the oldest step without results, one per wanted row, into events."""
+        """Turn the results of the oldest step in flight, one per row of logits, into events."""
         events: list[Event] = []
         beams: dict[int, tuple[InFlight, list[Top]]] = {}
         checks: dict[int, _Check] = {}
         for row, choice in zip(self._rows.popleft(), choices, strict=True):
             answer = row.answer
-            # Rows with a target score a known token of the prompt, so `unresolved` does not include them.
+            # Rows with a target score a known token of the prompt; `unresolved` does not count these rows.
             answer.unresolved -= row.target < 0
             if answer.failure or answer.ended:
                 continue
@@ -574,7 +585,7 @@ class Scheduler:
                 if check.take(row.guess, choice.token):
                     events.append(self._chosen(answer, choice, row.guess))
                 else:
-                    # An earlier guess of the run was wrong, so this row's token does not exist.
+                    # An earlier guess of the run was wrong, so this row's token is discarded.
                     answer.asked, answer.sequences[0].awaited = answer.asked - 1, answer.sequences[0].awaited - 1
             elif row.target == CHOOSE:
                 events.append(self._chosen(answer, choice))
@@ -601,7 +612,7 @@ class Scheduler:
             (answer.confidence.expected,) = self._drafter.propose([self._guessed(answer, SURE)])
 
     def drop(self) -> bool:
-        """Drop the last step that was made if no request needs its results; return whether it was dropped."""
+        """Drop the newest step if no request needs its results; return whether the step was dropped."""
         if any(not row.answer.ended for row in self._rows[-1]) or self._running:
             return False
         self._rows.pop()
@@ -612,7 +623,8 @@ class Scheduler:
         answer.prompt_top.append(choice.top)
 
     def _chosen(self, answer: InFlight, choice: Choice, guess: int | None = None) -> Event:
-        """Append a chosen token. guess: as in `WantedRow`; tokens computed after a wrong guess are discarded."""
+        """Append a chosen token, and return its event. guess: as in `WantedRow`; tokens computed after a wrong guess
+        are discarded."""
         request, (sequence,) = answer.request, answer.sequences
         sequence.ids.append(choice.token)
         if guess is not None:
@@ -640,7 +652,7 @@ class Scheduler:
         return event
 
     def _first_event(self, answer: InFlight, finish: Finish | None, **what: object) -> Event:
-        """The first event of a request, with the requested results for its prompt."""
+        """Return the first event of a request, with the requested results for the prompt."""
         request = answer.request
         if request.prompt_logprobs:
             what["prompt_logprobs"] = tuple(answer.prompt_logprobs)
@@ -660,7 +672,7 @@ class Scheduler:
         return [event]
 
     def _fork(self, answer: InFlight, following: Sequence[tuple[int, int]]) -> None:
-        """Make the sequences of the next beams. A child shares its parent's full blocks and copies the last block."""
+        """Create the sequences of the next beams. A child shares its parent's full blocks and copies the last block."""
         parent_sequences, size = answer.sequences, self.blocks.size
         parents = [number for number, _ in following]
         for number, sequence in enumerate(parent_sequences):

@@ -1,16 +1,16 @@
 """Speculative decoding: guess the next tokens of a sequence, and check all of them with the model in one step.
 
-A step of a few tokens takes a device as long as a step of one token. So if a cheap method guesses the next tokens, the
-model computes all of them at once, chooses a token at each position as it would without guesses, and keeps its choices
-up to the first choice that differs from the guess. The answer is the same as without guesses, greedy or drawn, because
-a draw depends only on the request's seed and the token's index.
+A step of a few tokens takes about as long as a step of one token. If a cheap method guesses the next tokens, the model
+computes all guessed tokens in one step and chooses a token at each position. Choices are kept up to and including the
+first choice that differs from the guess. With greedy decoding and with sampling, the answer is the same as without
+guesses, because a random draw depends only on the request's seed and the token's index.
 
-    NGrams        guesses from the text itself: the tokens that followed the last tokens earlier in the text
-    ModelDrafts   guesses with a smaller model of the same vocabulary and the same random numbers (drafts.py)
-    Drafter       their interface; a head of the model that predicts several tokens could be a third implementation
+    NGrams        guesses the tokens that followed an earlier occurrence of the text's last tokens
+    ModelDrafts   guesses with a smaller model with the same vocabulary and the same random numbers (drafts.py)
+    Drafter       the interface of both; a model head that predicts several tokens could be a third implementation
 
-`Confidence` decides from previous results whether to guess a request's next tokens. A text whose tokens cannot be
-guessed is computed as without speculation, with steps launched ahead. This module does not depend on the model.
+`Confidence` decides from previous results whether to guess a request's next tokens. If guesses fail, the request is
+computed without speculation, with steps launched ahead. This module does not depend on the model.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 MOST = 15
-"""Maximum number of guessed tokens of a sequence. With its last known token they fill a recorded step."""
+"""Maximum number of guessed tokens of a sequence. Together with the last known token, they fill a recorded graph."""
 
 TOKENS = 64
-"""Maximum number of tokens in a step with guesses; with more sequences, the device is busy without guesses."""
+"""Maximum number of tokens in a step with guesses. With more sequences, the device is fully used without guesses."""
 
 LONGEST, SHORTEST = 4, 2
 """Maximum and minimum length of the n-grams that `NGrams` searches for."""
 
 SURE, UNSURE = 2, 2
-"""Number of right guesses in a row after which a request's tokens are guessed, and number of steps in a row without a
-right guess after which guessing stops."""
+"""Number of consecutive right guesses after which a request's tokens are guessed, and number of consecutive steps
+without a right guess after which guessing stops."""
 
 REST, LONGEST_REST = 16, 1024
-"""Number of tokens for which an eager drafter rests after wrong guesses; each further rest is four times as long, up to
-the second number. After a rest, the drafter guesses only one token, which costs the least."""
+"""Number of tokens for which an eager drafter pauses after wrong guesses; each further pause is four times as long, up
+to the second number. After a pause, the drafter guesses only one token, to keep the cost of a wrong guess low."""
 
 
 class Guessed(NamedTuple):
@@ -48,10 +48,10 @@ class Guessed(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses tokens.
+    """Interface of classes that guess tokens.
 
-    eager: guess from the start, and rest after wrong guesses, because guesses take time. If not eager, guesses are
-    free, and used once the guesses for a text were right.
+    eager: whether the drafter guesses from the start and pauses after wrong guesses, because guesses take time. If
+    False, guesses take no time, and are used after earlier guesses for the text have been right.
     """
 
     eager: bool
@@ -72,21 +72,21 @@ class Confidence:
     active: bool = False
     """Whether the request's tokens are guessed."""
     reach: int = 3
-    """Maximum number of tokens to guess at once."""
+    """Maximum number of tokens to guess in one step."""
     right: int = 0
-    """Number of right guesses in a row."""
+    """Number of consecutive right guesses."""
     wrong: int = 0
-    """Number of steps in a row without a right guess."""
+    """Number of consecutive steps without a right guess."""
     expected: list[int] = field(default_factory=list)
-    """Guessed tokens that no step has checked, to compare with the next tokens."""
+    """Guessed tokens that no step has checked, for comparison with the next tokens."""
     pause: int = 0
-    """Length of the next rest in tokens; 0: guesses are free, so guessing never rests."""
+    """Length in tokens of the next pause; 0 if guessing never pauses, because guesses take no time."""
     rest: int = 0
-    """Number of tokens until guessing starts again; 0: no rest."""
+    """Number of tokens until guessing continues; 0 outside a pause."""
 
     @classmethod
     def begin(cls, eager: bool) -> Confidence:
-        """The initial state. eager: see `Drafter`."""
+        """Return the initial state. eager: see `Drafter`."""
         return cls(active=eager, pause=REST if eager else 0)
 
     def checked(self, guessed: int, right: int) -> None:
@@ -108,7 +108,7 @@ class Confidence:
         if self.wrong >= UNSURE:
             self.active, self.right, self.expected = False, 0, []
             if self.pause:
-                self.wrong, self.reach = UNSURE - 1, 1  # after a rest, one step without a right guess is enough
+                self.wrong, self.reach = UNSURE - 1, 1  # after a pause, one step without a right guess is enough
             else:
                 self.wrong = 0
             self.rest, self.pause = self.pause, min(4 * self.pause, LONGEST_REST)
@@ -137,8 +137,8 @@ class Confidence:
 
 
 class NGrams:
-    """Guesses the tokens that followed the last tokens earlier in the same sequence. For each sequence, stores the last
-    position of each n-gram."""
+    """Guesses the tokens that followed an earlier occurrence of the sequence's last tokens. For each sequence, stores
+    the last position of each n-gram."""
 
     eager = False
 
@@ -156,7 +156,7 @@ class NGrams:
     def _after(self, asked: Guessed) -> list[int]:
         ids = asked.ids
         indexed, ends = self._ends.setdefault(asked.number, ([0], {}))
-        for end in range(max(indexed[0], SHORTEST), len(ids)):  # excludes the n-gram at the end, which no token follows
+        for end in range(max(indexed[0], SHORTEST), len(ids)):  # exclude the n-gram at the end, which no token follows
             for size in range(SHORTEST, min(LONGEST, end) + 1):
                 ends[tuple(ids[end - size : end])] = end
         indexed[0] = max(indexed[0], len(ids))

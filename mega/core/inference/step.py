@@ -1,7 +1,8 @@
-"""One iteration of the model as plain integers and floats, the same for one rank and for many.
+"""Describe one iteration of the model by arrays of integers and floats. The description is the same for one rank and
+for many.
 
-The scheduler makes a step, which may be split into tiles or packed into one array for other ranks, and workers run it.
-This module depends on neither the scheduler nor workers.
+The scheduler makes a step and the workers run the step. A step can be split into tiles, or packed into one array to
+send it to other ranks. This module depends on neither the scheduler nor workers.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from mega.core.inference.cache import SCRATCH
 from mega.core.ops.paged_attention import Integers
 
 CHOOSE, BEAM = -1, -2
-"""Values of `Step.targets` that are not ids. CHOOSE: choose a token. BEAM: report the most likely allowed ids."""
+"""Values of `Step.targets` other than ids. CHOOSE: choose a token. BEAM: report the most likely allowed ids."""
 
 NOT_FINITE = -1
-"""Reported instead of the chosen id if the logits contain a NaN or an infinity."""
+"""Reported in place of the chosen id if the logits contain a NaN or an infinity."""
 
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "uniform", "presence", "frequency")
-"""Columns of `Step.numbers`; uniform: the number in [0, 1) that decides a draw."""
+"""Columns of `Step.numbers`; uniform: the random number in [0, 1) that determines the sampled token."""
 
 
 def from_request(index: int) -> int:
-    """A value to use in place of an id: the last id that an earlier step chose for the request with this index.
+    """Return a value to use in place of an id that is not known yet: the last id that an earlier step chooses for the
+    request with index `index`.
 
     >>> from_request(0), from_request(from_request(5))
     (-1, 5)
@@ -37,7 +39,7 @@ def from_request(index: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Tokens [n] in runs [r], each run from one sequence, and the rows of logits [m] that the step returns.
+    """The input of a step: n tokens in r runs, each from one sequence, and the m rows of logits that the step returns.
 
     tokens   a0 a1 a2 | b7 | c4 c5      n = 6, r = 3: a prompt of three tokens, one new token, two tokens
     counts   3          1    2
@@ -45,39 +47,39 @@ class Step:
     """
 
     tokens: Integers
-    """int64 [n], ids; a value below 0 is a `from_request`."""
+    """int64 [n], ids; a negative value is a `from_request`."""
     positions: Integers
     """int64 [n], positions of the tokens in their sequences."""
     slots: Integers
-    """int64 [n], where the cache stores a token's key and value: block * block size + offset."""
+    """int64 [n], slots in the cache for a token's key and value: block * block size + offset."""
     counts: Integers
     """int64 [r], number of tokens in each run."""
     lengths: Integers
-    """int64 [r], number of tokens of the run's sequence up to the end of the run."""
+    """int64 [r], number of tokens in the run's sequence up to the end of the run."""
     tables: Integers
-    """int64 [r, width], blocks of the run's sequence."""
+    """int64 [r, width], block table of the run's sequence."""
     sequences: Integers
     """int64 [r], unique number of the run's sequence."""
     adapters: Integers
-    """int64 [r], index of the run's adapter, from 1; 0: the base model."""
+    """int64 [r], index of the run's adapter, counted from 1; 0 for the base model."""
     offsets: Integers
     """int64 [r], added to positions to find the rows of the rotary tables."""
     copies: Integers
-    """int64 [c, 2], blocks to copy (from, to) before anything is computed."""
+    """int64 [c, 2], pairs (source, destination) of blocks to copy before anything is computed."""
     wanted: Integers
     """int64 [m], indices of the tokens whose logits are returned."""
     targets: Integers
     """int64 [m], the id to score, or CHOOSE or BEAM."""
     tops: Integers
-    """int64 [m], number of most likely ids to report; -1: do not report the log-probability either."""
+    """int64 [m], number of most likely ids to report; -1 if not even the log-probability is reported."""
     seen: Integers
-    """int64 [m], row of `SeenIds` for the penalties; -1: no penalties."""
+    """int64 [m], row of `SeenIds` for the penalties; -1 for no penalties."""
     requests: Integers
-    """int64 [m], index of the request whose last token this row chooses; -1: none."""
+    """int64 [m], index of the request whose last token is chosen from this row; -1 if there is none."""
     marks: Integers
-    """int64 [p, 2], (row of `SeenIds`, id to add to it); id -1 clears the row first."""
+    """int64 [p, 2], (row of `SeenIds`, id to add to the row); id -1 clears the row."""
     biases: NDArray[np.float64]
-    """float64 [b, 3], (row of `SeenIds`, id, value to add to its logit), applied after `marks`."""
+    """float64 [b, 3], (row of `SeenIds`, id, value to add to the id's logit), applied after `marks`."""
     numbers: NDArray[np.float64]
     """float64 [m, len(NUMBERS)], sampling parameters in the order of `NUMBERS`."""
     allowed: NDArray[np.bool_]
@@ -85,12 +87,12 @@ class Step:
 
     @property
     def table_rows(self) -> Integers:
-        """int64 [n], row of the rotary tables for each token."""
+        """int64 [n], row index in the rotary tables for each token."""
         return self.positions + np.repeat(self.offsets, self.counts) if self.offsets.any() else self.positions
 
     @property
     def report(self) -> int:
-        """The largest number of ids that a row reports; -1 if no row reports log-probabilities."""
+        """The maximum number of ids that a row reports; -1 if no row reports log-probabilities."""
         return int(self.tops.max(initial=-1))
 
     def pack(self) -> Integers:
@@ -104,7 +106,7 @@ class Step:
 
     @classmethod
     def unpack(cls, packed: Integers) -> Step:
-        """Restore a step from the result of `pack`."""
+        """Restore a step from the array that `pack` returns."""
         values: dict[str, Any] = {}
         offset = 0
         for field in fields(cls):
@@ -118,8 +120,9 @@ class Step:
         return cls(**values)
 
     def tiles(self, rows: int) -> Iterator[Step]:
-        """Split into steps of exactly `rows` tokens and `rows` wanted rows; each token is a run. Padding is written to
-        SCRATCH. In each tile the wanted rows come before padding. Only the fields that a forward pass reads are
+        """Split the step into steps of exactly `rows` tokens and `rows` wanted rows; each token is a run. Padding is
+        written to SCRATCH. In each tile the wanted rows come before padding. Only the fields that a forward pass reads
+        are
         split."""
         run = np.repeat(np.arange(len(self.counts)), self.counts)
         tables = self.tables[run]
@@ -144,11 +147,11 @@ class Step:
 
 
 def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int = 0) -> Step:
-    """A step of runs of `counts` tokens that belong to no sequence, at positions from `before` on; each run draws one
-    token.
+    """Return a step with runs of `counts` tokens that belong to no sequence. The positions of each run begin at
+    `before`, and each run samples one token.
 
-    The runs use separate blocks, from 1 on, if `free` blocks are enough. Otherwise all runs use SCRATCH, which then
-    holds the keys that happened to be written last.
+    The runs use separate blocks, from 1 on, if `free` blocks are enough. Otherwise all runs write to SCRATCH, whose
+    content is then undefined.
     """
     runs = len(counts)
     lengths = np.array(counts, dtype=np.int64)

@@ -1,10 +1,9 @@
-"""One rank's share of a step: the rank's blocks of the model with its part of the cache; on the last stage also the
-choice of tokens.
+"""Run one rank's share of a step: the rank's layers with their cache and, on the last stage, the choice of tokens.
 
 Every rank of a pipeline stage computes the same tokens. The first tensor rank of the last stage gathers the logits,
 chooses tokens, and sends the result to rank 0. Ranks of the first stage store the last token of each request, so that a
-step can follow a step whose results no host has seen. A worker does not depend on requests, because a step contains all
-data that the worker needs.
+step can be launched before the results of the previous step are known on any host. A worker does not depend on
+requests, because a step contains all data that the worker needs.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from mega.core.parallel.one_shot import exchange_over
 class Worker:
     """Runs steps on one rank.
 
-    stage: a stage of a decoder, in evaluation mode. tile: split steps into steps of exactly this many tokens; None: do
-    not split. requests: maximum number of requests in flight. vocab: ids below this can be chosen. adapters: the
-    adapters of the stage's linears. graphs: record and replay steps, where attention and steps permit. most: maximum
-    number of tokens in a recorded step with prompts. retriever: finds neighbours for a model with a retriever, which
-    must be on one rank, without graphs.
+    stage: a stage of a decoder, in evaluation mode. tile: number of tokens of the steps into which a step is split;
+    None to not split steps. requests: maximum number of requests in flight. vocab: only ids below this value can be
+    chosen. adapters: the adapters of the stage's linears. graphs: whether to record and replay CUDA graphs, if
+    attention and steps permit. most: maximum number of tokens in a recorded step with prompts. retriever: finds
+    neighbours for a model with a retriever, which must be on one rank, without graphs.
     """
 
     graphs: StepGraphs | None = None
@@ -96,7 +95,7 @@ class Worker:
         )
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
         self._decode = DecodeStep(stage, self._exchange.sum)
-        self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row is written for padding
+        self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row is for padding
         self._arriving: deque[_Arriving] = deque()
         if graphs and adapters is None and self.cache.attention.graphs:
             agree, ends = partial(first_problem, axis=mesh.tp, device=device), (mesh.pp.first, mesh.pp.last)
@@ -109,7 +108,7 @@ class Worker:
         return self.mesh.pp.last and self.mesh.tp.first
 
     def run(self, step: Step) -> list[Choice]:
-        """Compute a step. On rank 0, return a result for each wanted row."""
+        """Compute a step. On rank 0, return the result for each wanted row."""
         return self.launch(step).choices()
 
     @torch.inference_mode()
@@ -137,7 +136,7 @@ class Worker:
         return self._deliver(result, step)
 
     def _forward(self, step: Step) -> torch.Tensor | None:
-        """One pass through this rank's stage: logits on the last stage, else None."""
+        """Run one forward pass of this rank's stage. Return logits on the last stage, else None."""
         mesh, cargo = self.mesh, None
         if not mesh.pp.first:
             shape = len(step.tokens), self.stage.architecture.hidden
@@ -181,8 +180,9 @@ class Worker:
         return logits[:, : self.vocab].float()
 
     def _choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """float64 [m, 2 + 2 k]: the chosen id, its log-probability, the k most likely ids and their log-probabilities.
-        Only [m, 1] if the step reports no log-probabilities. The id is NOT_FINITE where the logits are not finite."""
+        """Choose tokens. Return float64 [m, 2 + 2 k]: the chosen id, its log-probability, the k most likely ids and
+        their log-probabilities; only [m, 1] if the step reports no log-probabilities. The id is NOT_FINITE if the row's
+        logits are not finite."""
         if not self.chooses:
             return None
         allowed = sent(step.allowed, self.device) if step.allowed.size else None
@@ -199,7 +199,7 @@ class Worker:
             chosen_logprobs,
         ]
         if step.report:
-            if allowed is not None:  # beams take only allowed ids, but reported alternatives are unconstrained
+            if allowed is not None:  # beams use only allowed ids, but reported alternatives are unconstrained
                 hidden = ~allowed & sent(step.targets == BEAM, self.device)[:, None]
                 logprobs = logprobs.masked_fill(hidden, -torch.inf)
             top = logprobs.topk(min(step.report, self.vocab))
@@ -207,8 +207,9 @@ class Worker:
         return torch.cat(columns, 1)
 
     def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The id that each row chooses, [m], and its logit or probability, [m, 1]. The latter is not finite if any of
-        the row's logits is not finite, because then the maximum is not finite or all probabilities are NaN."""
+        """Return the chosen id of each row, [m], and its logit or probability, [m, 1]. If any logit of the row is not
+        finite, the returned logit or probability is not finite, because then the maximum is not finite or all
+        probabilities are NaN."""
         chooses = step.targets == CHOOSE
         if not chooses.any():
             none = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
@@ -248,7 +249,7 @@ class Worker:
             self._seen.favour(sent(biases[:, :2].astype(np.int64), self.device), sent(biases[:, 2].copy(), self.device))
 
     def _deliver(self, result: torch.Tensor | None, step: Step) -> Launched:
-        """Start sending the last stage's result to rank 0. Other ranks return a `Launched` without results."""
+        """Start sending the last stage's result to rank 0. Return a `Launched` without results on other ranks."""
         pp, mesh = self.mesh.pp, self.mesh
         if pp.size == 1:
             self._keep(None if result is None else result[:, 0], step)
@@ -267,8 +268,8 @@ class Worker:
         return Launched(step, arriving if buffer is not None else None)
 
     def _settle(self, step: Step) -> None:
-        """Before a step, wait for the results of the steps that it refers to, and limit the steps in flight to the
-        number of stages."""
+        """Before a step, wait for the results of the steps that this step refers to, and limit the steps in flight to
+        the number of stages."""
         if not self._arriving:
             return
         needed = set((~step.tokens[step.tokens < 0]).tolist())
@@ -282,7 +283,8 @@ class Worker:
             self._keep(None if each.found is None else each.found[:, 0], each.step)
 
     def _keep(self, ids: torch.Tensor | None, step: Step) -> None:
-        """Store the last tokens of requests on the ranks of the first stage. Only its first rank has `ids`."""
+        """Store the last tokens of requests on the ranks of the first stage. `ids` is None on all ranks except the
+        first tensor rank of the first stage."""
         if not (step.requests >= 0).any():
             return
         tp, indices = self.mesh.tp, np.where(step.requests < 0, self.requests, step.requests)
@@ -295,7 +297,7 @@ class Worker:
 
 
 class _Arriving:
-    """The results of a step in flight from the last stage. found: None on ranks that only need the ids."""
+    """The results of a step, which are being sent from the last stage. found: None on ranks that only need the ids."""
 
     def __init__(self, step: Step, work: Any, found: torch.Tensor | None):
         self.step, self.found = step, found
@@ -303,7 +305,7 @@ class _Arriving:
         self._host: HostArray | None = None
 
     def wait(self) -> None:
-        """Make later work of the device wait for the results."""
+        """Make subsequent work on the device wait for the results."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -318,7 +320,7 @@ class _Arriving:
 
 
 def _tables(model: Architecture, dtype: torch.dtype, device: torch.device) -> dict[Rope, Rotary]:
-    """cos and sin of all positions; for LongRoPE, all rows with the short factors, then all rows with the long
+    """Return cos and sin of all positions; for LongRoPE, all rows with the short factors, then all rows with the long
     factors."""
     positions = torch.arange(model.positions, device=device)
     lengths = (None,) if model.long_from is None else (model.long_from, model.positions)
@@ -329,18 +331,19 @@ def _tables(model: Architecture, dtype: torch.dtype, device: torch.device) -> di
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that was started on the device. found: the step's results; None on ranks that do not receive them."""
+    """A step that was started on the device. found: the results of the step; None on ranks that do not receive
+    results."""
 
     step: Step
     found: HostArray | _Arriving | None
 
     def choices(self) -> list[Choice]:
-        """Wait for the results, and return one for each wanted row."""
+        """Wait for the results, and return one result for each wanted row."""
         return [] if self.found is None else _choices(self.found.numpy(), self.step)
 
 
 def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
-    """The filters of a step's rows; filters that are off in all rows are omitted."""
+    """Return the filters for a step's rows. Filters that are disabled in all rows are omitted."""
     temperature, top_k, top_p, min_p, *_ = numbers.T[..., None]
 
     def there(column: NDArray[np.float64]) -> torch.Tensor:
@@ -357,12 +360,12 @@ def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
 
 
 def _not_finite(x: torch.Tensor) -> torch.Tensor:
-    """~x.isfinite() in fewer operations, since x * 0 is 0 if x is finite, and NaN if x is infinite or NaN."""
+    """Return ~x.isfinite() in fewer operations: x * 0 is 0 if x is finite, and NaN if x is infinite or NaN."""
     return x.mul(0) != 0
 
 
 def _in_tile(step: Step, number: int, rows: int) -> int:
-    """Number of wanted rows in the tile with index `number`."""
+    """Return the number of wanted rows in the tile with index `number`."""
     return int(((step.wanted >= number * rows) & (step.wanted < (number + 1) * rows)).sum())
 
 

@@ -3,7 +3,7 @@
     1 read    the parent cuts the input into blocks of whole lines
     2 encode  each worker parses and tokenizes a block into arrays
     3 write   the parent writes the blocks in input order, so the bytes do not depend on the number of workers
-    4 note    with `resume`, progress is saved every few seconds, and a later call continues from it
+    4 save    with `resume`, progress is saved every few seconds, and a later call continues from it
 
 Only a few blocks per worker are in flight, so memory does not grow with the input. This module does not depend on the
 command line.
@@ -66,7 +66,7 @@ NO_END = (
 
 
 class Documents(NamedTuple):
-    """Tokenized documents in the form that `IndexedWriter.extend` takes."""
+    """Tokenized documents, as the arguments of `IndexedWriter.extend`."""
 
     ids: NDArray[np.integer]
     """Ids of all documents, concatenated."""
@@ -78,7 +78,7 @@ class Documents(NamedTuple):
 
 @dataclass
 class Report:
-    """The work done so far. documents + skipped = number of input lines that are not blank."""
+    """Counts of the work done so far. documents + skipped = number of input lines that are not blank."""
 
     documents: int = 0  # Number of documents written
     tokens: int = 0  # Number of tokens written
@@ -89,7 +89,7 @@ class Report:
     outputs: list[str] = field(default_factory=list)  # Prefixes of the output pairs
     notes: list[str] = field(default_factory=list)  # Messages for the user
     spelled: int = 0  # Number of documents whose text contains the name of a special token
-    spells: str | None = None  # An example of such a name
+    spells: str | None = None  # Name of such a special token, as an example
 
     def add(self, block: EncodedBlock, reasons: Sequence[str], size: int) -> None:
         """Add a block of `size` bytes to the counts, except for its tokens."""
@@ -131,21 +131,22 @@ def preprocess(
     """Tokenize `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
 
     inputs: files, folders, globs or "-", see `sources.find`. JSON lines (also packed: .gz .zst .xz .bz2), parquet or
-        arrow. A .txt file is one document under the key "text"; with `text_lines`, each line of a plain file is one.
-    tokenizer: the fields of the configuration's tokenizer section, as `text.tokenizer.build` takes them.
-    append_eod: append the end-of-document id to every document that has a token.
+        arrow. A .txt file is one document under the key "text"; with `text_lines`, each of its lines is one document.
+    tokenizer: the fields of the configuration's tokenizer section, as arguments of `text.tokenizer.build`.
+    append_eod: append the end-of-document id to every document that has at least one token.
     parse_special_tokens: parse names of special tokens in texts as these tokens. If False, the names are plain text.
     sentences: split texts into sentences first. The files are then `<output_prefix>_<key>_sentence`.
-    shard: (i, n) with i in 0 .. n - 1: process only part i of n of the input. `merge` joins the output of all parts.
+    shard: (i, n) with i in 0 .. n - 1: process only shard i of n of the input. `merge` joins the output of all shards.
     resume: save the state every `save_every` seconds, and continue from an earlier call, even if it was killed.
-    overwrite: replace token files of other work. If False, raise ValueError. Token files of the same work are kept.
+    overwrite: replace token files of other inputs or settings; if False, raise ValueError for them. Files that are
+        already complete are kept.
     progress: called after every block with the report so far and the number of bytes read from the input files.
-    Raises ValueError naming flag, or file and line. In this case no output file is created.
+    Raises ValueError naming the flag, or file and line. No output file is created in this case.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     built_tokenizer = build(**tokenizer)
     eod = _checked_eod(built_tokenizer, append_eod)
-    built_tokenizer.encode("")  # load it now, to report problems with its files once, not in every worker
+    built_tokenizer.encode("")  # load the tokenizer now, so that problems with its files are reported only once
     paths = find(inputs)
     _check(workers, json_keys, sentences, in_parts=STDIN in paths and (resume or shard != (0, 1)))
     level = "document" if sentences is None else "sentence"
@@ -206,7 +207,7 @@ def preprocess(
 def _warnings(
     tokenizer: Tokenizer, options: Mapping[str, Any], eod: int | None, sentences: Sentences | None
 ) -> list[str]:
-    """Warnings about documents without an end-of-document token, and about a doubtful choice of tokenizer."""
+    """Return warnings about documents without an end-of-document token, and about a doubtful choice of tokenizer."""
     warnings = [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
     if (size := options.get("vocab_size")) is not None and tokenizer.kind != "NullTokenizer":
         warnings.append(f"--vocab-size {size}: changes nothing, {tokenizer.kind} has {tokenizer.vocab_size} tokens")
@@ -214,8 +215,8 @@ def _warnings(
 
 
 def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWriter]) -> None:
-    """Record the number of skipped lines, and report ids outside the vocabulary (such as that of a small
-    NullTokenizer)."""
+    """Record the number of skipped lines, and report ids that are too large for the vocabulary (for example, the
+    vocabulary of a NullTokenizer with a small `vocab_size`)."""
     for writer in writers:
         writer.noted["skipped"] = report.skipped
     largest, size = max((writer.largest for writer in writers), default=0), tokenizer.vocab_size
@@ -226,7 +227,7 @@ def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWri
 
 
 def existing_report(report: Report, pairs: Sequence[IndexedDataset]) -> Report:
-    """The report of work that was done before, with the fields that the notes of the pairs contain."""
+    """Fill `report` for work that was done before, from the existing pairs of files."""
     report.documents, report.tokens = pairs[0].documents, sum(len(data.tokens) for data in pairs)
     report.skipped, report.kept = int(pairs[0].note.get("skipped", 0)), True
     return report
@@ -274,7 +275,7 @@ class Read(NamedTuple):
 
 
 def _blocks(inputs: Sequence[SourcePiece], keys: Sequence[str], text_lines: bool, begin: Begin) -> Iterator[Read]:
-    """The blocks of every piece in order, starting at `begin`."""
+    """Yield the blocks of every piece in order, starting at `begin`."""
     units_done = begin.done
     for number, piece in enumerate(inputs[begin.piece :], begin.piece):
         for block in blocks(piece, keys, text_lines=text_lines, done=units_done):
@@ -307,17 +308,17 @@ class _Job:
 
 
 class EncodedBlock(NamedTuple):
-    """The result of a block."""
+    """The result of encoding a block."""
 
     documents: list[Documents]  # One `Documents` per key
     lines: int  # Number of lines in the block
     skipped: int  # Number of lines without a document
     reasons: list[tuple[int, str]]  # Line number within the block and reason, for the first skipped lines
     spelled: int = 0  # Number of documents that contain the name of a special token
-    spells: str | None = None  # An example of such a name
+    spells: str | None = None  # Name of such a special token, as an example
 
     def with_ids(self, ids: Sequence[NDArray[np.integer]]) -> EncodedBlock:
-        """The same block with new ids, one array per key."""
+        """Return the same block with new ids, one array per key."""
         documents = [part._replace(ids=key_ids) for part, key_ids in zip(self.documents, ids, strict=True)]
         return self._replace(documents=documents)
 
@@ -335,7 +336,7 @@ class _Batch(NamedTuple):
 class _Worker:
     """A job with its tokenizer and sentence splitter."""
 
-    job: _Job  # The work
+    job: _Job  # Settings
     tokenizer: Tokenizer  # The tokenizer
     split: Callable[[str], list[str]] | None  # Function that splits a text into sentences, or None
     special: Spelled  # Finds names of special tokens
@@ -386,7 +387,8 @@ class _Worker:
         yield batch
 
     def _texts(self, document: object) -> list[list[str]]:
-        """The sentences under each key of a line. Without a sentence splitter, a plain string is one sentence."""
+        """Return the sentences under each key of a line. Without a sentence splitter, a plain string is one
+        sentence."""
         if not isinstance(document, dict):
             raise ValueError(f"not a JSON object; {describe_value(document)}")
         columns = [_sentences(document, key) for key in self.job.keys]
@@ -395,7 +397,7 @@ class _Worker:
         return [[part for sentence in column for part in self.split(sentence)] for column in columns]
 
     def _parts(self, batch: _Batch, bad: list[tuple[int, str]]) -> list[list[Documents]]:
-        """Tokenize a batch as one part. If the tokenizer refuses a text, each accepted document becomes a part."""
+        """Tokenize a batch in one call. If the tokenizer rejects a text, tokenize each document separately instead."""
         try:
             return [[self._documents([texts[k] for texts in batch.texts]) for k in range(len(self.job.keys))]]
         except ValueError as error:
@@ -435,7 +437,8 @@ class _Worker:
 
 
 def encoder(tokenizer: Tokenizer, *, append_eod: bool) -> Callable[[Sequence[str]], Documents]:
-    """A function from texts to the documents that `preprocess` would write, for the pipelines of other programs."""
+    """Return a function that converts texts to the documents that `preprocess` would write, for pipelines of other
+    programs."""
     job = _Job(("text",), _checked_eod(tokenizer, append_eod), token_dtype(tokenizer.vocab_size), None)
     worker = job.worker(tokenizer)
     return lambda texts: worker._finished([worker._documents([[text] for text in texts])])
@@ -456,7 +459,7 @@ class WorkerResult(NamedTuple):
     """The result of a worker, sent to the parent."""
 
     found: EncodedBlock
-    """The encoded block, without ids if these are in the buffer."""
+    """The encoded block, without ids if the ids are in the shared buffer."""
     inside: list[int]
     """Number of ids of each key in the shared buffer. The buffer contains the ids of all keys, concatenated. Empty if
     the buffer is too small; the ids are then part of `found`."""
@@ -490,7 +493,7 @@ def _spawned_worker(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, 
 def _encoders(
     local_tokenizer: Tokenizer, tokenizer: Mapping[str, object], job: _Job, workers: int
 ) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, EncodedBlock]]]]:
-    """A function that yields every block with its result, in input order."""
+    """Context manager for a function that yields every block with its result, in input order."""
     local_worker = job.worker(local_tokenizer)
     if workers == 1:
         local_worker.load()
@@ -505,7 +508,7 @@ def _encoders(
         )
 
 
-# --- 4 note ---------------------------------------------------------------------------------------------------------
+# --- 4 save ---------------------------------------------------------------------------------------------------------
 
 
 class _Notes:
@@ -562,7 +565,7 @@ class _Notes:
 
 
 def _is_note(state: dict[str, Any]) -> bool:
-    """Whether the object has the form that `_Notes.save` writes."""
+    """Whether the object has the structure that `_Notes.save` writes."""
     try:
         report, begin = Report(**state["report"]), Begin(**state["begin"])
         counts = [*begin, state["line"], report.documents, report.tokens, report.bytes, report.skipped]

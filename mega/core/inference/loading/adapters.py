@@ -1,12 +1,12 @@
-"""Low-rank adapters of a served model: many are loaded; each token uses one adapter, or the base model.
+"""Load low-rank adapters (LoRA) of a served model. Each token uses one of the loaded adapters, or only the base model.
 
-    1 open_adapters     names and paths -> adapters of the model, checked; nothing is loaded
-    2 load_adapters     load this rank's part of all adapters next to the linears of its stage
+    1 open_adapters     names and paths -> checked adapters of the model; weights are not read
+    2 load_adapters     load this rank's shard of all adapters next to the linears of its stage
     3 AdapterChoice     the adapter of each token in the next step
 
-The matrices A of all adapters are stacked into one, and so are the matrices B. A step thus costs two additional
-products per linear, for any number of adapters. Between the products, only the columns of a token's own adapter are
-kept, so that no request affects another:
+The matrices A of all adapters are stacked into one matrix, and the matrices B into another. A step thus costs two
+additional matrix products per linear, for any number of adapters. Between the products, all columns except those of the
+token's adapter are set to zero, so that requests do not affect each other:
 
     h = x A^T     [tokens, rank of adapter 1 | rank of adapter 2 | ...]     zero except in the columns of the adapter
     y += h B^T
@@ -58,13 +58,13 @@ class OpenedAdapter:
 
     name: str
     flag: str
-    """The option that names the adapter, for messages."""
+    """The option with which the adapter is given, for messages."""
     rank: int
     scale: float
     specs: Mapping[str, AdapterSpec]
     """Name of a linear's weight -> the two matrices that are added to it."""
     weights: Readable
-    """Reads the stored matrices into memory."""
+    """Source from which the stored matrices are read."""
     source: StoredWeights | OpenedModel
     """The run, or the folder with the tokenizer and the chat template that came with the adapter."""
     notes: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class OpenedAdapter:
 
 
 def adapter_paths(given: Sequence[str]) -> dict[str, Path]:
-    """Parse repeated NAME=DIR options: name -> path. Errors: ValueError naming the flag.
+    """Parse repeated NAME=DIR options into a map name -> path. Errors: ValueError naming the flag.
 
     >>> adapter_paths(["poet=runs/poet"])
     {'poet': PosixPath('runs/poet')}
@@ -91,7 +91,7 @@ def adapter_paths(given: Sequence[str]) -> dict[str, Path]:
 def open_adapters(paths: Mapping[str, Path], opened: OpenedModel) -> tuple[OpenedAdapter, ...]:
     """Open adapters of a model by name: mega runs with --lora-rank, or directories of peft.
 
-    Errors: CheckpointError naming the flag, and the part that does not belong to the model.
+    Errors: CheckpointError naming the flag, and the tensor or setting that does not fit the model.
     """
     return tuple(_open(name, path, opened) for name, path in paths.items())
 
@@ -123,7 +123,8 @@ def _own(path: Path, opened: OpenedModel) -> tuple[StoredWeights, ModelConfig]:
     base = named_base(checkpoint)
     if base is None or architecture(adapter_config).adapters is None:
         raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
-    # The manifest of a mega run names the base of its adapters. Foreign adapters do not, so only shapes are checked.
+    # The manifest of a mega run identifies the base model of its adapters. Adapters in other formats do not, so only
+    # their shapes are checked.
     base_digest = comparable_digest(base["digest"], opened.weights)
     if base_digest not in ("", base["digest"]):
         difference = digest_difference(base["digest"], base_digest)
@@ -145,8 +146,8 @@ class AdapterChoice:
     """The adapter of each token of a step, for all linears of a stage.
 
     kept: bool [tokens, columns], whether a column of A x belongs to the token's adapter. scales: fp32 [tokens,
-    columns], the factors of these columns. Both equal None if no token of the step uses an adapter. always: set both in
-    every step, so that the computation of a token does not depend on the other tokens.
+    columns], the factors of these columns. Both are None if no token of the step uses an adapter. always: whether to
+    set both fields in every step, so that the computation for a token does not depend on other tokens.
     """
 
     def __init__(self, adapters: Sequence[OpenedAdapter], device: torch.device, *, always: bool) -> None:
@@ -164,7 +165,7 @@ class AdapterChoice:
         self.scales: torch.Tensor | None = None
 
     def begin(self, adapters: Integers) -> None:
-        """Set each token's adapter, int64 [tokens]: 1 + its index in `names`; 0: no adapter."""
+        """Set each token's adapter. adapters: int64 [tokens], 1 + the adapter's index in `names`; 0 for no adapter."""
         self.kept = self.scales = None
         if self._always or adapters.any():
             numbers = sent(np.ascontiguousarray(adapters), self._kept.device)
@@ -179,7 +180,8 @@ def _columns(adapters: Sequence[OpenedAdapter]) -> Iterator[slice]:
 
 
 class StackedAdapters(LowRank):
-    """All adapters of the linears of one GEMM; replaces `parallel.adapter.Adapter`, without a backward pass.
+    """All adapters of the linears that one GEMM computes. Replaces `parallel.adapter.Adapter`, and has no backward
+    pass.
 
     down: the matrices A of all parts, [parts x columns, in]. up: for each part the matrices B, [out, columns]. parts:
     the columns of y that belong to each part.
@@ -192,12 +194,12 @@ class StackedAdapters(LowRank):
         self._choice, self._down, self._up, self._parts = choice, down, list(up), list(parts)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None = None) -> None:
-        """Add the product of each row of x [n, in] with the row's adapter to y [n, out]."""
+        """Add the product of each row of x [n, in] with the adapter of that row to y [n, out]."""
         mask, scales = self._choice.kept, self._choice.scales
         if mask is None or scales is None:
             return
         h = (x @ self._down.t()).view(len(x), len(self._parts), -1)
-        # Other columns may be infinite, so they are replaced, not multiplied by zero.
+        # Other columns may be infinite, so they are replaced with 0, not multiplied by 0.
         h = torch.where(mask[:, None], h * scales[:, None], 0.0).to(x.dtype)
         for number, columns in enumerate(self._parts):
             y[:, columns].addmm_(h[:, number], self._up[number].t())
@@ -206,7 +208,7 @@ class StackedAdapters(LowRank):
 def load_adapters(
     stage: Any, adapters: Sequence[OpenedAdapter], mesh: Mesh, device: torch.device, *, always: bool
 ) -> AdapterChoice | None:
-    """Load this rank's part of all adapters next to the linears of its stage; None if `adapters` is empty.
+    """Load this rank's shard of all adapters next to the linears of its stage. Return None if `adapters` is empty.
 
     always: as in `AdapterChoice`. Errors: CheckpointError naming file and tensor.
     """

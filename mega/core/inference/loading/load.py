@@ -1,7 +1,7 @@
-"""Open a model in any supported format without converting it, and fill stages of any layout: weights, no optimizer.
+"""Open a model in any supported format without converting it, and load its weights into stages of any layout.
 
-    open_model(path)                     a mega run, one of its steps, or foreign weights; read in place
-    load_stages(opened, mesh, device)    this rank's part of the model, at any tp x cp x pp
+    open_model(path)                     a mega run, one of its steps, or weights in another format
+    load_stages(opened, mesh, device)    this rank's shard of the model, at any tp x cp x pp
     load_model(checkpoint)               the whole model as one stage
 
 This module also finds the tokenizer and the chat template that came with the weights.
@@ -54,7 +54,7 @@ FIELDS = {
 """Name of an attached tokenizer file -> the option for the file's path."""
 
 MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.txt"}
-"""Kind of tokenizer -> the attached file with its model, where this is not tokenizer.model."""
+"""Type of tokenizer -> the attached file with its model, if this file is not tokenizer.model."""
 
 MOST_ENDS = 64
 """Maximum number of ids in `eos_token_id`; released models have up to five."""
@@ -62,16 +62,16 @@ MOST_ENDS = 64
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """An opened model."""
+    """A model whose weights have not been read yet."""
 
     weights: Readable
-    """Reads the weights into stages."""
+    """Source from which the weights are read into stages."""
     model: ModelConfig
     """The model's options, resolved and checked."""
     attachments: Mapping[str, Path]
     """Files that came with the weights, by name."""
     meta: Mapping[str, Any]
-    """The manifest of a mega run; empty for foreign weights."""
+    """The manifest of a mega run; empty for weights in another format."""
     digest: str
     """Two opened models have equal digests if their options and weights are equal."""
     notes: tuple[str, ...] = ()
@@ -88,12 +88,12 @@ class OpenedModel:
 
     @property
     def step(self) -> int | None:
-        """The step of the run that wrote the weights; None for foreign weights."""
+        """The step of the run that wrote the weights; None for weights in another format."""
         return int(self.meta["progress"]["step"]) if "progress" in self.meta else None
 
     @property
     def trained_length(self) -> int | None:
-        """Sequence length in tokens with which a mega run trained; None for foreign weights."""
+        """Sequence length in tokens with which a mega run trained; None for weights in another format."""
         length = self.meta.get("config", {}).get("batch", {}).get("seq_length")
         return length if isinstance(length, int) and length > 0 else None
 
@@ -108,16 +108,16 @@ class OpenedModel:
         return main_dtype(self.weights.tensors)
 
     def read(self, wanted: Iterable[Piece]) -> None:
-        """Fill parts of `weights/...` tensors, and convert the dtype if needed. Errors: CheckpointError naming file or
-        tensor."""
+        """Fill the wanted pieces of `weights/...` tensors, and convert the dtype if needed. Errors: CheckpointError
+        naming file or tensor."""
         self.weights.read(wanted, cast=True)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that came with the weights. Errors: ValueError if it is missing."""
+        """The tokenizer that came with the weights. Errors: ValueError if there is none."""
         return load_tokenizer(self)
 
     def tokenizer_section(self) -> dict[str, Json] | None:
-        """The options of the tokenizer that came with the weights; None if it is missing."""
+        """The options of the tokenizer that came with the weights; None if there is no tokenizer."""
         return tokenizer_section(self)
 
     def stop_ids(self) -> frozenset[int]:
@@ -127,7 +127,8 @@ class OpenedModel:
         return declared_ends(self.attachments, self.architecture.input.vocab) or frozenset()
 
     def ends(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids that end a text: the tokenizer's end token, and the model's end tokens that the tokenizer has."""
+        """Ids that end a text: the tokenizer's end token, and the model's end tokens that are also ids of the
+        tokenizer."""
         return text_ends(tokenizer, self.stop_ids(), tokenizer.vocab_size)
 
     def chat_template(self) -> str | None:
@@ -136,7 +137,8 @@ class OpenedModel:
 
 
 def declared_ends(attachments: Mapping[str, Path], vocab: int) -> frozenset[int] | None:
-    """`eos_token_id` in the files that came with weights; None if no file has it. Errors: CheckpointError."""
+    """Return the ids under `eos_token_id` in the files that came with the weights; None if no file has this key.
+    Errors: CheckpointError."""
     for name in ("generation_config.json", "config.json"):
         if name not in attachments:
             continue
@@ -160,13 +162,13 @@ def trained_on_conversations(meta: Mapping[str, Any]) -> bool:
 
 
 def text_ends(tokenizer: Tokenizer, stop_ids: Iterable[int], known: int) -> frozenset[int]:
-    """The tokenizer's end token and `stop_ids`, without ids >= `known`, which are never chosen."""
+    """Return the tokenizer's end token and `stop_ids`, without ids >= `known`, which are never chosen."""
     return frozenset(token for token in (tokenizer.eod, *stop_ids) if token is not None and token < known)
 
 
 def open_model(path: Path | str) -> OpenedModel:
-    """Open the model at `path`: a mega run (its newest step), one of its steps, a URL of either, or foreign weights
-    (Hugging Face, Meta, Megatron-LM, fairseq, llama2.c). The weights are not read yet, and nothing is written.
+    """Open the model at `path`: a mega run (its newest step), one of its steps, a URL of either, or weights in another
+    format (Hugging Face, Meta, Megatron-LM, fairseq, llama2.c). The weights are not read yet, and nothing is written.
 
     Errors: CheckpointError, a ValueError, naming the file, key or tensor at fault.
     """
@@ -179,7 +181,8 @@ def open_model(path: Path | str) -> OpenedModel:
 
 
 def opened_checkpoint(checkpoint: StoredWeights) -> OpenedModel:
-    """Open a mega checkpoint. If it holds only adapters, also open their base's weights. Errors: CheckpointError."""
+    """Open a mega checkpoint. If the checkpoint has only adapters, also open the weights of the base model. Errors:
+    CheckpointError."""
     whole, model = whole_model(checkpoint)
     return OpenedModel(whole, model, whole.attachments, whole.meta, whole.digest)
 
@@ -195,11 +198,11 @@ def load_stages(
     overlap: bool = False,
     stage_layers: tuple[int, ...] = (),
 ) -> list[ModelStage]:
-    """Load this rank's part of a model for evaluation, as a list with one stage, which is what `Pipeline` takes.
+    """Load this rank's shard of a model for evaluation, as a list with one stage, for use with `Pipeline`.
 
-    dtype: dtype of the computation [the weights']. ops: [the fastest for device and dtype]. sequence, overlap: as
-    --sequence-parallel and --tp-overlap. stage_layers: number of blocks in each stage if the numbers differ. Errors:
-    ValueError where the layout does not divide the model; CheckpointError naming file or tensor.
+    dtype: dtype of the computation; default: dtype of the weights. ops: default: the fastest for device and dtype.
+    sequence, overlap: as --sequence-parallel and --tp-overlap. stage_layers: number of blocks in each stage if the
+    numbers differ. Errors: ValueError if the layout does not divide the model; CheckpointError naming file or tensor.
     """
     stage = empty_stage(
         opened.model,
@@ -291,7 +294,7 @@ def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
 def load_tokenizer(source: StoredWeights | OpenedModel) -> Tokenizer:
     """Load the tokenizer that a run trained with, or that came with the weights, from the files next to the weights.
 
-    Errors: ValueError if it is missing.
+    Errors: ValueError if there is no tokenizer.
     """
     section = tokenizer_section(source)
     if section is None:
@@ -303,7 +306,8 @@ def load_tokenizer(source: StoredWeights | OpenedModel) -> Tokenizer:
 
 
 def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | None:
-    """Arguments of `build` for the weights' tokenizer; None if it is missing. Errors: CheckpointError naming option."""
+    """Return the arguments of `build` for the tokenizer that came with the weights; None if there is no tokenizer.
+    Errors: CheckpointError naming the option."""
     options = below(source.meta, "config", "tokenizer")
     for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):
         if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
@@ -322,9 +326,9 @@ def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | N
 
 
 def chat_template(source: StoredWeights | OpenedModel) -> str | None:
-    """The chat template of a model: a name in `TEMPLATES`, or the text of a Jinja template; None if it has none. The
-    template that a mega run trained with takes precedence over the template of its initial weights. Errors:
-    CheckpointError for a damaged file."""
+    """The chat template of a model: a name in `TEMPLATES`, or the text of a Jinja template; None if the model has no
+    template. The template that a mega run trained with takes precedence over the template of its initial weights.
+    Errors: CheckpointError for a damaged file."""
     data, attachments = below(source.meta, "config", "data"), source.attachments
     trained = below(source.meta, "config", "finetuning").get("dpo_data")
     if data.get("chat_data") or trained:
@@ -342,7 +346,8 @@ def chat_template(source: StoredWeights | OpenedModel) -> str | None:
 
 
 def chat_template_place(source: StoredWeights | OpenedModel) -> str | None:
-    """A model's template as a value of --chat-template: a name, or the path of a file. Errors: CheckpointError."""
+    """Return a model's template as a value of --chat-template: a name, or the path of a file. Errors:
+    CheckpointError."""
     template = chat_template(source)
     if template is None or template in TEMPLATES:
         return template
@@ -351,14 +356,15 @@ def chat_template_place(source: StoredWeights | OpenedModel) -> str | None:
 
 
 def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None) -> torch.dtype:
-    """The dtype of the computation: `asked`, else the weights' dtype, which is widened to fp32 on a CPU."""
+    """Return the dtype of the computation: `asked` if given; else the weights' dtype, or fp32 on a CPU."""
     if asked is not None:
         return DTYPES[asked]
     return opened.dtype if device.is_cuda or opened.dtype == torch.float64 else torch.float32
 
 
 def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
-    """Check sizes. Errors: ValueError if the model's vocabulary has fewer ids than the tokenizer has tokens."""
+    """Check the size of the vocabulary. Errors: ValueError if the model's vocabulary has fewer ids than the tokenizer
+    has tokens."""
     model = opened.architecture
     if least_vocab(tokenizer, model.family) > model.input.vocab:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""/v1/completions and /v1/chat/completions: requests, answers and streams in OpenAI's format. Only fields with an
-effect are accepted. Log-probabilities and echo have the format that evaluation harnesses read.
+"""Parse and answer requests to /v1/completions and /v1/chat/completions in OpenAI's format, including streams. Only
+fields that have an effect are accepted. Log-probabilities and echo have the format that evaluation harnesses read.
 
-Source: OpenAI's API reference; what lm-eval's `local-completions` sends and reads.
+Source: OpenAI's API reference; the requests that lm-eval's `local-completions` sends, and the answers that it reads.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _FORMAT: list[JsonDict] = [
 
 
 class Common(SamplingFields, ClientFields):
-    """The fields of both routes."""
+    """Request fields that both routes have."""
 
     model: str | None = Field(None, description="name of the served model or of an adapter")
     n: int = Field(1, ge=1, le=MOST_PROMPTS, description="number of answers to each prompt")
@@ -196,7 +196,7 @@ class Chat(Common):
 
 
 class PromptText(NamedTuple):
-    """The text of a prompt, if it is part of the answer."""
+    """The text of a prompt, if the answer repeats the prompt."""
 
     text: str = ""
     offsets: list[int] | None = None
@@ -311,8 +311,8 @@ async def _asked(
     ends: frozenset[int],
     rules: CallRules | None = None,
 ) -> ParsedRequest:
-    """Build the engine's requests. tokens: maximum number of new tokens. scored: the fields of `Request` for
-    log-probabilities. Errors: BadField."""
+    """Build the engine's requests. tokens: maximum number of new tokens. scored: values for the fields of `Request`
+    that request log-probabilities. Errors: BadField."""
     rules = rules or CallRules()
     count = len(prompts) * fields.n
     if count > MOST_PROMPTS:
@@ -361,7 +361,7 @@ def _biases(given: Mapping[str, object] | None) -> tuple[tuple[int, float], ...]
 
 
 def _markers(service: Service) -> dict[int, str]:
-    """The control tokens in calls, which decoding leaves out: id -> text."""
+    """Return the control tokens of tool calls that decoding omits, as a map id -> text."""
     markers = {service.tokenizer.control(name): name for name in MARKERS}
     return {
         token: name for token, name in markers.items() if token is not None and not service.tokenizer.decode([token])
@@ -371,8 +371,8 @@ def _markers(service: Service) -> dict[int, str]:
 async def _prompts(
     service: Service, given: str | list[object], echo: bool, special: bool
 ) -> tuple[list[tuple[int, ...]], list[PromptText]]:
-    """The ids of the prompts, and their texts if `echo`. special: whether special tokens that a text spells become
-    tokens. Errors: BadField."""
+    """Return the ids of the prompts, and the texts of the prompts if `echo`. special: whether names of special tokens
+    in a text are parsed as these tokens. Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("prompt", "prompt: must not be empty")
     prompts = given if isinstance(given, list) and not isinstance(given[0], int | float) else [given]
@@ -398,7 +398,7 @@ async def _prompts(
 
 
 def _note(service: Service, text: str, special: bool) -> str | None:
-    """A remark about special tokens that a prompt spells; None if it spells none."""
+    """Return a remark about names of special tokens in a prompt; None if the prompt has none of these names."""
     if (name := service.special.first_in(text)) is None:
         return None
     treatment = "tokens, by parse_special_tokens" if special else "text; parse_special_tokens true makes tokens of them"
@@ -456,7 +456,7 @@ def _called(given: object, where: str) -> list[dict[str, object]]:
 
 
 def _content(given: object, where: str) -> str:
-    """The content of a message, which is a text, or a list of parts of type text that are joined."""
+    """Return the text of a message's content, which is a text, or a list of text parts to concatenate."""
     if isinstance(given, str):
         return given
     parts = given if isinstance(given, list) else []
@@ -497,7 +497,7 @@ async def start(service: Service, asked: ParsedRequest) -> list[Continuation]:
 
 
 async def answer(service: Service, asked: ParsedRequest) -> dict[str, Json]:
-    """The complete answer. Errors: those of `start`; AnswerFailed."""
+    """Return the complete answer. Errors: the errors of `start`; AnswerFailed."""
     running = await start(service, asked)
     await all_whole(running)
     choices = [{**_choice(service, asked, index, each), **cited(each)} for index, each in enumerate(running)]
@@ -507,7 +507,7 @@ async def answer(service: Service, asked: ParsedRequest) -> dict[str, Json]:
 async def events(
     service: Service, asked: ParsedRequest, running: Sequence[Continuation]
 ) -> AsyncGenerator[dict[str, Json], None]:
-    """The chunks of a streamed answer; the chunks of several sequences are interleaved."""
+    """Yield the chunks of a streamed answer; the chunks of several sequences are interleaved."""
     head = _head(service, asked, _id(asked), chunk=True)
     merged: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=256)
 
@@ -615,7 +615,7 @@ def _chunk(
 def _chat_chunk(
     service: Service, asked: ParsedRequest, index: int, delta: Delta, first: bool, reader: AnswerReader
 ) -> dict[str, Json]:
-    """A chunk of a streamed chat. A call is sent in one chunk once it is complete."""
+    """Return a chunk of a streamed chat. A tool call is sent as one chunk when the call is complete."""
     choice: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
     fields = asked.fields
     assert isinstance(fields, Chat)
@@ -639,7 +639,7 @@ def _chat_chunk(
 
 def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[Json]:
     """For each token of the prompt, in vLLM's format: a map id -> log-probability, with the token itself and the most
-    likely tokens. The first token has None."""
+    likely tokens. The entry of the first token is None."""
     entries: list[Json] = []
     tops = done.prompt_top or ((),) * len(done.prompt)
     for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):
@@ -674,7 +674,8 @@ def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> l
 def _logprobs(
     service: Service, prompt: Sequence[Scored], new: Sequence[Scored], shift: int, count: int
 ) -> dict[str, Json]:
-    """Log-probabilities as parallel lists, OpenAI's format for completions. top_logprobs is null if `count` is 0."""
+    """Return log-probabilities as parallel lists, in OpenAI's format for completions. top_logprobs is null if `count`
+    is 0."""
     whole = [*prompt, *(Scored(each.id, each.logprob, each.top, each.offset + shift) for each in new)]
     tops = [_by_text(service, each, count) if each.logprob is not None else None for each in whole]
     return {
@@ -687,7 +688,7 @@ def _logprobs(
 
 def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
     """Map text -> log-probability, with the `count` most likely tokens first and then the token itself. Tokens with the
-    same text share one entry, which has their highest value."""
+    same text share one entry, with the highest of their values."""
     by_text: dict[str, float] = {}
     assert scored.logprob is not None
     for token, logprob in (*scored.top[:count], (scored.id, scored.logprob)):
@@ -697,7 +698,7 @@ def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
 
 
 def _chat_logprobs(service: Service, tokens: Sequence[Scored], count: int) -> dict[str, Json]:
-    """Log-probabilities as a list of objects, OpenAI's format for chats."""
+    """Return log-probabilities as a list of objects, in OpenAI's format for chats."""
 
     def one(token: int, logprob: float | None) -> dict[str, Json]:
         data = service.tokenizer.token_bytes(token)

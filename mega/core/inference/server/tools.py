@@ -1,11 +1,12 @@
-"""Function calling and reasoning: insert the tools of a request into the prompt, and parse calls and reasoning from the
-answer. The model's chat template determines the format of calls.
+"""Implement function calling and reasoning: insert the tools of a request into the prompt, and parse calls and
+reasoning in the answer. The model's chat template determines the format of calls.
 
-    tags       <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them       Qwen, Hermes
+    tags       <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of times       Qwen, Hermes
     list       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}     Mistral
     object     {"name": ..., "parameters": {...}} as the complete answer, several separated by ;  Llama 3
 
-This module depends on neither the engine nor the routes. Source: OpenAI's API reference; these models' templates.
+This module depends on neither the engine nor the routes. Source: OpenAI's API reference; the chat templates of these
+models.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mega.core.text.chat.messages import Message
 from mega.core.untrusted import Json, parse_json
 
 MOST_TOOLS = 128
-"""Maximum number of tools in a request; this is OpenAI's limit."""
+"""Maximum number of tools in a request, as in OpenAI's API."""
 
 Form = Literal["tags", "list", "object"]
 
@@ -37,14 +38,14 @@ MARKERS = (_LIST, _ARGS, _PYTHON)
 
 
 class Call(NamedTuple):
-    """One call. arguments: the text of a JSON object, as in OpenAI's API."""
+    """A function call. arguments: the text of a JSON object, as in OpenAI's API."""
 
     name: str
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Json]:
-        """The call in OpenAI's format. index: position of the call within a streamed answer. The id has 9 characters,
-        because Mistral's template requires this length."""
+        """Return the call in OpenAI's format. index: position of the call within a streamed answer. The id has 9
+        characters, because Mistral's template requires this length."""
         position: dict[str, Json] = {} if index is None else {"index": index}
         function: dict[str, Json] = {"name": self.name, "arguments": self.arguments}
         return {**position, "id": uuid.uuid4().hex[:9], "type": "function", "function": function}
@@ -52,7 +53,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions of a request. choice: none, auto, required, or the name of the function that must be called."""
+    """The functions that a request defines. choice: none, auto, required, or the name of the function that must be
+    called."""
 
     described: tuple[dict[str, object], ...] = ()
     choice: str = "auto"
@@ -63,7 +65,7 @@ class Tools:
 
     @property
     def forced(self) -> tuple[dict[str, object], ...]:
-        """Functions, one of which must be called; empty if the model may answer with text."""
+        """Functions of which one must be called; empty if the model may answer with text."""
         if self.choice in ("none", "auto"):
             return ()
         return tuple(each for each in self.described if self.choice in ("required", _function(each)["name"]))
@@ -121,7 +123,7 @@ def _choice(given: object, names: Sequence[str]) -> str:
 
 
 def form_of(template: str) -> Form | None:
-    """The format of calls in a chat template; None if the template has no calls.
+    """Return the format of calls in a chat template; None if the template does not support calls.
 
     >>> form_of("{{ '<tool_call>' }}"), form_of("[TOOL_CALLS]"), form_of("{{ message.content }}")
     ('tags', 'list', None)
@@ -141,7 +143,7 @@ def thinks(template: str) -> bool:
 
 
 def grammar(form: Form, tools: Sequence[Mapping[str, object]]) -> str:
-    """A grammar for llguidance that accepts one call of any of these functions."""
+    """Return a grammar for llguidance that accepts one call of any of these functions."""
     key = "parameters" if form == "object" else "arguments"
     kinds = [
         {
@@ -159,23 +161,24 @@ def grammar(form: Form, tools: Sequence[Mapping[str, object]]) -> str:
 
 @dataclass(frozen=True)
 class CallRules:
-    """How the text of an answer is parsed."""
+    """Rules for parsing the text of an answer."""
 
     form: Form | None = None
-    """Format of calls; None: no function may be called."""
+    """Format of calls; None if no function may be called."""
     tools: Tools = field(default_factory=Tools)
     markers: Mapping[int, str] = field(default_factory=dict)
-    """The control tokens in calls, which decoding leaves out: id -> text."""
+    """Control tokens that occur in calls and that decoding omits: id -> text."""
     reasons: bool = False
     """Whether the answer may begin with reasoning."""
     thinking: bool = False
-    """Whether the prompt ends within reasoning, which the answer then continues."""
+    """Whether the prompt ends within reasoning that the answer continues."""
 
     def reader(self) -> AnswerReader:
         return AnswerReader(self.form, self.tools.names, self.thinking, self.reasons)
 
     def marked(self, text: str, tokens: Sequence[Scored], begin: int) -> str:
-        """Insert the text of markers. begin: offset of `text` in the answer, in the units of the tokens' offsets."""
+        """Insert the text of markers. begin: offset of `text` in the answer, in the same units as the tokens'
+        offsets."""
         for each in reversed(tokens):
             if (name := self.markers.get(each.id)) is not None:
                 at = min(max(each.offset - begin, 0), len(text))
@@ -184,7 +187,7 @@ class CallRules:
 
 
 def parsed_messages(given: Sequence[Message]) -> list[Message]:
-    """Parse the arguments of calls in messages to objects, as templates expect. Errors: BadField."""
+    """Convert the arguments of calls in messages from JSON text to objects, as templates expect. Errors: BadField."""
     parsed: list[Message] = []
     for message in given:
         calls = message.get("tool_calls")
@@ -213,7 +216,7 @@ def _parsed_call(call: Mapping[str, object]) -> dict[str, object]:
 
 
 class AnswerPiece(NamedTuple):
-    """New content, reasoning and complete calls of an answer."""
+    """New content, new reasoning and newly completed calls of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -222,8 +225,8 @@ class AnswerPiece(NamedTuple):
 
 @dataclass
 class AnswerReader:
-    """Splits the text of an answer, while it is generated, into content, reasoning and calls. Text that may still be
-    part of a call or a tag is held back.
+    """Splits the text of an answer, while it is generated, into content, reasoning and calls. Text that may still turn
+    out to be part of a call or a tag is not returned yet.
 
     >>> reader = AnswerReader("tags", ("add",))
     >>> reader.push("Let us see. <tool"), reader.push('_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
@@ -233,23 +236,24 @@ class AnswerReader:
     """
 
     form: Form | None = None
-    """Format of calls; None: no function may be called."""
+    """Format of calls; None if no function may be called."""
     names: tuple[str, ...] = ()
     """Functions that may be called."""
     thinking: bool = False
-    """Whether the text so far ends within the reasoning."""
+    """Whether the text so far ends within reasoning."""
     reasons: bool = False
     """Whether the answer may begin with reasoning."""
     called: int = 0
     """Number of calls so far."""
     read: int = 0
-    """Number of characters so far, counted by the caller."""
+    """Number of characters so far, maintained by the caller."""
     _held: str = field(default="", init=False)
     _begun: bool = field(default=False, init=False)
     _after: bool = field(default=False, init=False)
 
     def push(self, text: str, *, end: bool = False) -> AnswerPiece:
-        """Add text, and return the pieces that further text cannot change. end: whether the answer is complete."""
+        """Add text, and return the content, reasoning and calls that further text cannot change. end: whether the
+        answer is complete."""
         self._held += text
         content, reasoning, calls = "", "", list[Call]()
         if self.reasons and not self._begun and not self.thinking:
@@ -307,7 +311,8 @@ class AnswerReader:
         return content
 
     def _whole(self, calls: list[Call], end: bool) -> str:
-        """The content before a call in the formats list and object, in which calls extend to the end of the answer."""
+        """Return the content before the first call, in the formats list and object, in which calls extend to the end of
+        the answer."""
         before, marked, rest = self._held.partition(_LIST if self.form == "list" else _PYTHON)
         bare = not marked and before.lstrip()[:1] in ("[", "{")
         if not end and (marked or bare or not before.strip()):
@@ -326,7 +331,7 @@ class AnswerReader:
 
 
 def _calls(text: str, names: Sequence[str]) -> list[Call]:
-    """Parse calls; empty if the text contains anything else, or names an unknown function."""
+    """Parse calls; return [] if the text contains anything else, or if a call names an unknown function."""
     text = text.strip()
     if _ARGS in text:
         parts = [part.partition(_ARGS) for part in text.split(_LIST) if part]
@@ -345,7 +350,7 @@ def _calls(text: str, names: Sequence[str]) -> list[Call]:
 
 
 def _is_text(text: str) -> bool:
-    """Whether the text has no lone surrogate, which UTF-8 cannot encode."""
+    """Whether the text contains no lone surrogate, which UTF-8 cannot encode."""
     return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
@@ -354,7 +359,8 @@ def _number(name: str) -> float:
 
 
 def _objects(text: str) -> Iterator[dict[str, Json]]:
-    """Parse JSON objects, or a list of them, separated by white space or semicolons; empty for any other text."""
+    """Parse JSON objects, or a list of objects, separated by white space or semicolons. Yield nothing for any other
+    text."""
     decoder, at, values = json.JSONDecoder(parse_constant=_number), 0, list[Json]()
     while at < len(text):
         try:
@@ -376,10 +382,10 @@ def _read(text: str) -> Json:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Number of characters at the end of `text` that are a prefix of `tag`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `tag`."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def _blank(text: str) -> int:
-    """Number of white-space characters at the end of `text`; they are dropped before a call."""
+    """Return the number of white-space characters at the end of `text`, which are dropped before a call."""
     return len(text) - len(text.rstrip())
