@@ -1,9 +1,10 @@
-"""Every rule of a run, checked at once and before any process starts.
+"""Check all rules for the options of a run, before any process starts.
 
-`check` raises one ValueError with a line for each problem: the flag as a user types it, its value, the rule, and the
+`check` raises one ValueError with a line for each problem: the flag as the user typed it, its value, the rule, and the
 valid values. Ranges and most dependencies are properties of the option (config/option.py); every other rule is written
-once in this module, in a small generator of such lines. Derived values come from config/resolve.py, files are checked
-in config/check_files.py. This module does not import torch; the ranks check the rules that depend on the device.
+once, in a small generator in this module that yields the lines of the message. config/resolve.py derives values, and
+config/check_files.py checks files. This module does not import torch; the ranks check the rules that depend on the
+device.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ from mega.core.plan.layers import split_layers
 Problems = Iterator[str]
 
 MOST_TOKENS = 2**26
-"""Maximum number of tokens in a microbatch. Their ids take half a gigabyte, which is allocated even in a dry run."""
+"""Maximum number of tokens in a microbatch. The ids of so many tokens take half a gigabyte, which is allocated even in
+a dry run."""
 MOST_ACTS = 2**21
-"""Maximum number of forward passes in a step's plan, over all stages and chunks. Every rank makes, checks and stores
-the plan."""
+"""Maximum number of forward passes in a step's plan, over all stages and chunks. The number is limited because every
+rank makes, checks and stores the plan."""
 
 ANY_VOCABULARY = 1
-"""Placeholder for the vocabulary size. No rule reads it; the tokenizer is opened after the rules are checked."""
+"""Placeholder for the vocabulary size, which no rule uses, because the tokenizer is opened after the rules are
+checked."""
 
 PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
-"""Value of `--ops` -> the module that it imports."""
+"""Value of `--ops` -> the module that this value imports."""
 
 
 def check(options: Options, world: int) -> None:
@@ -85,7 +88,7 @@ def check(options: Options, world: int) -> None:
 
 
 def check_ranges(options: Options) -> None:
-    """Check only the ranges of numbers, for a verb that reads a model and trains nothing. Errors: as in `check`."""
+    """Check only the ranges of numbers, for a verb that uses a model without training. Errors: as in `check`."""
     if problems := list(_ranges(options)):
         raise ValueError("\n".join(problems))
 
@@ -95,7 +98,8 @@ def _line(run: AnyRun, name: str, rule: str) -> str:
 
 
 def _format(name: str, value: object, rule: str) -> str:
-    """`--flag value: rule`. A switch that is off is shown in both spellings that the user may have typed.
+    """Return the line `--flag value: rule`. A switch that is off is shown in both spellings that the user may have
+    typed.
 
     >>> _format("rampup", (1, 2), "must be three numbers"), _format("masters", False, "needs --dtype bf16")
     ('--rampup 1 2: must be three numbers', '--no-masters (--memory-efficient-fp16): needs --dtype bf16')
@@ -114,15 +118,16 @@ def _format_entry(entry: Entry, value: object, rule: str) -> str:
 
 
 def _divisors(number: int) -> str:
-    """Divisors as a message lists them: "1, 2, 4"."""
+    """Return the divisors of a number as text for a message, such as "1, 2, 4"."""
     return ", ".join(map(str, divisors(number)))
 
 
-# Options as typed: present, in range, and consistent with other flags -----------------------------------------
+# Options given by the user: present, in range, and consistent with other flags
+# -----------------------------------------
 
 
 def _names(options: Options) -> Problems:
-    """Names that are not UTF-8. Python decodes their bytes to surrogates, which cannot be written to a text file."""
+    """Refuse strings that are not UTF-8. Python decodes such bytes to surrogates, which no text file can contain."""
     for name in entries():
         value = value_of(options, name)
         words = [word for word in (value if isinstance(value, tuple) else (value,)) if isinstance(word, str)]
@@ -144,7 +149,7 @@ def _ranges(options: Options) -> Problems:
 
 def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Problems:
     """Yield a line for each option with a number outside its range. values: option values by field name. schema: the
-    options of a verb; None means those of a run."""
+    schema of a verb's options; None for the schema of a run."""
     for name, value in values.items():
         entry = (schema or run_schema()).entries[name]
         within = entry.option.within
@@ -160,7 +165,7 @@ def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Pro
 
 
 def _typed_number(number: float) -> str:
-    """A number as a user types it.
+    """Format a number as a user would type it.
 
     >>> _typed_number(0.0), _typed_number(1.23456789), _typed_number(3)
     ('0', '1.23456789', '3')
@@ -170,7 +175,7 @@ def _typed_number(number: float) -> str:
 
 
 def _needs(options: Options) -> Problems:
-    """Dependencies between options: what an option requires if its value differs from the default."""
+    """Check the other options that an option requires if its value differs from the default (`Option.needs`)."""
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
@@ -183,7 +188,7 @@ def _needs(options: Options) -> Problems:
 
 
 def _families(options: Options) -> Problems:
-    """Options that belong to other model families, and a kind of samples that the run's family does not read."""
+    """Refuse options of other model families, and a sample format that the run's family does not use."""
     for name, value, rule in foreign_values(options):
         yield _format(name, value, rule)
     if not (options.model.tied or FAMILY_DEFAULTS[options.model.family].unties):
@@ -215,7 +220,7 @@ def _missing(options: Options) -> Problems:
 
 
 def _pairs(options: Options) -> Problems:
-    """Flags that exclude or need one another."""
+    """Check pairs of flags that exclude or require each other."""
     for name in TASKS.get(options.finetuning.task, ()):
         if not value_of(options, name):
             yield _line(options, "task", f"needs {flag_of(name)}")
@@ -315,7 +320,7 @@ def _run_and_checkpoint(options: Options) -> Problems:
         yield _line(options, "resume", "excludes --finetune, which starts at step 0; valid with it: auto")
     if checkpoint.override_schedule and checkpoint.use_checkpoint_schedule:
         yield "--use-checkpoint-schedule: excludes --override-schedule, which keeps this run's"
-    # Nothing is removed from a remote store, so limits on checkpoints would have no effect there.
+    # Checkpoints are never removed from a remote store, so retention limits would have no effect.
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
         if value_of(options, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
             yield _line(
@@ -336,12 +341,12 @@ def _run_and_checkpoint(options: Options) -> Problems:
         yield _line(options, "world", "needs --dry-run; a real run is started by --nproc, torchrun, mpirun or srun")
 
 
-# Derived values: every size must divide --------------------------------------------------------------------
+# Derived values: divisibility of sizes --------------------------------------------------------------------
 
 
 def _heads(run: RunConfig) -> Problems:
     model = run.model
-    # If head_dim was derived by rounding down, the heads do not fill the hidden width.
+    # If head_dim was derived by rounding down, heads x head_dim is less than the hidden width.
     if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:
         yield _line(
             run, "hidden", f"must be divisible by --heads {model.heads}; valid --heads: {_divisors(model.hidden)}"
@@ -368,7 +373,7 @@ def _heads(run: RunConfig) -> Problems:
 
 
 def _long_factors(run: RunConfig) -> Problems:
-    """LongRoPE needs one factor per frequency."""
+    """Check that LongRoPE has one factor per rotary frequency."""
     count = int(run.model.head_dim * run.model.rope_fraction) // 2
     for name in ("rope_short_factors", "rope_long_factors"):
         if len(value_of(run, name)) != count:
@@ -389,14 +394,14 @@ def _positions(run: RunConfig) -> Problems:
 
 
 def _texts(run: RunConfig) -> tuple[str, ...]:
-    """Names of the options that set the text lengths of a resolved run."""
+    """Return the names of the options that set the lengths of a sample's texts."""
     return ("seq_length", "decoder_seq_length")[: len(run.model.stacks)]
 
 
 def _stages(run: RunConfig) -> Problems:
     parallel, layers = run.parallel, run.model.blocks
     if parallel.zero >= 2 and parallel.pp > 1:
-        # Every stage would reduce its gradients after every microbatch; Megatron-LM and DeepSpeed refuse this too.
+        # Every stage would reduce its gradients after every microbatch; Megatron-LM and DeepSpeed also refuse this.
         yield _line(run, "zero", f"needs --pp 1, not {parallel.pp}; valid with pipelines: 0, 1")
     if parallel.split_rank is not None:
         yield from _split(run)
@@ -423,12 +428,12 @@ def _stages(run: RunConfig) -> Problems:
 
 
 def _blocks(run: RunConfig) -> str:
-    """The options that set the number of blocks in a model, as text for a message."""
+    """Return, as text for a message, the options that set the number of blocks in a model."""
     return " + ".join(f"--{name} {count}" for name, count in zip(("layers", "decoder-layers"), run.model.stacks))
 
 
 def _split(run: RunConfig) -> Problems:
-    """Rules of --split-rank, which divides the stages between encoder and decoder."""
+    """Check --split-rank, which divides the stages between encoder and decoder."""
     parallel, model = run.parallel, run.model
     if len(model.stacks) == 1 or parallel.split_rank is None:
         return
@@ -445,20 +450,20 @@ def _split(run: RunConfig) -> Problems:
 
 
 def _tensor(run: RunConfig) -> Problems:
-    """Sizes that are split over tensor ranks must be divisible by the number of these ranks."""
+    """Check that sizes split over tensor ranks are divisible by the number of tensor ranks."""
     tp = run.parallel.tp
     if run.model.ffn == 0:
         yield _line(run, "hidden", "is too narrow for a gated layer of 8/3 hidden in steps of 64; give --ffn")
     sizes = {name: value_of(run, name) for name in ("heads", "kv_heads", "ffn")}
     valid = _divisors(math.gcd(*sizes.values()))
     for name, size in sizes.items():
-        # If --kv-heads equals --heads, one line is enough.
+        # If --kv-heads equals --heads, the line about --heads is enough.
         if size % tp and not (name == "kv_heads" and size == run.model.heads):
             yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {valid}")
 
 
 def _fp8(run: RunConfig) -> Problems:
-    """The dimensions of an fp8 GEMM must be multiples of 16 bytes."""
+    """Check that the dimensions of the fp8 GEMMs are multiples of 16."""
     if not run.precision.fp8:
         return
     model, tp, batch = run.model, run.parallel.tp, run.batch
@@ -488,7 +493,7 @@ def _overlap(run: RunConfig) -> Problems:
 
 
 def _ahead(run: RunConfig) -> Problems:
-    """Rules of layers that predict tokens after the next one (--mtp-layers)."""
+    """Check the options of multi-token prediction (--mtp-layers)."""
     model = run.model
     if not model.mtp_layers:
         return
@@ -503,8 +508,8 @@ def _ahead(run: RunConfig) -> Problems:
 
 
 def graph(run: RunConfig) -> Problems:
-    """Rules of --cuda-graph. A graph has memory for one microbatch in flight, and the gradient buckets must not
-    move."""
+    """Check --cuda-graph. A graph has memory for only one microbatch in flight, and requires gradient buckets at fixed
+    addresses."""
     if not run.runtime.cuda_graph:
         return
     parallel = run.parallel
@@ -517,8 +522,8 @@ def graph(run: RunConfig) -> Problems:
 
 
 def _columns(run: RunConfig) -> Problems:
-    """Ranks that split the columns of a row must hold equal numbers of columns: whole context chunks and whole sequence
-    shards."""
+    """Check that ranks which split the columns of a row hold equal numbers of columns: whole context chunks and whole
+    sequence shards."""
     cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
     kv_heads, unit = run.model.kv_heads, column_unit(run.parallel)
     if cp > 1 and len(run.model.stacks) > 1:
@@ -539,7 +544,7 @@ def _columns(run: RunConfig) -> Problems:
 
 
 def _cells(run: RunConfig) -> int:
-    """Number of ranks in one model replica."""
+    """Return the number of ranks in one model replica."""
     return run.parallel.tp * run.parallel.pp * run.parallel.cp
 
 
@@ -560,7 +565,7 @@ def _batch(run: RunConfig, world: int) -> Problems:
             yield _line(run, "rampup", problem)
             return
     unit = batch.micro_batch * dp
-    # Every batch of the ramp-up is split over the data ranks; the first bad size is enough to report.
+    # Every batch size of the ramp-up must be divisible over the data ranks; report only the first invalid size.
     for size in batch_sizes(batch):
         if size % unit:
             rule = f"be a multiple of {unit}, --micro-batch {batch.micro_batch} x {dp} data-parallel ranks"
@@ -594,7 +599,7 @@ def _rampup(run: RunConfig) -> str | None:
 
 
 def _guards(options: Options, world: int) -> Problems:
-    """Rules of rollbacks, --inject and --profile. The values of the last two are parsed before any rank starts."""
+    """Check the options of rollbacks, --inject and --profile, so that mistakes are reported before any rank starts."""
     for name in ("on_nan", "on_spike"):
         if value_of(options, name) != "rollback":
             continue
@@ -614,7 +619,7 @@ def _guards(options: Options, world: int) -> Problems:
 
 
 def _without_effect(options: Options, asked: Fault, world: int) -> Problems:
-    """Reasons why a fault would have no effect in this run."""
+    """Yield the reasons why a fault would have no effect in this run."""
     steps, optimizer, task = options.batch.steps, options.optimizer, options.finetuning.task
     if asked.rank >= world:
         yield f"there are ranks 0 to {world - 1}"
@@ -633,7 +638,7 @@ def _without_effect(options: Options, asked: Fault, world: int) -> Problems:
 
 
 def _times(run: RunConfig) -> Problems:
-    """The warm-up must end before the decay does."""
+    """Check that the warm-up ends before the decay ends."""
     if (run.batch.steps is None and run.batch.samples is None) or len(run.batch.rampup) not in (0, 3):
         return
     if run.schedule.lr_decay == "constant":

@@ -1,7 +1,7 @@
-"""The rules about a run's files: data, tokenizer, directories. This module checks whether files exist and does
-not open data files.
+"""Check the files and directories of a run: data, tokenizer, outputs. This module checks whether data files exist, but
+does not open them.
 
-The packages that read a `.bin`, an `.idx` or a tokenizer file check its content.
+The packages that read token files and tokenizer files check the content of these files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Problems = Iterator[str]
 
 
 def files(options: Options) -> Problems:
-    """Yield a line for each file or directory that is missing or in the way."""
+    """Yield a line for each input that is missing, and for each output path that cannot be used."""
     yield from _data(options)
     yield from _split(options)
     yield from _tokenizer(options)
@@ -38,7 +38,7 @@ def _data(options: Options) -> Problems:
         for name in ("data_path", "train_data", "valid_data", "test_data", "chat_data", "mock_data")
         if value_of(options, name)
     ]
-    # Other tasks have their own options for data.
+    # Tasks other than lm have separate options for data.
     if not data_options and not options.runtime.dry_run and options.finetuning.task == "lm":
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
     if options.finetuning.task in LABELLED:
@@ -72,7 +72,7 @@ def _data(options: Options) -> Problems:
             yield f"--valid-sets {word}: must be name=prefix, or name=file with --chat-data or TFRecords"
         elif name in names:
             yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
-        elif name in SPLITS:  # such a set could not be distinguished from a part of the run's data
+        elif name in SPLITS:  # the set could not be distinguished from a split of the run's data
             yield f"--valid-sets {word}: must have another name than {', '.join(SPLITS)}, which are the run's own"
         elif data.chat_data or options.masking.sample_kind == "tfrecords" or options.finetuning.task != "lm":
             if not os.path.isfile(prefix):
@@ -83,7 +83,8 @@ def _data(options: Options) -> Problems:
 
 
 def _labelled(options: Options, given: list[str]) -> Problems:
-    """Check that the files or folders of --train-data and --valid-data exist, and that no other data is given."""
+    """Check that the files or folders of --train-data and --valid-data exist, and that no other data option is
+    given."""
     for name in given:
         if name not in ("train_data", "valid_data"):
             yield f"{flag_of(name)}: --task {options.finetuning.task} reads --train-data and --valid-data only"
@@ -96,8 +97,8 @@ def _labelled(options: Options, given: list[str]) -> Problems:
 
 
 def _prefixes(flag: str, words: tuple[str, ...], sentences: bool) -> Problems:
-    """Check `words`: prefixes, or alternating weights and prefixes. sentences: whether the token files must hold
-    sentences."""
+    """Check `words`: prefixes, or alternating weights and prefixes. sentences: whether the token files must be split
+    into sentences."""
     weighted = any(map(is_number, words[::2]))
     if weighted and len(words) > 1:
         if len(words) % 2:
@@ -117,7 +118,7 @@ def _prefixes(flag: str, words: tuple[str, ...], sentences: bool) -> Problems:
 
 
 TEXTS = (".jsonl", ".json", ".txt", ".parquet", ".gz", ".zst", ".xz", ".bz2")
-"""Suffixes of text files."""
+"""File name suffixes of text files."""
 
 
 def _absent(missing: list[str]) -> str:
@@ -129,7 +130,7 @@ def _pair(prefix: str) -> bool:
 
 
 def half_of_pair(flag: str, name: str) -> str:
-    """Advice if `name` is one file of a pair of token files, else an empty string."""
+    """Return advice if `name` is the .bin or .idx file of a pair of token files, else an empty string."""
     stem, suffix = os.path.splitext(name)
     if suffix not in (".bin", ".idx") or not _pair(stem):
         return ""
@@ -137,7 +138,8 @@ def half_of_pair(flag: str, name: str) -> str:
 
 
 def _advice(flag: str, prefix: str, sentences: bool) -> str:
-    """Advice if `prefix` is similar to the name of a pair of token files, or is a file from which they are made."""
+    """Return advice if `prefix` is similar to the name of a pair of token files, or names a text file or a folder; else
+    an empty string."""
     if half := half_of_pair(flag, prefix):
         return half
     stem = os.path.splitext(prefix)[0]
@@ -185,7 +187,7 @@ def _tokenizer(options: Options) -> Problems:
     tokenizer = options.tokenizer
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = value_of(options, name)
-        # --tokenizer-model may be the directory of a tokenizer.json.
+        # --tokenizer-model may be a directory that contains tokenizer.json.
         if path is not None and not os.path.exists(path):
             yield f"{flag_of(name)} {path}: there is no such file"
     if tokenizer.tokenizer is not None:
@@ -214,8 +216,8 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
 
 
 def _trackers(options: Options) -> Problems:
-    """Packages that an option requires and that are not installed. A dry run does not need them, because it may take
-    place on another machine."""
+    """Report packages that an option requires and that are not installed. A dry run does not need these packages,
+    because it may run on another machine."""
     wandb = next((name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(options, name)), "wandb_id")
     requirements = {
         wandb: ("wandb",) * 2,
@@ -240,8 +242,8 @@ def _output_folders(options: Options) -> Problems:
 
 
 def _rows(path: str) -> bool:
-    """Whether a file is empty or begins with a row of metrics. If the file has only one row, the row may be incomplete,
-    because the run may have been killed while it wrote the row."""
+    """Return whether a file is empty or begins with a row of metrics. A single row may be incomplete, because the run
+    may have been killed while writing the row."""
     with open(path, "rb") as file:
         first, rest = file.readline(1 << 20), file.read(1)
     try:
@@ -251,14 +253,15 @@ def _rows(path: str) -> bool:
 
 
 def _is_open(path: str) -> bool:
-    """Whether `path` is a link to an open stream, such as /dev/stdout, whose file would be moved aside."""
+    """Return whether `path` is a link to an open stream, such as /dev/stdout; the stream's file would be moved
+    aside."""
     return os.path.islink(path) and os.readlink(path).startswith("/proc/")
 
 
 def _blocks(path: str) -> bool:
-    """Whether `path` is a pipe, whose writer waits for a reader, or another object that does not accept rows. A stream
-    of this process, such as /dev/stdout, has no name in the file system; /dev/null and a terminal accept rows at
-    once."""
+    """Return whether `path` is a pipe, whose writer waits for a reader, or another object to which rows cannot be
+    written. Allowed are streams of this process without a name in the file system, as /dev/stdout may be, and character
+    devices such as /dev/null and terminals."""
     target = os.path.realpath(path)
     if not os.path.exists(target) or os.path.isdir(target):
         return False
@@ -275,7 +278,7 @@ def _directories(options: Options) -> Problems:
     if save is not None and os.path.isdir(pointer := os.path.join(save, POINTER)) and not os.path.islink(pointer):
         yield f"--save {save}: {pointer} is a directory, and must be the file that names the newest step; move it away"
     yield from _trackers(options)
-    if not options.runtime.dry_run:  # a dry run may take place on another machine
+    if not options.runtime.dry_run:  # a dry run may run on another machine
         yield from _output_folders(options)
     metrics = metrics_file(options)
     if os.path.isdir(metrics):
@@ -292,8 +295,8 @@ def _directories(options: Options) -> Problems:
     elif load not in (None, options.checkpoint.save) and not (
         options.runtime.dry_run or options.checkpoint.use_checkpoint_config
     ):
-        # --save may not exist yet; a dry run may take place on another machine; --use-checkpoint-config has read --load
-        # already.
+        # --save may not exist yet; a dry run may run on another machine; --use-checkpoint-config has already read
+        # --load.
         try:
             check_source("--load", str(load))
         except ValueError as problem:

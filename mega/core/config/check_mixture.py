@@ -1,5 +1,5 @@
-"""Rules of a mixture of experts, in a resolved run. `check` (config/check.py) applies them along with all other
-rules."""
+"""Check the options of a mixture of experts in a resolved run. `check` (config/check.py) applies these rules together
+with all others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mega.core.config.resolve import divisors, gathers_experts
 from mega.core.config.run import RunConfig
 
 Line = Callable[[str, str], str]
-"""Option, rule -> a line of the message."""
+"""Function of an option's name and a rule that returns a line of the error message."""
 
 
 NETWORK = {"gate_proj", "up_proj", "down_proj"}
-"""Linear layers of an expert."""
+"""Names of the linear layers of an expert."""
 
 
 def mixture(run: RunConfig, line: Line) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _losses(run: RunConfig, line: Line) -> Iterator[str]:
 
 
 def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
-    """Yield a line for each mistake in how ranks share the experts."""
+    """Yield a line for each mistake in the distribution of experts over ranks."""
     parallel, model = run.parallel, run.model
     if not model.experts:
         return
@@ -136,8 +136,8 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
 
 
 def inference_ranks(run: RunConfig) -> Iterator[str]:
-    """Rules for experts in a command that does not train. Data ranks of such a verb have different rows and answers, so
-    only tensor ranks, which have the same tokens, can share experts."""
+    """Yield a line for each mistake in the distribution of experts in a verb that does not train. Data ranks of such a
+    verb process different rows, so only tensor ranks, which have the same tokens, can share experts."""
     parallel = run.parallel
     within = parallel.ep * parallel.etp == parallel.tp and not parallel.sequence_parallel
     if run.model.experts and not within and (parallel.ep > 1 or parallel.etp != parallel.tp):

@@ -1,5 +1,5 @@
-"""Rules of a model that reads neighbours, in a resolved run. `check` (config/check.py) applies them along with all
-other rules."""
+"""Check the options of a model with a retriever in a resolved run. `check` (config/check.py) applies these rules
+together with all others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mega.core.config.retriever import reading_layers
 from mega.core.config.run import RunConfig
 
 Line = Callable[[str, str], str]
-"""Option, rule -> a line of the message."""
+"""Function of an option's name and a rule that returns a line of the error message."""
 
 
 def retriever(run: RunConfig, line: Line) -> Iterator[str]:
@@ -26,7 +26,7 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("retro_layers", "names a layer twice")
     if run.batch.seq_length % length:
         yield line("retro_chunk_length", f"must divide --seq-length {run.batch.seq_length}")
-    # The tokens of the neighbours' encoder are split over the tensor ranks too.
+    # The tokens of the neighbours' encoder are also split over the tensor ranks.
     elif parallel.sequence_parallel:
         each = model.retro_neighbours * model.retro_retrieved_chunks * length
         tokens = run.batch.micro_batch * (run.batch.seq_length // length) * each
@@ -55,7 +55,7 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
 
 
 def _neighbours(run: RunConfig, line: Line) -> Iterator[str]:
-    """Rules about the source of neighbours. `mega retro` retrieves them only for the samples of --data-path."""
+    """Check the source of neighbours. `mega retro` retrieves neighbours only for the samples of --data-path."""
     data, masking = run.data, run.masking
     if data.retro is None:
         if not data.mock_data and not run.runtime.dry_run:

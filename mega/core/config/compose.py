@@ -1,4 +1,5 @@
-"""Compose one run from its layers: defaults < family < preset < TOML file < flags."""
+"""Compose a run's options from layers, each of which overrides the previous: defaults, family, preset, TOML file,
+flags."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Options, updated
 
 LONGEST_WORD = 100
-"""Maximum length, in characters, of a word whose nearest valid word is searched for, because the search takes quadratic
+"""Maximum length, in characters, of a word for which the nearest valid word is searched. The search takes quadratic
 time."""
 
 
 class GivenOptions(NamedTuple):
-    """Values that the user gave: a preset, and the options that a TOML file or flags set, even if to their defaults."""
+    """Values given by the user: a preset, and the options in a TOML file or flags, including options set to their
+    defaults."""
 
     preset: str | None
     values: Mapping[str, object]
@@ -44,7 +46,7 @@ def compose(
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """` (nearest: ...)` for messages about an unknown `word`, or an empty string if no valid word is similar.
+    """Return ` (nearest: ...)` for a message about an unknown `word`, or an empty string if no valid word is similar.
 
     >>> nearest("lama2-7b", ["llama2-7b", "gpt3-175b"])
     ' (nearest: llama2-7b)'
@@ -54,7 +56,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def nearest_flag(flag: str, valid: Iterable[str]) -> str:
-    """As `nearest`, for flags: leading dashes are ignored, and words may be in another order.
+    """Return ` (nearest: ...)` as `nearest` does, but for flags: leading dashes and the order of words are ignored.
 
     >>> nearest_flag("--layrs", ["--layers", "--lr"]), nearest_flag("--size-hidden", ["--hidden-size", "--heads"])
     (' (nearest: --layers)', ' (nearest: --hidden-size)')

@@ -13,9 +13,9 @@ from mega.core.config.toml import loads, read_text
 
 
 def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
-    """Replace each name in `words` that the file's table defines with the value of that name.
+    """Replace each name in `words` that the table [corpora] of the TOML file defines with its value.
 
-    Errors: ValueError if the file has no such table.
+    Errors: ValueError if the file has no table [corpora].
     """
     if file is None or not words:
         return tuple(words)

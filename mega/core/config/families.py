@@ -1,9 +1,9 @@
-"""Which flags belong to some model families only, and the messages that refuse them in a run of another family.
+"""Check that a run has no flags of another model family.
 
 Megatron-LM has a script for each family, and no flag that names the family. Here a flag of BERT or T5 in a run of
 another family is an error; otherwise such a command line would train a GPT. The families of a flag are properties of
 its option (`families`, `usual_in` and `spelling_families` in config/option.py) and include families that are not
-implemented. This file names no flag.
+implemented. This module does not depend on the names of flags.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.config.run import Options, entries, value_of
 from mega.core.config.schema import Entry
 
 TITLES = {"bert": "BERT", "t5": "T5"}
-"""Family of a flag, implemented or not -> the name of the model."""
+"""Model family, implemented or not -> the name of its model."""
 
 
 class Typed(NamedTuple):
@@ -25,17 +25,17 @@ class Typed(NamedTuple):
 
     spelling: str
     flag: str
-    """The canonical flag, or "" if the spelling no longer has a meaning."""
+    """The canonical flag, or "" if the spelling is obsolete."""
     values: tuple[str, ...]
     families: tuple[str, ...] = ()
-    """The only families whose scripts have this spelling; () means all families."""
+    """Families whose scripts accept this spelling; () means all families."""
 
     def __str__(self) -> str:
         return " ".join((self.spelling, *self.values))
 
 
 def belongs(families: Sequence[str]) -> str:
-    """The reason why a run of another family refuses a flag of these families.
+    """Return the reason why a run of another family refuses a flag of `families`.
 
     >>> belongs(("bert",)), belongs(("retro",))
     ('needs --family bert', 'belongs to retro, which is not built yet; valid --family: gpt, llama, bert, t5')
@@ -48,8 +48,7 @@ def belongs(families: Sequence[str]) -> str:
 
 
 def foreign_values(options: Options) -> Iterator[tuple[str, object, str]]:
-    """Yield name, value and rule of each option whose value differs from its default and that the run's family does not
-    read."""
+    """Yield (name, value, rule) for each option that is not at its default and that the run's family does not read."""
     for name, entry in entries().items():
         value = value_of(options, name)
         families = _families_at(entry.option.families, value)
@@ -81,8 +80,8 @@ def check_typed(options: Options, given: Mapping[str, object], typed: Sequence[T
 
 
 def _unusual(family: str, given: Mapping[str, object], spelled: Mapping[str, str]) -> Iterator[str]:
-    """Refuse BERT's tokenizer without --family: tokenizers belong to no family, but a script that names it is likely
-    BERT's."""
+    """Refuse BERT's tokenizer without --family. Tokenizers belong to no family, but a script with this tokenizer
+    probably trains BERT."""
     for name, value in given.items():
         entry = entries()[name]
         families = _families_at(entry.option.usual_in, value)
@@ -92,12 +91,12 @@ def _unusual(family: str, given: Mapping[str, object], spelled: Mapping[str, str
 
 
 def _families_at(families: Families, value: object) -> tuple[str, ...]:
-    """The families to which an option belongs if it has `value`; () means all families."""
+    """Return the families to which an option belongs if it has `value`; () means all families."""
     return families.get(value, ()) if isinstance(families, Mapping) else families
 
 
 def _reads(family: str, entry: Entry, families: Sequence[str]) -> bool:
-    """Whether runs of `family` read an option: its value belongs to the family (families: those to which the value
-    belongs), or the family sets a default for the option."""
+    """Return whether runs of `family` read an option: `family` is one of the `families` of the option's value, or
+    `family` sets a default for the option."""
     by_value = isinstance(entry.option.families, Mapping)
     return family in families or (not by_value and entry.name in FAMILY_DEFAULTS[family].values)

@@ -1,7 +1,7 @@
 """Faults injected into a run, for tests and drills: `--inject nan:gradient@step=12,rank=3`.
 
-A fault is written KIND[:TARGET]@step=N, with further keys separated by commas. This file parses faults;
-training/guards/inject.py injects them.
+A fault is written KIND[:TARGET]@step=N, with further keys separated by commas. This module parses faults;
+training/guards/inject.py injects faults.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 
     nan, inf   one number becomes NaN or infinite: a loss weight, a layer's output, a gradient before it is reduced, a
                weight, a moment, the last stage's reduced gradient of a tied tensor
-    ulp        one number changes to the next representable one, as if a copy drifted
-    spike      the gradient is multiplied by x, or labels do not belong to their tokens
+    ulp        one number changes to the next representable number, as in a copy that drifted
+    spike      the gradient is multiplied by x, or the labels are permuted
     sleep      the rank waits for `seconds` in each step
     kill stop  SIGKILL, SIGSTOP
     fail       a save of the step finds the disk full
 """
 
 SECRET = "MEGA_INJECT"
-"""Environment variable that must also be 1, so that a flag in a script does not damage a real run."""
+"""Environment variable that must be 1 for --inject to be accepted, so that a flag in a script cannot damage a real
+run."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Fault:
     seconds: float = 0.1
     """Delay that `sleep` adds to each step."""
     seed: int = 0
-    """Selects the tensor and the element that the fault changes."""
+    """Seed that selects the tensor and the element changed by the fault."""
 
     def due(self, step: int, rank: int) -> bool:
-        """Whether the fault occurs in this step on this rank."""
+        """Return whether the fault occurs in `step` on `rank`."""
         return self.rank == rank and self.step <= step < self.step + self.steps
 
 
@@ -69,7 +70,7 @@ def fault(text: str) -> Fault:
     >>> fault("sleep@step=5,seconds=0.2,steps=40").target
     'step'
 
-    Errors: ValueError with the rule that the text breaks.
+    Errors: ValueError with the rule that the text violates.
     """
     head, _, keys = text.partition("@")
     kind, _, target = head.partition(":")
@@ -87,7 +88,7 @@ def fault(text: str) -> Fault:
             raise ValueError(f"{pair!r}; valid: {', '.join(f'{name}=NUMBER' for name in _NUMBERS)}") from None
     if "step" not in values:
         raise ValueError("says no step; valid: for example nan:gradient@step=12,rank=3")
-    # float() also accepts nan and inf, int() negative numbers.
+    # float() also accepts nan and inf, and int() accepts negative numbers.
     if any(value < 0 or not math.isfinite(value) for value in values.values()) or values["step"] < 1:
         raise ValueError("must count steps from 1, and ranks from 0")
     return Fault(kind, target, **values)  # type: ignore[arg-type]

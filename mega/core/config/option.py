@@ -1,9 +1,9 @@
-"""One definition per option: all properties of a field of a config section.
+"""Define options: each field of a config section records all properties of one option.
 
-A section is a frozen, keyword-only dataclass whose fields are made by `option`. The field *is* the command-line flag,
-the TOML key, the line of help and the Megatron-LM spelling, and records whether it may change on resume, belongs to a
-layout, and is read by `mega bench`. No fact about an option is written twice. This module does not depend on Typer or
-TOML, and names no option; command_line/options.py and toml.py read `Option`.
+A section is a frozen, keyword-only dataclass whose fields are made by `option`. A field defines the command-line flag,
+the TOML key, the help text and the Megatron-LM spelling, and records whether the option may change on resume, belongs
+to a layout, and is read by `mega bench`. No fact about an option is written twice. This module depends neither on Typer
+or TOML nor on the names of options; command_line/options.py and toml.py read `Option`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ OnResume = Literal["must match", "schedule", "noted", "free"]
 """What happens if a run resumes with a value that differs from the checkpoint's:
 
     must match   the new value is refused
-    schedule     the new value is refused, unless --override-schedule or --use-checkpoint-schedule chooses one of both
-    noted        the new value is accepted, and both are reported, because later steps depend on the new value
+    schedule     the new value is refused, unless --override-schedule or --use-checkpoint-schedule selects a value
+    noted        the new value is accepted, and both values are reported, because the new value affects later steps
     free         the new value is accepted
 """
 
 Bench = Literal["read", "unused", "host"]
-"""How `mega bench` treats an option: `read` is part of the measured run; `unused` is dropped, with a note; `host`
-selects the hardware that is measured, and --calibrate takes only these options."""
+"""How `mega bench` treats an option: a `read` option affects the measured run; an `unused` option is dropped, with a
+note; a `host` option selects the hardware to measure. --calibrate accepts only `host` options."""
 
 
 Families = tuple[str, ...] | Mapping[object, tuple[str, ...]]
-"""Names of model families, implemented or not; or a mapping from values of the option to such names."""
+"""Names of model families, implemented or not; or a mapping from values of an option to tuples of family names."""
 
 
 class Section:
-    """A panel of flags and a table of the TOML file. `on_resume`, `bench`, `evaluated` and `common` are the defaults of
-    its options."""
+    """Base class of a section: a panel of flags and a table of the TOML file. `on_resume`, `bench`, `evaluated` and
+    `common` are the defaults for the section's options."""
 
     title: ClassVar[str]
     on_resume: ClassVar[OnResume] = "free"
@@ -44,13 +44,13 @@ class Section:
 
 
 class VerbSection(Section):
-    """A section of a verb that does not take a whole run. Help shows all its options."""
+    """A section of a verb that does not accept all options of a run. `--help` shows all options of such a section."""
 
     common: ClassVar[bool] = True
 
 
 class _TakesValue:
-    """The Megatron-LM flag carries the value itself, as `--num-layers 24` does."""
+    """Type of `VALUE`, for a Megatron-LM flag that is followed by the value, such as `--num-layers 24`."""
 
     def __repr__(self) -> str:
         return "VALUE"
@@ -61,9 +61,9 @@ VALUE = _TakesValue()
 
 @dataclass(frozen=True)
 class weak:
-    """A constant that gives way to any other flag of the same option.
+    """A constant set by a Megatron-LM flag, which any other flag of the same option overrides.
 
-    `--recompute-activations` means "selective", unless `--recompute-granularity full` is given as well.
+    For example, `--recompute-activations` means "selective", unless `--recompute-granularity full` is also given.
     """
 
     value: object
@@ -71,10 +71,11 @@ class weak:
 
 @dataclass(frozen=True)
 class Renamed:
-    """The Megatron-LM flag carries the value itself. `values` maps former names of values to today's.
+    """A Megatron-LM flag that is followed by the value. values: name of a value in Megatron-LM -> its name here, if the
+    names differ.
 
-    A renamed value gives way to any other flag of the same option; None leaves the option unset. refused: values
-    without a counterpart -> what they did in Megatron-LM.
+    Any other flag of the same option overrides a renamed value; None leaves the option unset. refused: value without a
+    counterpart -> a description of its effect in Megatron-LM.
     """
 
     values: Mapping[str, str | None]
@@ -83,7 +84,8 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option may hold: the words that follow "must be" in a message, and the test."""
+    """The valid numbers of an option. rule: text that follows "must be" in a message. holds: whether a number is
+    valid."""
 
     rule: str
     holds: Callable[[float], bool]
@@ -106,64 +108,64 @@ ZERO_STAGE = Range("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
 
 @dataclass(frozen=True)
 class Option:
-    """What `option` stores in a field's metadata."""
+    """Properties of an option, which `option` stores in the metadata of a field."""
 
     help: str
-    """One sentence without a full stop."""
+    """The help text, one sentence without a full stop."""
     megatron: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Megatron-LM spelling -> `VALUE` if it carries the value, a mapping if it carries the value under another name
-    (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), else the constant that it sets (`{"--swiglu": "swiglu"}`,
-    `{"--disable-bias-linear": False}`). Several options may have the same spelling."""
+    """Megatron-LM spelling -> `VALUE` if the flag is followed by the value, a mapping if the flag is followed by
+    another name of the value (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), else the constant that the flag sets
+    (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`). Several options may have the same spelling."""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other words that users type for the flag ("--learning-rate"), or for a value ("gpu" -> "cuda")."""
+    """Other word that users type -> the flag ("--learning-rate" -> "--lr") or the value ("gpu" -> "cuda")."""
     short: str | None = None
     """A one-letter flag such as "-o"."""
     metavar: str | None = None
-    """Placeholder of the value in help; None means the type of the value."""
+    """Placeholder for the value in the help; None for the type of the value."""
     common: bool | None = None
-    """Whether the short `--help` shows the option; the others appear under `--help-all`. None means the section's
-    default."""
+    """Whether `--help` shows the option; `--help-all` shows all options. None for the section's default."""
     unit: str | None = None
     """Unit of a number, for help and messages ("samples", "minutes")."""
     within: Range | None = None
     """Valid range of a number, or of each number in a tuple."""
     most: int = 2**63 - 1
-    """Largest valid whole number: the bound of a tensor's dimension, or of what can be planned within seconds."""
+    """Maximum valid integer, which limits the dimensions of tensors and the time to plan a run."""
     choices: Collection[str] | None = None
-    """Valid values that are registered while the program runs; fixed ones are a `Literal` type."""
+    """Valid values that are registered at run time; fixed values are given by a `Literal` type."""
     needs: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
-    """Other option -> its values, or their range, that are required if this option differs from its default; () means
-    any value except None and off."""
+    """Name of another option -> the values, or the range of values, that it must have if this option differs from its
+    default; () means any value except None and off."""
     read_with: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
-    """Other option -> its values, as in `needs`. If no entry holds, this option has no effect, and a message says
-    so."""
+    """Name of another option -> its values, as in `needs`. If no entry is satisfied, this option has no effect, and the
+    user gets a message."""
     families: Families = ()
     """Model families whose runs read the option, or a mapping from its values to families; () means all families. A
-    family that sets a default for the option reads it too."""
+    family that sets a default for the option also reads the option."""
     usual_in: Families = ()
-    """Families whose scripts set the option, or a mapping from its values to such families; runs of other families must
-    give --family."""
+    """Families whose scripts set the option, or a mapping from its values to such families; for any other family
+    --family must be given."""
     spelling_families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Megatron-LM spelling -> the only families whose scripts have it."""
+    """Megatron-LM spelling -> the only families whose scripts accept this spelling."""
     formerly: str | None = None
-    """The option's table in TOML files of an earlier version."""
+    """Name of the option's table in TOML files of an earlier version."""
     on_resume: OnResume | None = None
-    """See `OnResume`; None means the section's default."""
+    """What happens on resume if the value differs (`OnResume`); None for the section's default."""
     bench: Bench | None = None
-    """See `Bench`; None means the section's default."""
+    """How `mega bench` treats the option (`Bench`); None for the section's default."""
     evaluated: bool | None = None
-    """Whether `mega eval` reads the option. (Options of the model's shape are only compared with the model.) None means
+    """Whether `mega eval` reads the option. (Options of the model's shape are only compared with the model.) None for
     the section's default."""
     layout: bool = False
-    """Whether the option sets how ranks share the work and in what order. Such an option changes results only by
-    rounding, so `memory-estimate --fit` chooses it."""
+    """Whether the option sets how ranks share the work and in what order. `memory-estimate --fit` chooses such options,
+    because they affect results only by rounding."""
     hub: Literal["model", "tokenizer", "dataset"] | None = None
-    """Kind of repository that a name of the Hugging Face Hub, given instead of a path, refers to."""
+    """Type of the Hugging Face Hub repository whose name may be given instead of a path; None if the value is not a
+    path."""
 
 
 def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None = None, **properties: Any) -> Any:
-    """A dataclass field that is also a flag. megatron: a plain string is a flag that carries the value. properties: the
-    other fields of `Option`."""
+    """Return a dataclass field that is also a flag. megatron: as `Option.megatron`; a plain string is a flag followed
+    by the value. properties: the other fields of `Option`."""
     spellings = {megatron: VALUE} if isinstance(megatron, str) else dict(megatron or {})
     record = Option(help=help, megatron=spellings, **properties)
     return dataclasses.field(default=default, metadata={"option": record})
@@ -174,7 +176,7 @@ REQUIRED: object = dataclasses.MISSING
 
 
 def like(section: type[Section], name: str, default: Any = REQUIRED, **properties: Any) -> Any:
-    """A copy of a field of another section, with its default and properties, except for those given here."""
+    """Return a copy of the field `name` of another section, with some properties, and perhaps the default, replaced."""
     field: dataclasses.Field[object] = next(
         each
         for each in dataclasses.fields(section)  # type: ignore[arg-type]
@@ -185,7 +187,7 @@ def like(section: type[Section], name: str, default: Any = REQUIRED, **propertie
 
 
 def describe(field: dataclasses.Field[object], section: type[Section]) -> Option:
-    """The `Option` of a field, in which the section's defaults replace None."""
+    """Return the `Option` of a field, with None replaced with the section's defaults."""
     record: Option = field.metadata["option"]
     return dataclasses.replace(
         record,
@@ -197,7 +199,7 @@ def describe(field: dataclasses.Field[object], section: type[Section]) -> Option
 
 
 def changed(section: Section) -> list[str]:
-    """Names of a section's options whose values differ from the defaults."""
+    """Return the names of a section's options whose values differ from the defaults."""
     return [
         field.name
         for field in dataclasses.fields(section)  # type: ignore[arg-type]

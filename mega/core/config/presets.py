@@ -1,7 +1,7 @@
-"""Families and presets: tables of option values, and nothing else.
+"""Families and presets: tables of option values, without other code.
 
-A family corresponds to the name of a training script in Megatron-LM; a preset is a published model. Both are
-plain mappings of option names to values and override Megatron-LM's defaults; the TOML file overrides them.
+A family corresponds to a training script of Megatron-LM; a preset is a published model. Both are mappings from
+option names to values. These values override Megatron-LM's defaults, and a TOML file overrides these values.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ class FamilyDefaults(NamedTuple):
 
     values: Values
     sentencepiece: str = "GPTSentencePieceTokenizer"
-    """Kind of tokenizer for a SentencePiece model."""
+    """Type of tokenizer for a SentencePiece model."""
     vocabulary: str = "GPT2BPETokenizer"
-    """Kind of tokenizer for a --vocab-file without --merge-file."""
+    """Type of tokenizer for a --vocab-file without --merge-file."""
     stacks: int = 1
-    """Number of stacks of layers, each of which reads a text; 2 if the family has --decoder-layers."""
+    """Number of stacks of layers: 1, or 2 if the family has an encoder and a decoder (--decoder-layers)."""
     unties: bool = True
-    """Whether the output layer may have its own matrix (--no-tied)."""
+    """Whether the output layer may have a matrix separate from the embedding (--no-tied)."""
     classifies: bool = False
-    """Whether its models may have a head that classifies rows or chooses one of several rows (--head)."""
+    """Whether models of the family may have a head that classifies rows or chooses one of several rows (--head)."""
     writes_ends: bool = True
-    """Whether its samples hold the tokens for the beginning and end of a text."""
+    """Whether the family's samples contain the tokens for the beginning and end of a text."""
 
 
 FAMILY_DEFAULTS: dict[str, FamilyDefaults] = {}
-"""Every family by its name: the choices of --family."""
+"""Name of each family, which is a choice of --family -> its defaults."""
 
 
 def register_family(name: str, values: Values, **more: Any) -> None:
-    """Make `name` a choice of --family with defaults `values`; `more` are the other fields of `FamilyDefaults`."""
+    """Make `name` a choice of --family with the defaults `values`. more: the other fields of `FamilyDefaults`."""
     FAMILY_DEFAULTS[name] = FamilyDefaults(values, **more)
 
 
@@ -85,30 +85,30 @@ def _llama(
 def _qwen25(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool, seq_length: int
 ) -> dict[str, object]:
-    """Biases of query, key and value only; the token table of the larger models has 128 more rows."""
+    """Qwen 2.5: biases of query, key and value only. The embedding table of the larger models has 128 more rows."""
     values = {"qkv_bias": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
     return {**_llama(layers, hidden, heads, kv_heads, ffn, seq_length, 151936 if hidden < 3072 else 152064), **values}
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[str, object]:
-    """Norms per head; every head is 128 wide, independently of the hidden width."""
+    """Qwen 3: queries and keys are normalised per head, and the head width is 128 for every hidden width."""
     values = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
     return {**_llama(layers, hidden, heads, 8, ffn, 32768, 151936), **values}
 
 
 def _mixture(experts: int, chosen: int, width: int, normalize: bool = True) -> dict[str, object]:
-    """Every layer has experts, each `width` wide."""
+    """Return options of a mixture of experts in every layer. width: feed-forward width of one expert."""
     values = {"experts": experts, "experts_chosen": chosen, "expert_ffn": width, "router_normalize": normalize}
     return {**values, "rope_base": 1e6}
 
 
 def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30524) -> dict[str, object]:
-    """The vocabulary is that of BERT's file of 30,522 pieces with [BOS] and [EOS], as in Megatron-LM."""
+    """BERT: the vocabulary is BERT's file of 30,522 tokens plus [BOS] and [EOS], as in Megatron-LM."""
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "bert", "sample_kind": "bert"}
 
 
 def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int, vocab: int | None = 30624) -> dict[str, object]:
-    """Encoder and decoder have the same shape. The vocabulary is BERT's with [BOS], [EOS] and 100 sentinels."""
+    """T5: encoder and decoder have the same shape. The vocabulary is BERT's plus [BOS], [EOS] and 100 sentinels."""
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "t5", "head_dim": head_dim, "ffn": ffn}
 
 
@@ -116,7 +116,7 @@ NO_DROPOUT: Values = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, object]:
-    """GPT-NeoX: parallel branches, each with its own norm, and rotary positions on a quarter of each head."""
+    """GPT-NeoX: parallel branches with separate norms, and rotary positions on a quarter of each head."""
     return {
         **_gpt(layers, hidden, heads, 2048, vocab),
         "position": "rope",
@@ -129,7 +129,7 @@ def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, objec
 
 
 def _olmo2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, object]:
-    """Norms after each branch, and over whole queries and keys."""
+    """OLMo 2: norms after each branch, and norms of queries and keys over all heads together."""
     values = {
         "norm_placement": "branch",
         "qk_norm": True,
@@ -157,7 +157,7 @@ def _olmo3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dic
 def _gemma(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, seq_length: int, vocab: int
 ) -> dict[str, object]:
-    """Norm weights stored minus one, a gated GELU, scaled embeddings."""
+    """Gemma: norm weights stored minus 1, a gated GELU, and scaled embeddings."""
     return {
         **_llama(layers, hidden, heads, kv_heads, ffn, seq_length, vocab),
         "head_dim": head_dim,
@@ -173,7 +173,7 @@ def _gemma(
 def _gemma2(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: int
 ) -> dict[str, object]:
-    """scalar: attention scores are divided by the square root of this number."""
+    """scalar: the number by whose square root attention scores are divided."""
     scale = {} if scalar == head_dim else {"attention_scale": scalar**-0.5}
     return {
         **_gemma(layers, hidden, heads, kv_heads, ffn, head_dim, 8192, 256000),
@@ -227,8 +227,8 @@ def _granite(
 
 
 def _roberta(layers: int, hidden: int, heads: int) -> dict[str, object]:
-    """BERT without pairs. The embedding row of the first position follows the row of the padding; samples are those of
-    Megatron-LM."""
+    """RoBERTa: BERT without segment pairs. The first position uses row 2 of the position embedding table, after the row
+    of the padding. Samples are those of Megatron-LM."""
     return {
         **_bert(layers, hidden, heads, 50265),
         "norm_placement": "post",
@@ -240,18 +240,18 @@ def _roberta(layers: int, hidden: int, heads: int) -> dict[str, object]:
 
 
 LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
-"""Llama 3.1. The other values of its rope scaling are the options' defaults."""
+"""Options of Llama 3.1. For other options of its rope scaling the defaults are used."""
 
 LLAMA32: Values = {"rope_scaling_factor": 32.0, "tied": True}
-"""Values of Llama 3.2's text models that differ from 3.1."""
+"""Options of Llama 3.2's text models that differ from Llama 3.1."""
 
 PRESETS: Mapping[str, Values] = {
-    # For tests and first steps; the vocabulary is the tokenizer's.
+    # For tests and first steps; the tokenizer determines the vocabulary size.
     "tiny-gpt": _gpt(2, 64, 4, 64, None),
     "tiny-llama": _llama(2, 64, 4, 2, 192, 64, None),
     "tiny-bert": {**_bert(2, 64, 4, None), "seq_length": 64},
     "tiny-t5": {**_t5(2, 64, 4, 16, 256, None), "seq_length": 64, "decoder_seq_length": 32},
-    # Radford et al. 2019, and the size that Megatron-LM's example scripts train
+    # Radford et al. 2019, and the model size of Megatron-LM's example scripts
     "gpt2-124m": _gpt(12, 768, 12, 1024, 50257),
     "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
     # Brown et al. 2020, arXiv 2005.14165
@@ -289,7 +289,7 @@ PRESETS: Mapping[str, Values] = {
     # Meta 2024, the model cards of Llama 3.2
     "llama3.2-1b": {**_llama(16, 2048, 32, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
     "llama3.2-3b": {**_llama(28, 3072, 24, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
-    # Jiang et al. 2023, arXiv 2310.06825: each token sees 4,096 tokens in a layer
+    # Jiang et al. 2023, arXiv 2310.06825: in a layer, each token attends to 4,096 tokens
     "mistral-7b": {**_llama(32, 4096, 32, 8, 14336, 32768, 32000), "window": 4096},
     # Qwen Team 2024, arXiv 2412.15115, and the models' config.json
     "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 4864, True, 32768),
@@ -306,7 +306,7 @@ PRESETS: Mapping[str, Values] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288, False),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408, False),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, False),
-    # The same report: a token uses 8 of the 128 experts in each layer
+    # Qwen Team 2025, arXiv 2505.09388: a token uses 8 of the 128 experts in each layer
     "qwen3-30b-a3b": {**_qwen3(48, 2048, 32, 6144, False), "kv_heads": 4, **_mixture(128, 8, 768)},
     "qwen3-235b-a22b": {**_qwen3(94, 4096, 64, 12288, False), "kv_heads": 4, **_mixture(128, 8, 1536)},
     # Jiang et al. 2024, arXiv 2401.04088, and the models' config.json
@@ -348,7 +348,7 @@ PRESETS: Mapping[str, Values] = {
     "olmo2-7b": _olmo2(32, 4096, 32, 32, 11008),
     "olmo2-13b": _olmo2(40, 5120, 40, 40, 13824),
     "olmo2-32b": _olmo2(64, 5120, 40, 8, 27648),
-    # OLMo Team 2025, the models' config.json: three layers of four have a window, the others YaRN
+    # OLMo Team 2025, the models' config.json: three of every four layers have a window, and the fourth has YaRN
     "olmo3-7b": _olmo3(32, 4096, 32, 32, 11008),
     "olmo3-32b": _olmo3(64, 5120, 40, 8, 27648),
     # Gemma Team 2024, arXiv 2403.08295
@@ -369,7 +369,7 @@ PRESETS: Mapping[str, Values] = {
     "starcoder2-3b": _starcoder2(30, 3072, 24, 2, 12288, 999999.4420358813),
     "starcoder2-7b": _starcoder2(32, 4608, 36, 4, 18432, 1000000.0),
     "starcoder2-15b": {**_starcoder2(40, 6144, 48, 4, 24576, 100000.0), "tied": False},
-    # Hugging Face 2025, the model's config.json: every fourth layer has no positions
+    # Hugging Face 2025, the model's config.json: every fourth layer has no position encoding
     "smollm3-3b": {
         **_llama(36, 2048, 16, 4, 11008, 65536, 128256),
         "rope_base": 5000000.0,
@@ -397,11 +397,11 @@ PRESETS: Mapping[str, Values] = {
         "norm_eps": 1e-12,
         "activation": "gelu",
     },
-    # Shoeybi et al. 2019, arXiv 1909.08053, section 5.3; the first is what Megatron-LM's example scripts train
+    # Shoeybi et al. 2019, arXiv 1909.08053, section 5.3; Megatron-LM's example scripts train the first model
     "bert-345m": _bert(24, 1024, 16),
     "bert-1.3b": _bert(24, 2048, 32),
     "bert-3.9b": _bert(48, 2560, 40),
-    # Raffel et al. 2020, arXiv 1910.10683, section 3.7, built as Megatron-LM builds the first in its example scripts
+    # Raffel et al. 2020, arXiv 1910.10683, section 3.7, with the architecture of T5 in Megatron-LM's example scripts
     "t5-220m": _t5(12, 768, 12, 64, 3072),
     "t5-770m": _t5(24, 1024, 16, 64, 4096),
     "t5-3b": _t5(24, 1024, 32, 128, 16384),

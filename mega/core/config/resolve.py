@@ -1,7 +1,7 @@
-"""Derive the values that options leave out. All other code reads plain numbers and derives none of them again.
+"""Derive the values of options that are not given. No other code derives these values; it reads the resolved run.
 
-`resolve` makes a run from options, a world size and a vocabulary. `resolve` checks only that sizes are given;
-config/check.py holds all other rules.
+`resolve` makes a run from options, a world size and a vocabulary size. `resolve` checks only that sizes are given;
+config/check.py contains all other rules.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mega.core.plan.layers import split_layers
 
 
 def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig:
-    """The run of `options` on `world` ranks. vocab: the tokenizer's vocabulary size, for options without one.
+    """Return the run of `options` on `world` ranks. vocab: the tokenizer's vocabulary size, used if `options` has none.
 
     Errors: ValueError naming a size that is not given.
 
@@ -55,7 +55,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
         optimizer=options.optimizer,
         schedule=_schedule(options),
         memory=options.memory,
-        # api/training.py replaces auto with the template of the weights; without weights it is plain.
+        # api/training.py replaces auto with the template stored with the weights; without weights, auto means plain.
         data=replace(options.data, chat_template="plain") if options.data.chat_template == "auto" else options.data,
         masking=options.masking,
         finetuning=options.finetuning,
@@ -70,7 +70,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
 
 
 def profiled_steps(text: str) -> range | None:
-    """The steps of --profile; None if the text is not valid.
+    """Parse the steps of --profile; None if the text is invalid.
 
     >>> profiled_steps("10:12"), profiled_steps("7"), profiled_steps("3:1")
     (range(10, 13), range(7, 8), None)
@@ -82,8 +82,8 @@ def profiled_steps(text: str) -> range | None:
 
 
 def variant(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A copy of `run` with other `values` of some options. Values derived from these options are kept, unless `values`
-    holds None for them.
+    """Return a copy of `run` with other `values` for some options. Values derived from these options are kept; a value
+    of None derives an option again.
 
     >>> from mega.core.config.compose import compose
     >>> fp16 = resolve(compose("tiny-gpt", flags={"vocab": 9, "micro_batch": 1, "dtype": "fp16"}), 1)
@@ -92,11 +92,11 @@ def variant(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """
     return resolve(
         updated(Options(**vars(run)), values), world=1
-    )  # the world size affects only the batch, which is already resolved
+    )  # only the batch depends on the world size, and the batch is already resolved
 
 
 def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
-    """Resolve only the model section of a run. vocab: the vocabulary size, for options without one.
+    """Resolve only the model section of a run. vocab: the vocabulary size, used if `options` has none.
 
     Errors: ValueError naming a size that is not given.
 
@@ -109,7 +109,7 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
     decoder_layers = model.decoder_layers
     if FAMILY_DEFAULTS[model.family].stacks > 1:
         decoder_layers = decoder_layers or layers
-        # Encoder and decoder share the positions, which must cover the longer text.
+        # Encoder and decoder share the position embeddings, whose number must cover the longer text.
         longest = longest and max(longest, options.masking.decoder_seq_length)
     unchanged = {**_unchanged_fields(model, ModelConfig), "decoder_layers": decoder_layers}
     resolved = ModelConfig(
@@ -128,14 +128,14 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
 
 
 def microbatch_rows(run: RunConfig) -> int:
-    """Number of rows of tokens in one microbatch: two per pair of answers, one per answer to choose from."""
+    """Return the number of token rows in one microbatch: per sample, two answers of a pair, or one row per choice."""
     head, choices = LABELLED.get(run.finetuning.task, ("classification", 1))
     return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else choices if head == "choice" else 1)
 
 
 def with_head(model: ModelConfig, task: str) -> ModelConfig:
-    """The model with the head that a labelled task needs. The model is unchanged if its family has no such head, or for
-    other tasks."""
+    """Return the model with the head that a labelled task needs; the same model if `task` has no labels or the model's
+    family has no head for labels."""
     if task not in LABELLED or not FAMILY_DEFAULTS[model.family].classifies:
         return model
     head, classes = LABELLED[task]
@@ -143,13 +143,14 @@ def with_head(model: ModelConfig, task: str) -> ModelConfig:
 
 
 def epoch_steps(run: RunConfig) -> int | None:
-    """Number of steps in one epoch; None unless the length is given in epochs and the number of steps is resolved."""
+    """Return the number of steps in one epoch; None unless the run's length is given in epochs and its steps are
+    resolved."""
     steps, epochs = run.batch.steps, run.finetuning.epochs
     return None if steps is None or epochs is None else steps // epochs
 
 
 def data_parallel(run: AnyRun, world: int) -> int:
-    """Size of the dp axis: the world size divided by tp x pp x cp.
+    """Return the size of the dp axis: the world size divided by tp x pp x cp.
 
     >>> data_parallel(updated(Options(), {"tp": 2, "pp": 2}), world=8)
     2
@@ -158,15 +159,15 @@ def data_parallel(run: AnyRun, world: int) -> int:
 
 
 def gathers_experts(run: RunConfig) -> bool:
-    """Whether all tokens are gathered on the ranks that share experts. Otherwise rows are exchanged, which moves less
-    data if the number of such ranks is larger than the number of experts that a token uses."""
+    """Return whether all tokens are gathered on the ranks that share experts. Otherwise the ranks exchange rows, which
+    moves less data if there are more ranks than experts per token."""
     dispatch = run.parallel.expert_dispatch
     return run.parallel.ep <= run.model.experts_chosen if dispatch == "auto" else dispatch == "all-gather"
 
 
 def column_unit(parallel: ParallelOptions) -> int:
-    """The number of columns of a row must be a multiple of this, so that the ranks that split a row hold equal numbers
-    of columns: whole context chunks and whole sequence shards.
+    """Return the number of which a row's columns must be a multiple, so that the ranks that split a row hold equal
+    numbers of columns: whole context chunks and whole sequence shards.
 
     >>> column_unit(ParallelOptions(tp=2, cp=3, sequence_parallel=True))
     6
@@ -176,15 +177,15 @@ def column_unit(parallel: ParallelOptions) -> int:
 
 
 def text_lengths(run: RunConfig) -> tuple[int, ...]:
-    """Number of tokens in each text of a sample: the only text, or the encoder's and the decoder's text."""
+    """Return the number of tokens in each text of a sample: one text, or the encoder's and the decoder's text."""
     if len(run.model.stacks) == 1:
         return (run.batch.seq_length,)
     return run.batch.seq_length, run.masking.decoder_seq_length
 
 
 def predicted_tokens(run: RunConfig) -> int:
-    """Number of tokens per sample for which the head computes logits: all tokens of the text or of the decoder's text;
-    for masked samples, the maximum number of masked tokens.
+    """Return the number of tokens per sample for which the head computes logits: all tokens of the text, or of the
+    decoder's text; for samples with masked words, the maximum number of masked tokens.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (resolve(compose(preset, flags={"micro_batch": 1}), 1, 9) for preset in ("gpt2-345m", "bert-345m"))
@@ -197,7 +198,7 @@ def predicted_tokens(run: RunConfig) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of `number` in ascending order: the numbers of ranks or stages that can share `number` evenly.
+    """Return the divisors of `number` in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -207,15 +208,18 @@ def divisors(number: int) -> list[int]:
 
 
 def microbatches(run: RunConfig, world: int, global_batch: int | None = None) -> int:
-    """Number of microbatches per step on each rank of a resolved run; `global_batch` replaces the run's own."""
+    """Return the number of microbatches per step on each rank of a resolved run. global_batch: replaces the run's
+    global batch."""
     batch = global_batch if global_batch is not None else run.batch.global_batch
     return batch // (run.batch.micro_batch * data_parallel(run, world))
 
 
 def eager_microbatches(shares: int, count: int) -> int:
-    """How many of `count` microbatches run without a graph under --cuda-graph, with data shared over `shares` ranks.
+    """Return how many of `count` microbatches run without a graph under --cuda-graph. shares: number of ranks that
+    reduce gradients together.
 
-    The last of several microbatches does, because its backward pass overlaps with the reduction of gradients.
+    With several ranks, the last of several microbatches runs without a graph, because its backward pass overlaps with
+    the reduction of gradients.
 
     >>> eager_microbatches(1, 4), eager_microbatches(2, 4), eager_microbatches(2, 1)
     (0, 1, 0)
@@ -224,20 +228,20 @@ def eager_microbatches(shares: int, count: int) -> int:
 
 
 SMALL_BLOCK = 1.5e12
-"""Floating-point operations that a current GPU does in about 3 ms, the time in which its host launches the kernels of a
-block's forward and backward pass (docs/performance.md)."""
+"""Number of floating-point operations that a current GPU does in about 3 ms, the time in which the host launches the
+kernels of a block's forward and backward pass (docs/performance.md)."""
 
 SMALL_EXCHANGING_BLOCK = 3.5e12
-"""The same threshold for a block with exchanges between tensor ranks, whose launches take more than twice as long."""
+"""As SMALL_BLOCK, for a block with exchanges between tensor ranks, whose launches take more than twice as long."""
 
 
 def records_graph(run: RunConfig, world: int) -> bool:
-    """Whether a resolved run records its microbatches as CUDA graphs.
+    """Return whether a resolved run records its microbatches as CUDA graphs.
 
-    Without --cuda-graph and --no-cuda-graph, the run records graphs if they are known to work and a block is so small
-    that the device would wait for the host. A mixture of experts is not recorded, because the host counts the rows of
-    experts and the means over microbatches, which a graph does not replay. A run whose --inject damages the output of a
-    layer is not recorded either, because a graph cannot damage the output.
+    Without --cuda-graph and --no-cuda-graph, the run records graphs if graphs support its options and a block is so
+    small that the device would wait for the host. A mixture of experts is not recorded, because the host computes the
+    row counts of experts and the means over microbatches, and a graph does not replay work of the host. A run whose
+    --inject damages the output of a layer is not recorded either, because the damage is done by the host.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt2-345m", flags={"micro_batch": each, "vocab": 50304}) for each in (1, 64))
@@ -265,7 +269,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
 
 
 def gated_ffn(hidden: int) -> int:
-    """Megatron's feed-forward width of a gated MLP: 2/3 of 4 hidden, rounded down to a multiple of 64.
+    """Return Megatron-LM's feed-forward width of a gated MLP: 2/3 x 4 x hidden, rounded down to a multiple of 64.
 
     >>> gated_ffn(4096)
     10880
@@ -274,7 +278,8 @@ def gated_ffn(hidden: int) -> int:
 
 
 def global_batch_at(batch: BatchConfig, consumed: int) -> int:
-    """Number of samples in the step that starts after `consumed` samples, with the batch ramp-up if there is one.
+    """Return the global batch size of the step that starts after `consumed` samples, which depends on the batch
+    ramp-up.
 
     >>> gpt3 = BatchConfig(seq_length=1, micro_batch=1, global_batch=1536, rampup=(16, 16, 5859375))
     >>> [global_batch_at(gpt3, consumed) for consumed in (0, 61664, 61680, 123376, 5859376)]
@@ -290,7 +295,7 @@ def global_batch_at(batch: BatchConfig, consumed: int) -> int:
 
 
 def batch_sizes(batch: BatchConfig) -> Iterator[int]:
-    """Every global batch size that the run passes through, in order."""
+    """Return all global batch sizes of the run, in order."""
     if batch.rampup:
         start, increment, _ = batch.rampup
         yield from range(start, batch.global_batch, increment)
@@ -298,7 +303,7 @@ def batch_sizes(batch: BatchConfig) -> Iterator[int]:
 
 
 def rising_steps(batch: BatchConfig) -> Iterator[int]:
-    """Yield the number of samples in each step of the ramp-up; empty if there is no ramp-up.
+    """Yield the number of samples in each step of the ramp-up; nothing if there is no ramp-up.
 
     >>> list(rising_steps(BatchConfig(seq_length=1, micro_batch=1, global_batch=6, rampup=(2, 2, 8), samples=100)))
     [2, 2, 4, 6]
@@ -314,20 +319,20 @@ def rising_steps(batch: BatchConfig) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of a run and its schedule."""
+    """Lengths of a run and of its learning rate schedule."""
 
     steps: int
-    """Number of optimizer steps of the run; all other lengths are in samples."""
+    """Number of optimizer steps in the run. All other lengths are numbers of samples."""
     samples: int
     decay_samples: int
-    """Number of samples after which the learning rate reaches its minimum."""
+    """Number of samples after which the learning rate is final."""
     warmup_samples: int
     anneal_samples: int = 0
-    """The last part of `decay_samples`, in which the learning rate of wsd falls."""
+    """Number of samples at the end of `decay_samples` in which the learning rate of wsd decreases."""
 
 
 def lengths(run: RunConfig) -> Lengths:
-    """Lengths of a run, whether its length was given in steps or in samples.
+    """Return the lengths of a run, which may be given in steps or in samples.
 
     Each step counts as `global_batch` samples. With a ramp-up, steps are counted one by one until the
     samples of the ramp-up are consumed.
@@ -339,7 +344,7 @@ def lengths(run: RunConfig) -> Lengths:
     """
     batch, schedule = run.batch, run.schedule
     if batch.samples is not None:
-        # The schedule counts samples, so that it does not depend on the batch sizes of a ramp-up.
+        # The schedule counts samples, so that the learning rate does not depend on the batch sizes of a ramp-up.
         steps, samples = _steps_of(batch, batch.samples), batch.samples
         decay = schedule.lr_decay_samples or samples
         warmup = schedule.lr_warmup_samples
@@ -356,10 +361,11 @@ def lengths(run: RunConfig) -> Lengths:
 
 
 def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
-    """Number of the last step of a resolved run that has done `step` steps and consumed `consumed` samples.
+    """Return the number of the last step of a resolved run that has completed `step` steps and consumed `consumed`
+    samples.
 
-    A run measured in samples ends with its last whole batch, so earlier batch sizes count. --exit-tokens may end it
-    sooner, with the step that reaches this number of tokens.
+    A run whose length is given in samples ends with the last whole batch, which depends on earlier batch sizes.
+    --exit-tokens may end the run earlier, with the step that reaches this number of tokens.
 
     >>> from mega.core.config.compose import compose
     >>> lengths_of = ({"samples": 100}, {"steps": 100, "seq_length": 10, "exit_tokens": 250})
@@ -386,7 +392,8 @@ def _steps_of(batch: BatchConfig, samples: int) -> int:
 
 
 def _unchanged_fields(options: Section, resolved: type[Section]) -> dict[str, Any]:
-    """The values that a resolved section copies from options: all fields that it does not declare again."""
+    """Return the values that a resolved section copies from `options`: all fields that `resolved` does not
+    redeclare."""
     return {name: value for name, value in vars(options).items() if name not in resolved.__annotations__}
 
 
@@ -411,7 +418,7 @@ def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
     schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
     etp = options.tp if options.etp is None else options.etp
     resolved = ParallelConfig(**_unchanged_fields(options, ParallelConfig), schedule=schedule, etp=etp)
-    # A single tensor rank has nothing to split. Megatron-LM also switches sequence parallelism off, without a message.
+    # A single tensor rank has nothing to split. Megatron-LM also disables sequence parallelism then, without a message.
     split = options.sequence_parallel and options.tp > 1
     return replace(resolved, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)
 
@@ -442,8 +449,8 @@ def _schedule(options: Options) -> ScheduleConfig:
 
 
 def implied_tokenizer(options: TokenizerConfig, family: str) -> TokenizerConfig:
-    """`options` with the kind of tokenizer that the given files imply. The kind remains unset if only the vocabulary
-    size is given."""
+    """Return `options` with the type of tokenizer that the given files imply. The type remains unset if only the
+    vocabulary size is given."""
     model = options.tokenizer_model
     if options.tokenizer is not None:
         return options
@@ -458,7 +465,7 @@ def implied_tokenizer(options: TokenizerConfig, family: str) -> TokenizerConfig:
 
 
 def metrics_file(run: AnyRun) -> str:
-    """The path of the metrics: --metrics, or its default."""
+    """Return the path of the metrics file: --metrics, or its default."""
     if run.log.metrics is not None:
         return run.log.metrics
     save = run.checkpoint.save

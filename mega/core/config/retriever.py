@@ -1,7 +1,9 @@
-"""Options of a retriever (Retro; Borgeaud et al. 2022): which layers read neighbours, and the encoder of neighbours.
+"""Options of a retriever (Retro; Borgeaud et al. 2022): the layers that attend to neighbours, and the encoder of
+neighbours.
 
-These options are part of the model section (sections.py). Without --retriever no layer reads neighbours, and no other
-option of a retriever may be given. check_retriever.py holds the rules. This module does not import torch.
+These options are part of the model section (sections.py). Without --retriever no layer attends to neighbours, and no
+other option of a retriever may be given. check_retriever.py contains the rules for these options. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -17,25 +19,25 @@ _NEEDS = {"retriever": ()}
 
 @dataclass(frozen=True, kw_only=True)
 class RetrieverOptions(Section):
-    """Retriever: the layers that read neighbours, and their encoder."""
+    """Retriever: the layers that attend to neighbours, and the encoder of the neighbours."""
 
     retriever: bool = option(
         False,
-        "some layers read the neighbours of each chunk of the text, which an encoder in the first "
-        "of these layers encodes",
+        "let some layers attend to retrieved neighbours of each chunk of the text; the first of these layers "
+        "holds the neighbours' encoder",
         megatron={"--retro-add-retriever": True},
         families=DECODERS,
     )
     retro_layers: tuple[int, ...] = option(
         (),
-        "indices of the layers that read neighbours, counted from 0 [every third layer from 5 on, "
-        "or from 8 on with more than 15 layers]",
+        "indices of the layers that attend to neighbours, counted from 0 [every third layer, starting at 5, or"
+        " at 8 if there are more than 15 layers]",
         within=NOT_NEGATIVE,
         needs=_NEEDS,
     )
     retro_chunk_length: int = option(
         64,
-        "tokens of a chunk",
+        "number of tokens in a chunk",
         megatron="--retro-gpt-chunk-length",
         within=COUNT,
         most=2**20,
@@ -43,7 +45,7 @@ class RetrieverOptions(Section):
     )
     retro_neighbours: int = option(
         2,
-        "neighbours of a chunk that are read",
+        "number of neighbours per chunk",
         megatron="--retro-num-neighbors",
         within=COUNT,
         most=2**10,
@@ -51,7 +53,7 @@ class RetrieverOptions(Section):
     )
     retro_retrieved_chunks: int = option(
         2,
-        "chunks of a neighbour: the retrieved one and those that follow it",
+        "number of chunks in a neighbour: the retrieved chunk and the chunks that follow it",
         megatron="--retro-num-retrieved-chunks",
         within=COUNT,
         most=2**10,
@@ -59,7 +61,7 @@ class RetrieverOptions(Section):
     )
     retro_encoder_layers: int = option(
         2,
-        "layers of the neighbours' encoder",
+        "number of layers in the neighbours' encoder",
         megatron="--retro-encoder-layers",
         within=COUNT,
         most=2**10,
@@ -67,7 +69,7 @@ class RetrieverOptions(Section):
     )
     retro_encoder_hidden_dropout: float = option(
         0.1,
-        "dropout of the encoder's residual stream",
+        "dropout probability in the encoder's residual stream",
         megatron="--retro-encoder-hidden-dropout",
         within=BELOW_ONE,
         on_resume="noted",
@@ -75,7 +77,7 @@ class RetrieverOptions(Section):
     )
     retro_encoder_attention_dropout: float = option(
         0.1,
-        "dropout of the encoder's attention weights",
+        "dropout probability of the encoder's attention weights",
         megatron="--retro-encoder-attention-dropout",
         within=BELOW_ONE,
         on_resume="noted",
@@ -83,7 +85,7 @@ class RetrieverOptions(Section):
     )
     retro_gate: float = option(
         1.0,
-        "multiply the output of attention to neighbours by this; 0 ignores them",
+        "multiply the output of attention to neighbours by this; 0 ignores neighbours",
         megatron="--retro-attention-gate",
         within=NOT_NEGATIVE,
         on_resume="noted",
@@ -91,15 +93,16 @@ class RetrieverOptions(Section):
     )
     retro_rope: bool = option(
         True,
-        "rotary positions inside each neighbour; Megatron-LM has none there, so a neighbour is a bag of tokens",
+        "use rotary positions inside each neighbour; Megatron-LM does not, and so treats a neighbour as a bag "
+        "of tokens",
         megatron={"--retro-add-retriever": False},
         needs=_NEEDS,
         read_with={"position": ("rope",)},
     )
     retro_cross_documents: bool = option(
         False,
-        "the chunks after a neighbour may belong to the next document, as in Megatron-LM; if off, "
-        "they end with the neighbour's document",
+        "let the chunks after a neighbour continue into the next document, as in Megatron-LM; if off, stop at "
+        "the end of the neighbour's document",
         megatron={"--retro-add-retriever": True},
         on_resume="noted",
         needs=_NEEDS,
@@ -107,7 +110,7 @@ class RetrieverOptions(Section):
 
 
 def retriever_words(model: RetrieverOptions) -> str:
-    """A message for the user that describes how a model reads neighbours.
+    """Return a message for the user that describes the neighbours of a model.
 
     >>> retriever_words(RetrieverOptions())
     '2 of each chunk of 64 tokens, of 2 chunks each; what follows one is of its document'
@@ -118,7 +121,7 @@ def retriever_words(model: RetrieverOptions) -> str:
 
 
 def reading_layers(options: RetrieverOptions, layers: int) -> tuple[int, ...]:
-    """Indices of the layers that read neighbours, in ascending order.
+    """Return the indices of the layers that attend to neighbours, in ascending order.
 
     >>> reading_layers(RetrieverOptions(retriever=True), 12), reading_layers(RetrieverOptions(retriever=True), 24)
     ((5, 8, 11), (8, 11, 14, 17, 20, 23))
@@ -132,5 +135,5 @@ Model = TypeVar("Model", bound=RetrieverOptions)
 
 
 def with_retriever(model: Model, of: RetrieverOptions) -> Model:
-    """`model` with the retriever of the model `of`."""
+    """Return a copy of `model` with the retriever options of the model `of`."""
     return replace(model, **{field.name: getattr(of, field.name) for field in fields(RetrieverOptions)})

@@ -1,4 +1,5 @@
-"""A run as typed (`Options`) and as resolved (`RunConfig`): two frozen dataclasses with the same sections.
+"""The options of a run as given by the user (`Options`) and as resolved (`RunConfig`): two frozen dataclasses with the
+same sections.
 
     preset < TOML file < flags        config/compose.py          the Options that a user typed
     values from weights and data      training/start/inputs.py   the model of --load, steps of --epochs: still Options
@@ -6,14 +7,15 @@
     resolve(options, world, vocab)    config/resolve.py          the RunConfig, in which every derived value is set
     launch, ranks, loop, checkpoint   training/start/rank.py     read the RunConfig
 
-In `Options` None may mean "derive this value". Only `updated` changes options: it returns a copy with other values. In
-a `RunConfig` None means "not used". `resolve` makes it, the ranks receive it, and run.toml stores it; no code replaces
-a value in it. Code that examines another run, as the estimate does, resolves other options (`variant`). The types keep
-this order: `check`, `resolve` and `updated` do not take a `RunConfig`.
+In `Options`, None may mean "derive this value". Only `updated` changes options, by returning a copy with other values.
+In a `RunConfig`, None means "not used". `resolve` makes a `RunConfig`, the ranks receive it, and run.toml stores it; no
+code replaces a value in a `RunConfig`. Code that examines another run, as the estimate does, resolves other options
+(`variant`). The types enforce this order: `check`, `resolve` and `updated` do not accept a `RunConfig`.
 
-If a section has derived fields, the section of a RunConfig is a subclass of the options' section (sections.py), so code
-that reads either, such as `value_of` and config/toml.py, is written once. Instances of the two classes are never equal:
-compare resolved models with resolved ones. This file names the sections, but no option.
+If a section has derived fields, the section's class in a `RunConfig` is a subclass of its class in `Options`
+(sections.py), so code that reads either class, such as `value_of` and config/toml.py, is written once. Instances of the
+two classes are never equal, so a resolved model must be compared with a resolved model. This module depends on the
+names of sections, but not on the names of options.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -57,7 +59,7 @@ from mega.core.config.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A run as typed; each section is a panel of flags and a table of the TOML file."""
+    """The options of a run as given by the user. Each section is a panel of flags and a table of the TOML file."""
 
     model: ModelOptions = ModelOptions()
     precision: PrecisionOptions = PrecisionOptions()
@@ -80,7 +82,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A resolved run: every derived value is set."""
+    """The options of a resolved run, in which every derived value is set."""
 
     model: ModelConfig
     precision: PrecisionConfig
@@ -102,29 +104,29 @@ class RunConfig:
 
 
 AnyRun = Options | RunConfig
-"""Functions that read an option by its name accept either class."""
+"""Either class of options, for functions that read an option by its name."""
 
 
 @functools.cache
 def sections() -> Mapping[str, type[Section]]:
-    """Section name -> its dataclass, in the order of panels and TOML tables."""
+    """Return a map from section name to dataclass, in the order of panels and TOML tables."""
     hints = get_type_hints(Options)
     return {field.name: hints[field.name] for field in dataclasses.fields(Options)}
 
 
 @functools.cache
 def run_schema() -> Schema:
-    """The schema of a run: all its sections."""
+    """Return the schema of a run, which contains all sections of a run."""
     return schema_of(sections())
 
 
 def entries() -> Mapping[str, Entry]:
-    """Every option of a run by its field name; no two sections share a name."""
+    """Return a map from field name to entry, with every option of a run. Field names are unique among all sections."""
     return run_schema().entries
 
 
 def options_with(**properties: object) -> list[str]:
-    """Names of the options that have these properties, in the order of sections.
+    """Return the names of the options with the given properties, in the order of sections.
 
     >>> options_with(bench="host")
     ['nproc', 'device', 'backend', 'timeout_minutes']
@@ -138,7 +140,7 @@ def options_with(**properties: object) -> list[str]:
 
 
 def updated(options: Options, values: Mapping[str, object]) -> Options:
-    """A copy of `options` with these values, by field name.
+    """Return a copy of `options` with new `values`, by field name.
 
     >>> updated(Options(), {"layers": 2, "lr": 1e-4}).model.layers
     2
@@ -153,17 +155,17 @@ def updated(options: Options, values: Mapping[str, object]) -> Options:
 
 
 def value_of(run: AnyRun, name: str) -> Any:
-    """The value of an option by its field name."""
+    """Return the value of the option with field name `name`."""
     return getattr(getattr(run, entries()[name].section), name)
 
 
 def flag_of(name: str) -> str:
-    """The flag of an option by its field name."""
+    """Return the flag of the option with field name `name`."""
     return entries()[name].flag
 
 
 def is_set_to(run: AnyRun, name: str, valid: tuple[str, ...] | Range) -> bool:
-    """Whether an option holds one of the `valid` values. As in `Option.needs`, () means any value except None and
+    """Return whether an option has one of the `valid` values. As in `Option.needs`, () means any value except None and
     off."""
     value = value_of(run, name)
     if isinstance(valid, Range):

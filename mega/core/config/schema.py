@@ -1,7 +1,8 @@
-"""Sections as one table of options: the properties of their fields, read from each field's type and its `option`.
+"""Combine sections into one table of options, whose properties are read from each field's type and `option`.
 
-A verb's options are frozen sections: those of a run (config/run.py), or those of the package that the verb calls, whose
-functions take the section itself. A field without `option` is not a flag; code sets it. This file names no option.
+The options of a verb are frozen sections: either the sections of a run (config/run.py), or sections defined in the
+package that the verb calls, whose functions have the section as a parameter. A field without `option` is not a flag and
+is set by code. This module does not depend on the names of options.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from mega.core.config.option import Option, Section, describe
 
 
 class Entry(NamedTuple):
-    """One option as its readers need it: its section, its type, and its properties."""
+    """One option of a schema, with its section, its type and its properties."""
 
     section: str
-    """Name of the section in `Options` or in the verb's signature; also the TOML table."""
+    """Name of the section in `Options` or in the verb's signature, and of the TOML table."""
     title: str
     """Heading of the section's panel of flags."""
     name: str
-    """Field name, such as `seq_length`; also the TOML key."""
+    """Name of the field, such as `seq_length`, and of the TOML key."""
     kind: type
-    """`int`, `float`, `str`, `bool` or `Path`; the type of the items if `many`."""
+    """Type of the value: `int`, `float`, `str`, `bool` or `Path`. If `many`, the type of the tuple's items."""
     many: bool
     """Whether the value is a tuple of `kind`."""
     optional: bool
     """Whether `None`, which means "derived", is a valid value."""
     literal: tuple[str, ...]
-    """The values of a `Literal`, or ()."""
+    """Values of the field's `Literal` type; () if the type is not a `Literal`."""
     default: object
-    """`dataclasses.MISSING` if a value must be given."""
+    """Default value; `dataclasses.MISSING` if the option must be given."""
     option: Option
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only valid values, or ()."""
+        """The valid values; () if the values are not restricted to a list."""
         return self.literal if self.option.choices is None else tuple(self.option.choices)
 
     @property
@@ -63,24 +64,25 @@ class Entry(NamedTuple):
 
     @property
     def required(self) -> bool:
-        """Whether a value must be given."""
+        """Whether the option must be given."""
         return self.default is dataclasses.MISSING
 
 
 class Schema(NamedTuple):
-    """Several sections: TOML table -> its dataclass, and option -> its entry. No two options share a name."""
+    """Several sections. tables: TOML table -> dataclass. entries: option name -> entry; option names are unique."""
 
     tables: Mapping[str, type[Section]]
     entries: Mapping[str, Entry]
 
     def value(self, table: str, values: Mapping[str, object]) -> object:
-        """Build the section `table` from `values`, option name -> value; all other options have their defaults."""
+        """Build the section `table` from `values`, a map from option name to value. All other options have their
+        defaults."""
         section_values = {name: value for name, value in values.items() if self.entries[name].section == table}
         return self.tables[table](**section_values)
 
 
 def schema_of(tables: Mapping[str, type[Section]], without: Mapping[str, Collection[str]] | None = None) -> Schema:
-    """The schema of sections. without: table -> names of options to leave out."""
+    """Return the schema of the sections `tables`. without: table -> names of options to leave out."""
     entries: dict[str, Entry] = {}
     for table, cls in tables.items():
         for entry in _entries_of(table, cls):

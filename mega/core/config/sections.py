@@ -1,10 +1,10 @@
 """The sections of a run's configuration, each a panel of flags and a table of the TOML file.
 
-Defaults are Megatron-LM's (2023) unless a preset or a family sets others. Where `None` means "derived", from other
-fields, the tokenizer or the world size, the section is two classes: `...Options` as typed, and its subclass `...Config`
-as `resolve` (config/resolve.py) makes it, whose derived fields are never None. The other sections are one class. This
-module does not import torch and checks nothing; config/check.py holds the rules, so that each rule is written once.
-"""
+Defaults are those of Megatron-LM (2023) unless a preset or a family sets another value. If `None` means "derived from
+other fields, the tokenizer or the world size", the section is two classes: `...Options` holds the values that the user
+gave, and its subclass `...Config`, made by `resolve` (config/resolve.py), has derived fields that are never None. The
+other sections are one class. This module does not import torch and contains no rules: config/check.py contains all
+rules, so that each rule is written once."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -54,7 +54,7 @@ dry run."""
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptions(Section):
-    """The computation and the shape of one model, except for its mixture of experts and its retriever."""
+    """The shape and the computation of a model, except for its mixture of experts and its retriever."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"
@@ -62,7 +62,7 @@ class DenseOptions(Section):
     family: str = option("gpt", "model family; sets the family's defaults", common=True, choices=FAMILY_DEFAULTS)
     layers: int | None = option(
         None,
-        "transformer blocks",
+        "number of transformer blocks",
         megatron={"--num-layers": VALUE, "--encoder-num-layers": VALUE},
         spelling_families={"--encoder-num-layers": ("t5",)},
         common=True,
@@ -71,7 +71,7 @@ class DenseOptions(Section):
     )
     decoder_layers: int | None = option(
         None,
-        "transformer blocks of T5's decoder; --layers counts those of its encoder [layers]",
+        "number of transformer blocks in T5's decoder; --layers is the number in its encoder [layers]",
         megatron="--decoder-num-layers",
         within=COUNT,
         most=MOST_LAYERS,
@@ -81,11 +81,16 @@ class DenseOptions(Section):
         None, "width of the residual stream", megatron="--hidden-size", common=True, within=COUNT, most=2**20
     )
     heads: int | None = option(
-        None, "attention (query) heads", megatron="--num-attention-heads", common=True, within=COUNT, most=2**16
+        None,
+        "number of attention (query) heads",
+        megatron="--num-attention-heads",
+        common=True,
+        within=COUNT,
+        most=2**16,
     )
     kv_heads: int | None = option(
         None,
-        "key/value heads; fewer than heads is grouped-query attention [heads]",
+        "number of key/value heads; grouped-query attention if less than --heads [heads]",
         megatron={"--num-query-groups": VALUE, "--group-query-attention": weak(1)},
         within=COUNT,
         most=2**16,
@@ -95,12 +100,12 @@ class DenseOptions(Section):
     )
     ffn: int | None = option(
         None,
-        "width of the feed-forward layer [4 hidden; 8/3 hidden when gated]",
+        "width of the feed-forward layer [4 hidden; 8/3 hidden with a gated activation]",
         megatron={"--ffn-hidden-size": VALUE, "--intermediate-size": VALUE},
         within=COUNT,
         most=2**24,
     )
-    vocab: int | None = option(None, "true vocabulary size [the tokenizer's]", within=COUNT, most=2**31 - 1)
+    vocab: int | None = option(None, "vocabulary size without padding [the tokenizer's]", within=COUNT, most=2**31 - 1)
     vocab_multiple: int = option(
         128,
         "pad the vocabulary to a multiple of this times tp",
@@ -111,13 +116,13 @@ class DenseOptions(Section):
     )
     mask_padded_vocab: bool = option(
         True,
-        "exclude padded vocabulary rows from the softmax; if off, all rows are tokens, and their "
-        "number is that of the loaded checkpoint",
+        "exclude padded vocabulary rows from the softmax; if off, padded rows count as tokens, and the loaded "
+        "checkpoint determines their number",
         on_resume="noted",
     )
     positions: int | None = option(
         None,
-        "largest sequence length [seq-length]",
+        "maximum sequence length [seq-length]",
         megatron="--max-position-embeddings",
         within=COUNT,
         most=2**26,
@@ -125,7 +130,7 @@ class DenseOptions(Section):
     )
     position: Literal["learned", "rope", "sinusoidal", "none"] = option(
         "learned",
-        "position encoding; sinusoidal is fairseq's, half sines and half cosines",
+        "position encoding; sinusoidal is fairseq's variant, sines followed by cosines",
         megatron={
             "--use-rotary-position-embeddings": "rope",
             "--no-position-embedding": weak("none"),
@@ -134,11 +139,15 @@ class DenseOptions(Section):
         },
     )
     rope_base: float = option(
-        10000.0, "rotary base", megatron="--rotary-base", within=POSITIVE, read_with={"position": ("rope",)}
+        10000.0,
+        "base of the rotary frequencies",
+        megatron="--rotary-base",
+        within=POSITIVE,
+        read_with={"position": ("rope",)},
     )
     rope_fraction: float = option(
         1.0,
-        "share of each head that rotates",
+        "fraction of each head's dimensions that are rotated",
         megatron="--rotary-percent",
         within=SHARE,
         read_with={"position": ("rope",)},
@@ -152,45 +161,45 @@ class DenseOptions(Section):
     )
     rope_scaling: Literal["none", "llama3", "yarn", "longrope"] = option(
         "none",
-        "scale slow rotary frequencies as Llama 3.1 does or by YaRN, or divide each frequency by "
-        "its own factor (LongRoPE)",
+        "scale low rotary frequencies as in Llama 3.1 or YaRN, or divide each frequency by a separate factor "
+        "(LongRoPE)",
         megatron={"--use-rope-scaling": "llama3"},
         needs={"position": ("rope",)},
     )
     rope_scaling_factor: float = option(
         8.0,
-        "divide slow frequencies by this",
+        "divide low frequencies by this",
         megatron="--rope-scaling-factor",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3", "yarn")},
     )
     rope_low_freq_factor: float = option(
         1.0,
-        "frequencies with fewer turns than this over the original positions are slow",
+        "a frequency is low if it completes fewer turns than this in --rope-original-positions",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3",)},
     )
     rope_high_freq_factor: float = option(
         4.0,
-        "frequencies with more turns than this over the original positions are not scaled",
+        "a frequency that completes more turns than this in --rope-original-positions is not scaled",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3",)},
     )
     rope_original_positions: int = option(
         8192,
-        "positions of the model before the scaling",
+        "maximum sequence length of the model before scaling",
         within=COUNT,
         read_with={"rope_scaling": ("llama3", "yarn", "longrope")},
     )
     rope_beta_fast: float = option(
         32.0,
-        "frequencies with more turns than this over the original positions are not scaled (YaRN)",
+        "YaRN: a frequency that completes more turns than this in --rope-original-positions is not scaled",
         within=POSITIVE,
         read_with={"rope_scaling": ("yarn",)},
     )
     rope_beta_slow: float = option(
         1.0,
-        "frequencies with fewer turns than this over the original positions are slow (YaRN)",
+        "YaRN: a frequency is low if it completes fewer turns than this in --rope-original-positions",
         within=POSITIVE,
         read_with={"rope_scaling": ("yarn",)},
     )
@@ -218,8 +227,8 @@ class DenseOptions(Section):
     )
     rope_layers: tuple[int, ...] = option(
         (),
-        "1 for a layer with rotary positions, 0 for one without, repeated from the first layer "
-        "on: 1 1 1 0 leaves out every fourth layer [all have rotary positions]",
+        "pattern of layers with (1) and without (0) rotary positions, repeated over all layers; 1 1 1 0 leaves"
+        " out every fourth layer [all have rotary positions]",
         within=CHANCE,
         needs={"position": ("rope",)},
     )
@@ -232,15 +241,15 @@ class DenseOptions(Section):
     )
     window: int | None = option(
         None,
-        "attention window of every layer: number of tokens that a token sees, itself and "
-        "earlier ones; in an encoder, as many later ones too [all]",
+        "attention window of every layer: number of tokens, itself included, to which a token attends "
+        "backward; in an encoder also forward [all]",
         within=COUNT,
         most=2**26,
     )
     window_layers: tuple[int, ...] = option(
         (),
-        "1 for a layer with --window, 0 for one that sees all tokens, repeated from "
-        "the first layer on [all have the window]",
+        "pattern of layers with --window (1) and with attention to all tokens (0), repeated over all layers "
+        "[all have the window]",
         within=CHANCE,
         needs={"window": ()},
     )
@@ -253,7 +262,7 @@ class DenseOptions(Section):
     embedding_scale: bool = option(False, "multiply token embeddings by the square root of --hidden")
     embedding_scale_rounded: bool = option(
         False,
-        "first round the factor of --embedding-scale to the dtype of the embeddings, as Gemma does",
+        "round the factor of --embedding-scale to the dtype of the embeddings, as Gemma does",
         needs={"embedding_scale": ()},
     )
     embedding_multiplier: float = option(1.0, "multiply token embeddings by this", within=POSITIVE)
@@ -267,22 +276,22 @@ class DenseOptions(Section):
     attention_scale: float | None = option(
         None, "multiply attention scores by this [1 / square root of --head-dim]", within=POSITIVE
     )
-    attention_scale_by_layer: bool = option(
-        False, "also divide attention scores by the number of the layer, counted from 1"
-    )
+    attention_scale_by_layer: bool = option(False, "also divide attention scores by the layer's number, counted from 1")
     attention_softcap: float | None = option(
         None, "bound attention scores to +-this with a hyperbolic tangent [no bound]", within=POSITIVE
     )
     norm: Literal["layernorm", "rmsnorm"] = option(
-        "layernorm", "normalisation", megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}}
+        "layernorm",
+        "type of normalisation",
+        megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}},
     )
     norm_eps: float = option(
         1e-5, "epsilon of the norms", megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE}, within=POSITIVE
     )
-    norm_offset: bool = option(False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True})
+    norm_offset: bool = option(False, "store each norm weight minus 1", megatron={"--apply-layernorm-1p": True})
     activation: Literal["gelu_tanh", "gelu", "swiglu", "geglu", "geglu_tanh", "relu", "relu2"] = option(
         "gelu_tanh",
-        "feed-forward activation; gelu is the erf form, swiglu and geglu are gated",
+        "feed-forward activation; gelu is computed exactly, with erf; swiglu and geglu are gated",
         megatron={
             "--swiglu": "swiglu",
             "--squared-relu": "relu2",
@@ -295,7 +304,7 @@ class DenseOptions(Section):
     )
     mtp_layers: int = option(
         0,
-        "tokens after the next one that training also predicts, each with its own layer in the head",
+        "number of tokens after the next one that training also predicts; adds one layer to the head for each",
         megatron="--mtp-num-layers",
         within=NOT_NEGATIVE,
         most=64,
@@ -303,69 +312,70 @@ class DenseOptions(Section):
     )
     mtp_loss: float = option(
         0.1,
-        "factor of the mean loss of --mtp-layers",
+        "weight of the mean loss of --mtp-layers",
         megatron="--mtp-loss-scaling-factor",
         within=NOT_NEGATIVE,
         on_resume="noted",
         read_with={"mtp_layers": COUNT},
     )
-    bias: bool = option(True, "biases in the linear layers", megatron={"--disable-bias-linear": False})
+    bias: bool = option(True, "add biases to the linear layers", megatron={"--disable-bias-linear": False})
     qkv_bias: bool | None = option(
-        None, "biases of query, key and value [as --bias]", megatron={"--add-qkv-bias": True}
+        None, "add biases to query, key and value [as --bias]", megatron={"--add-qkv-bias": True}
     )
-    out_bias: bool | None = option(None, "biases of attention's output [as --bias]")
-    head_bias: bool = option(False, "bias of the output layer", families=DECODERS)
+    out_bias: bool | None = option(None, "add biases to the output projections of attention [as --bias]")
+    head_bias: bool = option(False, "add a bias to the output layer", families=DECODERS)
     qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
     qk_norm_whole: bool = option(
         False, "normalise queries and keys over all heads together", needs={"norm": ("rmsnorm",), "qk_norm": ()}
     )
     tied: bool = option(
         True,
-        "the output layer shares the embedding's weights",
+        "share the embedding's weights with the output layer",
         megatron={"--untie-embeddings-and-output-weights": False},
     )
     norm_placement: Literal["pre", "post", "both", "branch"] = option(
         "pre",
-        "norms before each branch (pre); after its addition to the residual, as in the original "
-        "BERT, and after the embeddings (post); on both sides of the branch (both); or after the "
-        "branch (branch)",
+        "put norms before each branch (pre); after each residual addition and after the embeddings, as in the "
+        "original BERT (post); before and after each branch (both); or after each branch, before the residual "
+        "addition (branch)",
         families={"post": ("bert",), "both": DECODERS, "branch": DECODERS},
     )
     parallel_branches: Literal["no", "two-norms", "one-norm"] = option(
         "no",
-        "attention and feed-forward read the same input, each through its own norm or both through one",
+        "compute attention and feed-forward from the same input, with a norm for each or with one shared norm",
         families={"two-norms": DECODERS, "one-norm": DECODERS},
         needs={"norm_placement": ("pre",)},
     )
     post_norm_residual: bool = option(
         False,
-        "take the residual after the norm",
+        "use the output of the norm as the residual",
         megatron={"--apply-residual-connection-post-layernorm": True},
         needs={"norm_placement": ("pre",)},
     )
     binary_head: bool = option(
         True,
-        "BERT samples have two parts, whose order the model predicts",
+        "use BERT samples with two segments, whose order the model predicts",
         megatron={"--bert-no-binary-head": False},
         families=("bert",),
         formerly="masking",
     )
     token_types: int | None = option(
         None,
-        "segments that BERT's token-type embeddings distinguish; 0 for no such embeddings [2; 0 without --binary-head]",
+        "number of segments that BERT's token-type embeddings distinguish; 0 disables these embeddings [2; 0 "
+        "without --binary-head]",
         within=NOT_NEGATIVE,
         most=2**16,
         families=("bert",),
     )
     head: Literal["lm", "classification", "choice", "none"] = option(
         "lm",
-        "BERT's output: masked words and the order of parts (lm), one of --classes for each row "
+        "BERT's output: masked words and the order of segments (lm), one of --classes for each row "
         "(classification), or one of --classes rows (choice)",
         families=("bert",),
     )
     classes: int = option(
         2,
-        "classes of a row, or rows to choose from",
+        "number of classes, or of rows to choose from",
         within=COUNT,
         most=2**20,
         families=("bert",),
@@ -373,17 +383,25 @@ class DenseOptions(Section):
     )
     memory_padding: Literal["masked", "uniform", "zero"] = option(
         "masked",
-        "the encoder's padding in T5's cross attention: masked; or attended to, as in Megatron-LM "
-        "23.06 to core 0.5, where padding attends to all columns evenly (uniform: fp32) or to "
-        "none (zero: fused softmax of bf16, fp16)",
+        "treatment of padding in T5's encoder: masked; or, as in Megatron-LM 23.06 to core 0.5, visible to the"
+        " decoder, while padding tokens attend uniformly to all tokens (uniform: fp32) or to none (zero: fused"
+        " softmax in bf16, fp16)",
         families=("t5",),
         on_resume="noted",
     )
     hidden_dropout: float = option(
-        0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE, on_resume="noted"
+        0.1,
+        "dropout probability in the residual stream",
+        megatron="--hidden-dropout",
+        within=BELOW_ONE,
+        on_resume="noted",
     )
     attention_dropout: float = option(
-        0.1, "dropout of attention weights", megatron="--attention-dropout", within=BELOW_ONE, on_resume="noted"
+        0.1,
+        "dropout probability of attention weights",
+        megatron="--attention-dropout",
+        within=BELOW_ONE,
+        on_resume="noted",
     )
     init_std: float = option(
         0.02,
@@ -394,19 +412,19 @@ class DenseOptions(Section):
     )
     lora_rank: int = option(
         0,
-        "rank of low-rank adapters; only the adapters are trained; 0 disables them",
+        "rank of low-rank adapters (LoRA), which are then the only trained weights; 0 disables adapters",
         within=NOT_NEGATIVE,
         most=2**16,
     )
     lora_alpha: float = option(
-        16.0, "scale adapters by this / --lora-rank", within=POSITIVE, read_with={"lora_rank": COUNT}
+        16.0, "scale adapters by this divided by --lora-rank", within=POSITIVE, read_with={"lora_rank": COUNT}
     )
     lora_targets: tuple[str, ...] = option(
-        (), "linear layers of the blocks that get adapters, such as q_proj v_proj [all]", read_with={"lora_rank": COUNT}
+        (), "linear layers in the blocks that get adapters, such as q_proj v_proj [all]", read_with={"lora_rank": COUNT}
     )
     lora_dropout: float = option(
         0.0,
-        "dropout of the adapters' inputs",
+        "dropout probability of the adapters' inputs",
         within=BELOW_ONE,
         on_resume="noted",
         read_with={"lora_rank": COUNT},
@@ -415,7 +433,7 @@ class DenseOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(RetrieverOptions, MixtureOptions, DenseOptions):
-    """The shape and the computation of the model. Options for parts that few models have come last."""
+    """The shape and the computation of the model. Options for features of few models come last."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"
@@ -437,16 +455,16 @@ class ModelConfig(ModelOptions):
 
     @property
     def stacks(self) -> tuple[int, ...]:
-        """Number of transformer blocks of each stack: of the only stack, or of the encoder and the decoder."""
+        """Number of transformer blocks in each stack: in the only stack, or in the encoder and in the decoder."""
         return tuple(filter(None, (self.layers, self.decoder_layers)))
 
     def with_stacks(self, blocks: tuple[int, ...]) -> ModelConfig:
-        """The same model with other numbers of blocks, in the order of `stacks`."""
+        """Return the same model with other numbers of blocks, in the order of `stacks`."""
         return replace(self, layers=blocks[0], decoder_layers=blocks[1] if len(blocks) > 1 else None)
 
     @property
     def blocks(self) -> int:
-        """Number of transformer blocks of all stacks; an encoder's blocks come first."""
+        """Number of transformer blocks in all stacks. The encoder's blocks have the lowest indices."""
         return sum(self.stacks)
 
 
@@ -466,7 +484,7 @@ class PrecisionOptions(Section):
     )
     fp8: bool = option(
         False,
-        "run the GEMMs of the blocks in fp8: e4m3 forward, e5m2 for gradients, one scale for each "
+        "run the GEMMs of the transformer blocks in fp8: e4m3 forward, e5m2 for gradients, one scale per "
         "tensor; the head, sums and master weights keep their dtypes",
         megatron={"--fp8-hybrid": True, "--fp8-format": {"hybrid": True}},
         on_resume="noted",
@@ -474,7 +492,7 @@ class PrecisionOptions(Section):
     )
     grad_dtype: Literal["fp32", "fp16", "bf16", "fp64"] | None = option(
         None,
-        "dtype in which gradients are accumulated and reduced [fp32; fp64 with fp64; fp16 with fp16]",
+        "dtype in which gradients are accumulated and reduced [fp32; --dtype if that is fp64 or fp16]",
         megatron={
             "--accumulate-allreduce-grads-in-fp32": "fp32",
             "--fp32-allreduce": "fp32",
@@ -490,25 +508,25 @@ class PrecisionOptions(Section):
         needs={"dtype": ("bf16", "fp16")},
     )
     loss_scale: float | None = option(
-        None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale", within=POSITIVE, on_resume="noted"
+        None, "constant loss scale [dynamic with fp16]", megatron="--loss-scale", within=POSITIVE, on_resume="noted"
     )
     initial_loss_scale: float = option(
         2.0**32,
-        "first dynamic loss scale",
+        "initial value of the dynamic loss scale",
         megatron="--initial-loss-scale",
         within=POSITIVE,
         read_with={"dtype": ("fp16",)},
     )
     min_loss_scale: float = option(
         1.0,
-        "smallest dynamic loss scale",
+        "minimum of the dynamic loss scale",
         megatron={"--min-loss-scale": VALUE, "--min-scale": VALUE},
         within=POSITIVE,
         read_with={"dtype": ("fp16",)},
     )
     loss_scale_window: int = option(
         1000,
-        "steps without overflow before the scale doubles",
+        "number of steps without overflow after which the loss scale doubles",
         megatron="--loss-scale-window",
         unit="steps",
         within=COUNT,
@@ -516,7 +534,7 @@ class PrecisionOptions(Section):
     )
     hysteresis: int = option(
         2,
-        "overflows tolerated before the scale halves",
+        "number of overflows tolerated before the loss scale halves",
         megatron="--hysteresis",
         within=COUNT,
         read_with={"dtype": ("fp16",)},
@@ -552,7 +570,7 @@ class ParallelOptions(Section):
 
     tp: int = option(
         1,
-        "tensor-parallel ranks",
+        "number of tensor-parallel ranks",
         megatron={"--tensor-model-parallel-size": VALUE, "--model-parallel-size": VALUE},
         common=True,
         within=COUNT,
@@ -561,7 +579,7 @@ class ParallelOptions(Section):
     )
     pp: int = option(
         1,
-        "pipeline stages",
+        "number of pipeline stages",
         megatron="--pipeline-model-parallel-size",
         common=True,
         within=COUNT,
@@ -569,12 +587,16 @@ class ParallelOptions(Section):
         evaluated=True,
     )
     cp: int = option(
-        1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT, layout=True, evaluated=True
+        1,
+        "number of context-parallel ranks",
+        megatron="--context-parallel-size",
+        within=COUNT,
+        layout=True,
+        evaluated=True,
     )
     ep: int = option(
         1,
-        "ranks over which the experts are split, chosen from ranks that hold different tokens; "
-        "without --sequence-parallel from the tensor ranks",
+        "number of ranks over which each layer's experts are split; --ep times --etp divides the ranks of a stage",
         megatron="--expert-model-parallel-size",
         within=COUNT,
         layout=True,
@@ -582,7 +604,7 @@ class ParallelOptions(Section):
     )
     etp: int | None = option(
         None,
-        "tensor-parallel ranks of each expert [tp]",
+        "number of tensor-parallel ranks of each expert [tp]",
         megatron="--expert-tensor-parallel-size",
         within=COUNT,
         layout=True,
@@ -590,8 +612,8 @@ class ParallelOptions(Section):
     )
     expert_dispatch: Literal["auto", "all-gather", "all-to-all"] = option(
         "auto",
-        "how tokens reach experts of other ranks; auto is all-gather if --ep is at most "
-        "--experts-chosen, else all-to-all",
+        "how tokens reach experts on other ranks; auto is all-gather if --ep is at most --experts-chosen, else"
+        " all-to-all",
         megatron={
             "--moe-token-dispatcher-type": {"allgather": "all-gather", "alltoall": "all-to-all", "flex": "all-to-all"}
         },
@@ -599,15 +621,15 @@ class ParallelOptions(Section):
     )
     cp_comm: Literal["auto", "ring", "all-to-all"] = option(
         "auto",
-        "communication of attention across context ranks; auto is all-to-all if the ranks divide "
-        "the key/value heads, else ring",
+        "communication of attention across context ranks; auto is all-to-all if the number of ranks divides "
+        "the number of key/value heads, else ring",
         megatron={"--cp-comm-type": {"p2p": "ring", "a2a": "all-to-all"}},
         read_with={"cp": SEVERAL},
         evaluated=True,
     )
     sequence_parallel: bool = option(
         False,
-        "split norms, dropout and residuals over the tensor ranks",
+        "split the tokens of norms, dropout and residuals over the tensor-parallel ranks",
         megatron={"--sequence-parallel": True},
         common=True,
         layout=True,
@@ -616,7 +638,8 @@ class ParallelOptions(Section):
     )
     tp_overlap: bool = option(
         False,
-        "overlap the exchange of tokens between tensor ranks with the GEMMs that use them, by copies into peer memory",
+        "overlap the exchange of tokens between tensor ranks with the GEMMs that use them, using copies into "
+        "peer memory",
         megatron={"--tp-comm-overlap": True},
         needs={"sequence_parallel": ()},
         evaluated=True,
@@ -626,25 +649,29 @@ class ParallelOptions(Section):
     )
     chunks: int = option(
         1,
-        "model chunks per pipeline rank (interleaving)",
+        "number of model chunks per pipeline rank (interleaving)",
         megatron="--num-virtual-stages-per-pipeline-rank",
         within=COUNT,
         layout=True,
     )
     layers_per_chunk: int | None = option(
         None,
-        "blocks of one chunk, instead of --chunks",
+        "number of blocks per model chunk, instead of --chunks",
         megatron="--num-layers-per-virtual-pipeline-stage",
         within=COUNT,
         layout=True,
     )
     stage_layers: tuple[int, ...] = option(
-        (), "blocks of each stage, if the stages differ [equal numbers]", within=COUNT, layout=True, evaluated=True
+        (),
+        "number of blocks in each stage, if the stages differ [equal numbers]",
+        within=COUNT,
+        layout=True,
+        evaluated=True,
     )
     split_rank: int | None = option(
         None,
-        "pipeline rank of the first stage of T5's decoder; the stages before it hold the encoder "
-        "[stages are split evenly over both]",
+        "pipeline rank of the first stage of T5's decoder; earlier stages hold the encoder [stages are split "
+        "evenly between both]",
         megatron="--pipeline-model-parallel-split-rank",
         within=COUNT,
         layout=True,
@@ -652,7 +679,7 @@ class ParallelOptions(Section):
     )
     zero: int = option(
         0,
-        "shard optimizer state (1), gradients (2), parameters (3) over dp",
+        "shard optimizer state (1), also gradients (2), also parameters (3) over dp",
         megatron={
             "--use-distributed-optimizer": weak(1),
             "--zero-stage": VALUE,
@@ -669,7 +696,7 @@ class ParallelOptions(Section):
     )
     bucket_size: int = option(
         40_000_000,
-        "minimum number of elements of a gradient bucket",
+        "minimum number of elements in a gradient bucket",
         megatron={"--zero-reduce-bucket-size": VALUE, "--ddp-bucket-size": VALUE},
         unit="elements",
         within=COUNT,
@@ -695,13 +722,13 @@ class ParallelConfig(ParallelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(Section):
-    """The number of samples in a step, their length, and the length of the run."""
+    """Number of samples per step, sample length, and length of the run."""
 
     title: ClassVar[str] = "Batch"
 
     seq_length: int | None = option(
         None,
-        "tokens of one sample",
+        "number of tokens in a sample",
         megatron={"--seq-length": VALUE, "--encoder-seq-length": VALUE},
         spelling_families={"--encoder-seq-length": ("t5",)},
         common=True,
@@ -712,7 +739,7 @@ class BatchOptions(Section):
     )
     micro_batch: int | None = option(
         None,
-        "samples of one forward pass per rank",
+        "number of samples in one forward pass of a rank",
         megatron={"--micro-batch-size": VALUE, "--batch-size": VALUE},
         common=True,
         within=COUNT,
@@ -722,18 +749,21 @@ class BatchOptions(Section):
     )
     global_batch: int | None = option(
         None,
-        "samples of one step over all ranks [micro-batch x dp]",
+        "number of samples in one step, over all ranks [micro-batch x dp]",
         megatron="--global-batch-size",
         common=True,
         within=COUNT,
         on_resume="noted",
     )
     accumulation: int | None = option(
-        None, "microbatches of one step on each data rank, instead of --global-batch", within=COUNT, layout=True
+        None,
+        "number of microbatches per step on each data-parallel rank, instead of --global-batch",
+        within=COUNT,
+        layout=True,
     )
     rampup: tuple[int, ...] = option(
         (),
-        "start, increment and samples of the batch ramp-up",
+        "ramp-up of the global batch: initial size, increment, and number of samples until the full size",
         megatron="--rampup-batch-size",
         within=COUNT,
         bench="unused",
@@ -741,7 +771,7 @@ class BatchOptions(Section):
     )
     steps: int | None = option(
         None,
-        "optimizer steps to train",
+        "number of optimizer steps",
         megatron="--train-iters",
         common=True,
         unit="steps",
@@ -750,7 +780,7 @@ class BatchOptions(Section):
     )
     samples: int | None = option(
         None,
-        "samples to train, instead of steps",
+        "number of training samples, instead of --steps",
         megatron="--train-samples",
         unit="samples",
         within=COUNT,
@@ -758,8 +788,8 @@ class BatchOptions(Section):
     )
     loss_normalizer: Literal["global", "microbatch"] = option(
         "global",
-        "divide the loss by the weight of the global batch, or by that of each microbatch as "
-        "Megatron-LM does, which also reports the mean over microbatches",
+        "divide the loss by the sum of loss weights in the global batch, or in each microbatch as Megatron-LM "
+        "does, which also reports the mean over microbatches",
         megatron={"--calculate-per-token-loss": "global"},
         on_resume="noted",
     )
@@ -767,7 +797,7 @@ class BatchOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(BatchOptions):
-    """The batch of a resolved run. `steps` and `samples` may both be None if nothing is trained."""
+    """The batch of a resolved run. `steps` and `samples` may both be None if the run does not train."""
 
     seq_length: int = field()
     micro_batch: int = field()
@@ -776,7 +806,7 @@ class BatchConfig(BatchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """The update rule and its constants."""
+    """The optimizer's update rule and its constants."""
 
     title: ClassVar[str] = "Optimizer"
 
@@ -794,7 +824,7 @@ class OptimizerConfig(Section):
     )
     adam_beta1: float = option(
         0.9,
-        "decay of the first moment (adam, lamb; in muon, of all tensors except the layers' matrices)",
+        "decay of the first moment (adam, lamb; in muon for all tensors except the layers' matrices)",
         megatron="--adam-beta1",
         within=BELOW_ONE,
         on_resume="noted",
@@ -826,7 +856,7 @@ class OptimizerConfig(Section):
     )
     adafactor_relative: bool = option(
         False,
-        "adafactor: scale updates by the weight's size x min(lr, 1 / sqrt(step)) instead of lr",
+        "adafactor: scale updates by the weight's root mean square x min(lr, 1 / sqrt(step)) instead of lr",
         read_with={"optimizer": ("adafactor",)},
         on_resume="noted",
     )
@@ -882,7 +912,7 @@ class OptimizerConfig(Section):
     )
     muon_factor: float = option(
         1.0,
-        "muon: factor of every update of a matrix; with 0.2, learning rates of adam can be used",
+        "muon: multiply every update of a matrix by this; with 0.2, learning rates tuned for adam can be used",
         megatron="--muon-extra-scale-factor",
         within=POSITIVE,
         read_with={"optimizer": ("muon",)},
@@ -903,13 +933,13 @@ class OptimizerConfig(Section):
     )
     decay_all: bool = option(
         False,
-        "apply weight decay to biases and norms too, as fairseq does",
+        "also apply weight decay to biases and norms, as fairseq does",
         on_resume="noted",
         needs={"optimizer": ("adam", "sgd")},
     )
     clip_grad: float = option(
         1.0,
-        "clip the global gradient norm to this; 0 is off",
+        "clip the global gradient norm to this; 0 disables clipping",
         megatron="--clip-grad",
         within=NOT_NEGATIVE,
         on_resume="noted",
@@ -923,7 +953,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Section):
-    """Learning rate and weight decay over time."""
+    """Schedules of learning rate and weight decay."""
 
     title: ClassVar[str] = "Schedule"
     on_resume: ClassVar[OnResume] = "schedule"
@@ -933,8 +963,8 @@ class ScheduleOptions(Section):
         "constant", "linear", "cosine", "inverse-square-root", "wsd", "range-test", "range-exponential"
     ] = option(
         "linear",
-        "shape of the decay; wsd stays at --lr until its last steps; range-test grows by --lr "
-        "every --lr-decay-steps, range-exponential grows from --min-lr",
+        "curve of the learning rate; wsd stays at --lr until its final decay; range-test adds --lr every "
+        "--lr-decay-steps; range-exponential grows from --min-lr to --lr",
         megatron={
             "--lr-decay-style": Renamed(
                 {"WSD": "wsd"},
@@ -948,20 +978,28 @@ class ScheduleOptions(Section):
     )
     min_lr: float = option(
         0.0,
-        "learning rate at the end",
+        "final learning rate; with range-exponential, the initial one",
         megatron="--min-lr",
         within=NOT_NEGATIVE,
         read_with={"lr_decay": ("linear", "cosine", "inverse-square-root", "wsd", "range-exponential")},
     )
     lr_decay_steps: int | None = option(
-        None, "steps of the decay [all]", megatron="--lr-decay-iters", unit="steps", within=COUNT
+        None,
+        "number of steps of the decay, including the warm-up [all]",
+        megatron="--lr-decay-iters",
+        unit="steps",
+        within=COUNT,
     )
     lr_decay_samples: int | None = option(
-        None, "samples of the decay [all]", megatron="--lr-decay-samples", unit="samples", within=COUNT
+        None,
+        "number of samples of the decay, including the warm-up [all]",
+        megatron="--lr-decay-samples",
+        unit="samples",
+        within=COUNT,
     )
     lr_wsd_decay_steps: int | None = option(
         None,
-        "number of last steps of the decay, in which the rate of wsd falls",
+        "wsd: number of steps of its final decay",
         megatron="--lr-wsd-decay-iters",
         unit="steps",
         within=COUNT,
@@ -969,47 +1007,50 @@ class ScheduleOptions(Section):
     )
     lr_wsd_decay_samples: int | None = option(
         None,
-        "number of last samples of the decay, in which the rate of wsd falls",
+        "wsd: number of samples of its final decay",
         megatron="--lr-wsd-decay-samples",
         unit="samples",
         within=COUNT,
         needs={"lr_decay": ("wsd",)},
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
-        "exponential", "shape of wsd's final decay", megatron="--lr-wsd-decay-style", read_with={"lr_decay": ("wsd",)}
+        "exponential",
+        "wsd: curve of its final decay",
+        megatron="--lr-wsd-decay-style",
+        read_with={"lr_decay": ("wsd",)},
     )
     lr_warmup_steps: int = option(
-        0, "steps of the warm-up", megatron="--lr-warmup-iters", common=True, unit="steps", within=NOT_NEGATIVE
+        0, "number of warm-up steps", megatron="--lr-warmup-iters", common=True, unit="steps", within=NOT_NEGATIVE
     )
     lr_warmup_samples: int = option(
-        0, "samples of the warm-up", megatron="--lr-warmup-samples", unit="samples", within=NOT_NEGATIVE
+        0, "number of warm-up samples", megatron="--lr-warmup-samples", unit="samples", within=NOT_NEGATIVE
     )
     lr_warmup_fraction: float | None = option(
         None,
-        "warm-up as a share of the decay",
+        "warm-up as a fraction of --lr-decay-steps or --lr-decay-samples",
         megatron={"--lr-warmup-fraction": VALUE, "--warmup": VALUE},
         within=BELOW_ONE,
     )
     lr_warmup_style: Literal["linear", "log"] = option(
         "linear",
-        "shape of the warm-up; log grows with the logarithm of the step",
+        "curve of the warm-up; log grows with the logarithm of the step",
         read_with={"lr_warmup_steps": COUNT, "lr_warmup_samples": COUNT, "lr_warmup_fraction": POSITIVE},
     )
     lr_warmup_init: float = option(
         0.0,
-        "learning rate of the first step",
+        "learning rate at the start of the warm-up",
         megatron="--lr-warmup-init",
         within=NOT_NEGATIVE,
         read_with={"lr_warmup_steps": COUNT, "lr_warmup_samples": COUNT, "lr_warmup_fraction": POSITIVE},
     )
     start_weight_decay: float | None = option(
-        None, "weight decay at the start, if it changes", megatron="--start-weight-decay", within=NOT_NEGATIVE
+        None, "initial weight decay, if the weight decay changes", megatron="--start-weight-decay", within=NOT_NEGATIVE
     )
     end_weight_decay: float | None = option(
-        None, "weight decay at the end, if it changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
+        None, "final weight decay, if the weight decay changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
     )
     weight_decay_style: Literal["constant", "linear", "cosine"] = option(
-        "constant", "how weight decay changes over the run", megatron="--weight-decay-incr-style"
+        "constant", "curve of the weight decay over the run", megatron="--weight-decay-incr-style"
     )
 
 
@@ -1040,7 +1081,7 @@ class MemoryConfig(Section):
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None,
-        "how --recompute full chooses its blocks",
+        "how --recompute full selects blocks",
         megatron={
             "--recompute-method": VALUE,
             "--recompute-granularity": Renamed({"full": "uniform", "selective": None}),
@@ -1052,7 +1093,7 @@ class MemoryConfig(Section):
     )
     recompute_layers: int | None = option(
         None,
-        "blocks per group (uniform) or per stage (block)",
+        "number of blocks per group (uniform) or per stage (block)",
         megatron={
             "--recompute-num-layers": VALUE,
             "--recompute-granularity": Renamed({"full": "1", "selective": None}),
@@ -1067,7 +1108,7 @@ class MemoryConfig(Section):
     )
     distribute_saved: bool = option(
         False,
-        "split saved activations over the tensor ranks",
+        "split saved activations over the tensor-parallel ranks",
         megatron={
             "--distribute-saved-activations": True,
             "--distribute-checkpointed-activations": True,
@@ -1079,7 +1120,7 @@ class MemoryConfig(Section):
 
 
 SPLITS = ("train", "valid", "test")
-"""The parts of a run's data, in the order of --split's shares."""
+"""The splits of a run's data, in the order of the shares in --split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1098,55 +1139,57 @@ class DataConfig(Section):
     )
     train_data: tuple[str, ...] = option(
         (),
-        "prefixes of training data (or TFRecords, or labelled files), used whole",
+        "prefixes of training data, not divided by --split; or TFRecords, or labelled files",
         megatron="--train-data-path",
         on_resume="noted",
     )
     valid_data: tuple[str, ...] = option(
         (),
-        "prefixes of validation data, used whole; or labelled files, each reported by its name",
+        "prefixes of validation data, not divided by --split; or labelled files, each reported by its name",
         megatron={"--valid-data-path": VALUE, "--data-path2": VALUE},
     )
-    test_data: tuple[str, ...] = option((), "prefixes of test data, used whole", megatron="--test-data-path")
-    valid_sets: tuple[str, ...] = option(
-        (), "further validation sets, each given as name=prefix and reported by its name"
+    test_data: tuple[str, ...] = option(
+        (), "prefixes of test data, not divided by --split", megatron="--test-data-path"
     )
-    corpora: str | None = option(None, "TOML file whose table [corpora] gives names to prefixes")
+    valid_sets: tuple[str, ...] = option(
+        (), "additional validation sets, each given as name=prefix and reported by its name"
+    )
+    corpora: str | None = option(None, "TOML file whose table [corpora] maps names to prefixes")
     chat_data: tuple[str, ...] = option(
         (),
-        "conversations in JSON lines, or a data set of the Hub, instead of token files",
+        "conversations in JSON lines, or a data set on the Hub, instead of token files",
         on_resume="noted",
         families=DECODERS,
         hub="dataset",
     )
     chat_template: str = option(
         "auto",
-        "auto (the template of the weights, else plain), model (the template of the weights), "
-        "llama2, llama3, chatml, plain, or a Jinja file",
+        "auto (the template stored with the weights, else plain), model (the template stored with the "
+        "weights), llama2, llama3, chatml, plain, or a Jinja file",
         on_resume="noted",
     )
     split: str = option(
         "969, 30, 1",
-        "shares of training, validation and test",
+        "shares of training, validation and test data",
         megatron="--split",
         on_resume="noted",
         read_with={"data_path": ()},
     )
-    data_cache: str | None = option(None, "directory of the sample-order cache", megatron="--data-cache-path")
+    data_cache: str | None = option(None, "directory for cached sample orders", megatron="--data-cache-path")
     mmap: bool = option(
         True,
-        "map token files into memory; if off, read each piece when it is needed",
+        "map token files into memory; if off, read data from the files on demand",
         megatron={"--no-mmap-bin-files": False},
     )
     repeat_short_parts: bool = option(
         False,
-        "repeat a part of a corpus that has fewer tokens than a sample, as Megatron-LM 23.06 "
-        "does; if off, such a part is an error",
+        "repeat a split of a corpus that has fewer tokens than a sample, as Megatron-LM 23.06 does; if off, "
+        "such a split is an error",
     )
-    mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
+    mock_data: bool = option(False, "use random tokens instead of files", megatron={"--mock-data": True})
     retro: str | None = option(
         None,
-        "folder written by mega retro: the database of neighbours, and the neighbours of all samples",
+        "folder written by mega retro, with the database of neighbours and the neighbours of all samples",
         megatron={"--retro-workdir": VALUE, "--retro-project-dir": VALUE},
         metavar="<path>",
         on_resume="noted",
@@ -1156,30 +1199,30 @@ class DataConfig(Section):
     )
     order: Literal["single", "core", "cyclic"] = option(
         "single",
-        "sample order: single is that of Megatron-LM 23.06; core is the same with the splits and "
-        "blends of Megatron-core 0.18; cyclic assigns samples to data ranks, so changing their "
-        "number changes the result",
+        "sample order: single is that of Megatron-LM 23.06; core is single with the splits and blends of "
+        "Megatron-core 0.18; cyclic assigns samples to data-parallel ranks, so the result depends on the "
+        "number of ranks",
         megatron="--dataloader-type",
         on_resume="noted",
     )
     data_sharding: bool = option(
         True,
-        "cyclic order: shuffle a separate part of the samples for each data rank; if off, shuffle "
-        "all samples, which ranks take in turn",
+        "cyclic order: shuffle a separate shard of the samples for each data-parallel rank; if off, shuffle "
+        "all samples together and assign them round-robin",
         megatron={"--no-data-sharding": False},
         on_resume="noted",
         read_with={"order": ("cyclic",)},
     )
     reset_positions: bool = option(
         False,
-        "positions restart after each end of document",
+        "restart positions after each end-of-document token",
         megatron={"--reset-position-ids": True},
         on_resume="noted",
         families=DECODERS,
     )
     reset_attention: bool = option(
         False,
-        "documents do not attend to one another",
+        "prevent attention across document boundaries",
         megatron={"--reset-attention-mask": True},
         on_resume="noted",
         families=DECODERS,
@@ -1187,7 +1230,7 @@ class DataConfig(Section):
     )
     eod_mask_loss: bool = option(
         False,
-        "no loss where the input is an end of document",
+        "exclude positions whose input is an end-of-document token from the loss",
         megatron={"--eod-mask-loss": True},
         on_resume="noted",
         families=DECODERS,
@@ -1201,7 +1244,7 @@ class DataConfig(Section):
     )
     fim_rate: float = option(
         0.5,
-        "share of the documents that --fim-data changes",
+        "fraction of documents that --fim-data changes",
         megatron="--fim-rate",
         within=CHANCE,
         on_resume="noted",
@@ -1209,7 +1252,7 @@ class DataConfig(Section):
     )
     fim_spm_rate: float = option(
         0.5,
-        "share of the changed documents in which the suffix comes before the prefix",
+        "fraction of changed documents in which the suffix comes before the prefix",
         megatron="--fim-spm-rate",
         within=CHANCE,
         on_resume="noted",
@@ -1217,14 +1260,14 @@ class DataConfig(Section):
     )
     fim_split_sample: str | None = option(
         None,
-        "token that separates a document into fragments, such as files, which are then changed one by one",
+        "token that separates a document into fragments, such as files, which are then changed separately",
         megatron="--fim-split-sample",
         on_resume="noted",
         read_with={"fim_data": ()},
     )
     fim_fragment_rate: float = option(
         0.5,
-        "share of the fragments that are changed",
+        "fraction of fragments that are changed",
         megatron="--fim-fragment-rate",
         within=CHANCE,
         on_resume="noted",
@@ -1232,7 +1275,7 @@ class DataConfig(Section):
     )
     fim_no_prefix: str | None = option(
         None,
-        "texts that begin with this are not changed",
+        "do not change texts that begin with this",
         megatron="--fim-no-prefix",
         on_resume="noted",
         read_with={"fim_data": ()},
@@ -1260,7 +1303,7 @@ class DataConfig(Section):
     )
     fim_pad_token: str = option(
         "<fim_pad>",
-        "token that pads a sample that became shorter",
+        "token that pads a sample that --fim-data made shorter",
         megatron="--fim-pad-token",
         on_resume="noted",
         read_with={"fim_data": ()},
@@ -1274,7 +1317,7 @@ class DataConfig(Section):
     )
     allow_tokenizer_mismatch: bool = option(
         False,
-        "accept token files or weights of another tokenizer, such as an earlier version with fewer entries",
+        "accept token files or weights made with another tokenizer, such as an earlier version with fewer tokens",
         evaluated=True,
     )
     allow_corpus_change: bool = option(
@@ -1282,7 +1325,7 @@ class DataConfig(Section):
     )
     data_workers: int = option(
         2,
-        "0 reads the data of a step when the step needs them, any other number reads ahead on a thread",
+        "0 loads the data of a step when the step needs it; any other number prefetches data on a thread",
         megatron="--num-workers",
         within=NOT_NEGATIVE,
     )
@@ -1290,21 +1333,21 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskingConfig(Section):
-    """Kind of samples, and how words are masked in the samples of BERT and T5."""
+    """Format of the samples, and masking in the samples of BERT and T5."""
 
     title: ClassVar[str] = "Samples"
 
     sample_kind: Literal["gpt", "bert", "t5", "tfrecords"] = option(
         "gpt",
-        "gpt: consecutive tokens; bert: pairs of parts with masked words; t5: text with some "
-        "spans taken out; tfrecords: BERT's pairs, read from TFRecords",
+        "gpt: consecutive tokens; bert: segment pairs with masked words; t5: text with some spans removed; "
+        "tfrecords: BERT's segment pairs, read from TFRecords",
         megatron={"--use-tfrecords": "tfrecords"},
         families={"bert": ("bert",), "t5": ("t5",), "tfrecords": ("bert",)},
         on_resume="noted",
     )
     mask_prob: float = option(
         0.15,
-        "share of the tokens that are masked or taken out",
+        "fraction of tokens that are masked or removed",
         megatron="--mask-prob",
         within=SHARE,
         families=MASKED,
@@ -1312,7 +1355,7 @@ class MaskingConfig(Section):
     )
     short_seq_prob: float = option(
         0.1,
-        "share of the samples that are shortened on purpose",
+        "fraction of samples that are deliberately shortened",
         megatron="--short-seq-prob",
         within=BELOW_ONE,
         families=MASKED,
@@ -1320,7 +1363,7 @@ class MaskingConfig(Section):
     )
     decoder_seq_length: int = option(
         128,
-        "tokens of a T5 sample's decoder",
+        "number of decoder tokens in a T5 sample",
         megatron="--decoder-seq-length",
         within=COUNT,
         most=2**26,
@@ -1336,15 +1379,15 @@ LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {
     "qqp": ("classification", 2),
     "race": ("choice", 4),
 }
-"""Kind of task whose samples have labels -> the head of its model, and the number of classes or choices."""
+"""Task whose samples have labels -> the head of the task's model, and the number of classes or choices."""
 
 TASKS: dict[str, tuple[str, ...]] = {"lm": (), "dpo": ("dpo_data",), **dict.fromkeys(LABELLED, ("train_data",))}
-"""Kind of task -> the options that it requires; training/kinds implements it."""
+"""Task -> the options that the task requires. training/kinds implements each task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuningConfig(Section):
-    """The task that a run trains for."""
+    """The training objective, and its data."""
 
     title: ClassVar[str] = "Finetuning"
     bench: ClassVar[Bench] = "unused"
@@ -1359,20 +1402,20 @@ class FinetuningConfig(Section):
     )
     epochs: int | None = option(
         None,
-        "passes over labelled data, instead of --steps; each ends with a validation and a checkpoint",
+        "number of passes over labelled data, instead of --steps; each pass ends with a validation and a checkpoint",
         megatron="--epochs",
         within=COUNT,
         needs={"task": tuple(LABELLED)},
     )
     keep_last_batch: bool = option(
         False,
-        "also train on the last questions of a pass if they are fewer than a global batch",
+        "also train on the last batch of a pass if it has fewer questions than a global batch",
         on_resume="noted",
         needs={"task": tuple(LABELLED)},
     )
     dpo_data: tuple[str, ...] = option(
         (),
-        "pairs of answers in JSON lines, or a data set of the Hub: prompt, chosen, rejected",
+        "preference pairs in JSON lines, or a data set on the Hub, with fields prompt, chosen and rejected",
         on_resume="noted",
         needs={"task": ("dpo",)},
         families=DECODERS,
@@ -1380,14 +1423,14 @@ class FinetuningConfig(Section):
     )
     dpo_beta: float = option(
         0.1,
-        "beta of dpo: the larger, the closer the weights stay to the initial ones",
+        "beta of dpo; a larger value keeps the weights closer to the initial weights",
         within=POSITIVE,
         on_resume="noted",
         read_with={"task": ("dpo",)},
     )
     dpo_label_smoothing: float = option(
         0.0,
-        "assumed share of the pairs whose answers are swapped",
+        "assumed fraction of pairs whose answers are swapped",
         within=BELOW_HALF,
         on_resume="noted",
         read_with={"task": ("dpo",)},
@@ -1407,22 +1450,22 @@ TOKENIZERS: dict[str, tuple[str, ...]] = {
     "EncDecTokenizer": ("vocab_file",),
     "NullTokenizer": ("vocab_size",),
 }
-"""Kind of tokenizer -> the options that it requires; text/build.py builds it."""
+"""Type of tokenizer -> the options that the tokenizer requires. text/build.py builds each tokenizer."""
 
 ALSO_READ: dict[str, tuple[str, ...]] = {"FairseqTokenizer": ("vocab_file", "merge_file")}
-"""Kind of tokenizer -> the optional files that it reads."""
+"""Type of tokenizer -> the optional files that the tokenizer reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Section):
-    """The tokenizer of the token files."""
+    """The tokenizer that made the token files."""
 
     title: ClassVar[str] = "Tokenizer"
     evaluated: ClassVar[bool] = True
 
     tokenizer: str | None = option(
         None,
-        "kind of tokenizer",
+        "type of tokenizer",
         megatron={
             "--tokenizer-type": Renamed({"BertWordPieceTokenizer": "BertWordPieceLowerCase"}),
             "--tokenizer-model-type": {
@@ -1443,7 +1486,7 @@ class TokenizerConfig(Section):
     )
     tokenizer_model: str | None = option(
         None,
-        "SentencePiece .model, Hugging Face tokenizer.json or fairseq dict.txt, or a name of the Hub",
+        "SentencePiece .model, Hugging Face tokenizer.json or fairseq dict.txt, or a name on the Hub",
         megatron={"--tokenizer-model": VALUE, "--tokenizer-path": VALUE},
         common=True,
         hub="tokenizer",
@@ -1452,19 +1495,19 @@ class TokenizerConfig(Section):
     merge_file: str | None = option(None, "BPE merges file", megatron="--merge-file", common=True)
     vocab_size: int | None = option(
         None,
-        "vocabulary of the NullTokenizer",
+        "vocabulary size of the NullTokenizer",
         megatron="--vocab-size",
         within=COUNT,
         read_with={"tokenizer": ("NullTokenizer",)},
     )
     null_eod_last: bool = option(
         False,
-        "the last of NullTokenizer's --vocab-size ids ends a document, as in Megatron-core 0.18; "
-        "if off, an additional id does",
+        "use the last of NullTokenizer's --vocab-size ids as the end of document, as in Megatron-core 0.18; if"
+        " off, use an additional id",
         read_with={"tokenizer": ("NullTokenizer",)},
     )
     vocab_extra_ids: int = option(
-        0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE, usual_in=("t5",)
+        0, "number of sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE, usual_in=("t5",)
     )
 
 
@@ -1480,18 +1523,18 @@ class EvaluationConfig(Section):
     )
     eval_iters: int = option(
         100,
-        "batches of one validation; 0 or -1 disables validation",
+        "number of batches per validation; 0 or -1 disables validation",
         megatron="--eval-iters",
         common=True,
         within=Range("at least -1", lambda value: value >= -1),
     )
-    skip_train: bool = option(False, "only evaluate", megatron={"--skip-train": True})
+    skip_train: bool = option(False, "evaluate without training", megatron={"--skip-train": True})
     valid_by_corpus: bool = option(False, "also report the validation loss of each corpus of a blend")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """Where a run is saved, and what it loads or resumes from."""
+    """Directories for saving, loading and resuming a run, and the retention of checkpoints."""
 
     title: ClassVar[str] = "Checkpoint"
     bench: ClassVar[Bench] = "unused"
@@ -1499,7 +1542,7 @@ class CheckpointConfig(Section):
     save: str | None = option(None, "directory to save to", megatron="--save", common=True)
     load: str | None = option(
         None,
-        "directory to load from, or a name of the Hub",
+        "directory to load from, or a name on the Hub",
         megatron="--load",
         common=True,
         evaluated=True,
@@ -1507,7 +1550,7 @@ class CheckpointConfig(Section):
     )
     pretrained_checkpoint: str | None = option(
         None,
-        "for mega finetune: the initial weights, used while --load and --save hold no step of the task",
+        "for mega finetune: the initial weights, used while --load and --save contain no checkpoint of the task",
         megatron="--pretrained-checkpoint",
     )
     save_interval: int | None = option(
@@ -1521,8 +1564,8 @@ class CheckpointConfig(Section):
     )
     resume: str | None = option(
         None,
-        "auto: the newest checkpoint under --save that passes verification and that no divergence "
-        "followed; or a step directory",
+        "auto: the newest checkpoint under --save that passes verification and was not followed by divergence;"
+        " or a step directory",
         common=True,
     )
     finetune: bool = option(
@@ -1546,8 +1589,8 @@ class CheckpointConfig(Section):
     )
     good_after: int = option(
         100,
-        "a checkpoint counts as good after this many sound steps; a resume skips "
-        "a checkpoint if the run diverged before that",
+        "a checkpoint counts as good after this many further steps without divergence; a resume skips a "
+        "checkpoint if the run diverged earlier",
         unit="steps",
         within=COUNT,
         needs={"save": ()},
@@ -1572,23 +1615,26 @@ class CheckpointConfig(Section):
         None, "keep the optimizer's state only in this many of the newest checkpoints", within=COUNT, needs={"save": ()}
     )
     require_load: bool = option(
-        False, "stop if --load holds no checkpoint", megatron={"--exit-on-missing-checkpoint": True}, needs={"load": ()}
+        False,
+        "stop if --load contains no checkpoint",
+        megatron={"--exit-on-missing-checkpoint": True},
+        needs={"load": ()},
     )
     use_checkpoint_config: bool = option(
         False,
-        "take the model section from the checkpoint",
+        "use the model section of the checkpoint",
         megatron={"--use-checkpoint-args": True},
         needs={"load": ()},
     )
     override_schedule: bool = option(
         False,
-        "keep this run's schedule if the checkpoint's differs",
+        "use this run's schedule if the checkpoint's differs",
         megatron={"--override-opt_param-scheduler": True, "--override-opt-param-scheduler": True},
         read_with={"load": (), "resume": ()},
     )
     use_checkpoint_schedule: bool = option(
         False,
-        "take the checkpoint's schedule if this run's differs",
+        "use the checkpoint's schedule if this run's differs",
         megatron={"--use-checkpoint-opt_param-scheduler": True, "--use-checkpoint-opt-param-scheduler": True},
         read_with={"load": (), "resume": ()},
     )
@@ -1596,15 +1642,17 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions(Section):
-    """Metrics and where they are reported."""
+    """Reports of metrics, samples and profiles."""
 
     title: ClassVar[str] = "Logging"
     bench: ClassVar[Bench] = "unused"
 
     log_interval: int = option(
-        100, "steps between lines of the log", megatron="--log-interval", common=True, unit="steps", within=COUNT
+        100, "steps between reports in the log", megatron="--log-interval", common=True, unit="steps", within=COUNT
     )
-    metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save, or here]")
+    metrics: str | None = option(
+        None, "JSON-lines file for metrics [metrics.jsonl under --save, or in the current directory]"
+    )
     tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
     tensorboard_interval: int = option(
         1,
@@ -1619,12 +1667,12 @@ class LogOptions(Section):
     )
     wandb_name: str | None = option(
         None,
-        "name of the run in Weights & Biases, to which the date is added; also enables these reports",
+        "name of the run in Weights & Biases, to which the date is appended; also enables reports to Weights & Biases",
         megatron={"--wandb-name": VALUE, "--wandb-exp-name": VALUE},
     )
     wandb_entity: str | None = option(None, "user or team in Weights & Biases", megatron="--wandb-entity")
     wandb_id: str | None = option(
-        None, "resume this run in Weights & Biases; also enables these reports", megatron="--wandb-id"
+        None, "resume this run in Weights & Biases; also enables reports to Weights & Biases", megatron="--wandb-id"
     )
     wandb_dir: str | None = option(
         None, "directory for the files of Weights & Biases [next to --metrics]", megatron="--wandb-save-dir"
@@ -1647,15 +1695,15 @@ class LogOptions(Section):
         (), "prompts of --sample-interval [the beginning of a document]", read_with={"sample_interval": ()}
     )
     sample_tokens: int = option(
-        48, "tokens generated for each prompt", within=COUNT, most=2**16, read_with={"sample_interval": ()}
+        48, "number of tokens generated for each prompt", within=COUNT, most=2**16, read_with={"sample_interval": ()}
     )
     log_params_norm: bool = option(False, "log the norm of the parameters", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
     progress: bool = option(True, "show a progress bar on a terminal", evaluated=True)
     profile: str | None = option(
         None,
-        "profile these steps, first:last: writes a trace of each of --profile-ranks next to "
-        "--metrics, and a table to the log",
+        "profile the steps from FIRST to LAST: write a trace of each of --profile-ranks next to --metrics, and"
+        " a table to the log",
         metavar="FIRST:LAST",
     )
     profile_ranks: tuple[int, ...] = option(
@@ -1677,16 +1725,15 @@ class LogConfig(LogOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Section):
-    """Reactions to NaN, to spikes of the loss and to slow ranks."""
+    """Reactions to NaN, loss spikes and slow ranks."""
 
     title: ClassVar[str] = "Guards"
     bench: ClassVar[Bench] = "unused"
 
     on_nan: Literal["stop", "skip", "rollback"] = option(
         "stop",
-        "if a loss, a gradient (unless the loss scale handles it), a weight or a moment is not "
-        "finite: end the run; drop the batch; or return to the newest checkpoint and drop the "
-        "batches since",
+        "if a loss, a gradient (unless the loss scale handles it), a weight or a moment is not finite: end the"
+        " run; skip the batch; or return to the newest checkpoint and skip the batches since then",
     )
     on_spike: Literal["warn", "skip", "rollback"] = option(
         "warn",
@@ -1695,17 +1742,19 @@ class GuardConfig(Section):
     )
     spike_threshold: float = option(
         10.0,
-        "distance that counts as a spike, in robust standard deviations of the loss and of the norm's logarithm",
+        "size of a spike, in robust standard deviations of the loss or of the logarithm of the gradient norm",
         within=POSITIVE,
     )
     max_rollbacks: int = option(
         3,
-        "end the run when it needs more rollbacks than this",
+        "maximum number of rollbacks; the run ends if it needs more",
         within=COUNT,
         read_with={"on_nan": ("rollback",), "on_spike": ("rollback",)},
     )
     slow_rank: float = option(
-        1.25, "report a rank whose own work takes this many times as long as that of other ranks", within=ABOVE_ONE
+        1.25,
+        "report a rank whose working time per step is more than this many times that of other ranks",
+        within=ABOVE_ONE,
     )
     inject: tuple[str, ...] = option(
         (),
@@ -1716,12 +1765,12 @@ class GuardConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(Section):
-    """Devices and ranks of the run, and when it stops early."""
+    """Devices and ranks of the run, and conditions for an early stop."""
 
     title: ClassVar[str] = "Run"
 
     nproc: int | None = option(
-        None, "start this many local ranks", common=True, within=COUNT, bench="host", evaluated=True
+        None, "number of local ranks to start", common=True, within=COUNT, bench="host", evaluated=True
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of the tensors", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True
@@ -1731,7 +1780,7 @@ class RuntimeConfig(Section):
     )
     timeout_minutes: float = option(
         10,
-        "end the run if ranks do not start, or do not answer, for this long",
+        "end the run if ranks fail to start or to respond for this long",
         megatron="--distributed-timeout-minutes",
         unit="minutes",
         within=MINUTES,
@@ -1740,7 +1789,7 @@ class RuntimeConfig(Section):
     )
     phase_timeout_minutes: float = option(
         60,
-        "the limit for ranks that answer while they load, build caches, evaluate or save; at least --timeout-minutes",
+        "time limit for ranks that respond while they load, build caches, evaluate or save; at least --timeout-minutes",
         unit="minutes",
         within=MINUTES,
         bench="unused",
@@ -1755,36 +1804,37 @@ class RuntimeConfig(Section):
         evaluated=True,
     )
     deterministic: bool = option(
-        False, "make every run bitwise reproducible", megatron={"--deterministic-mode": True}, evaluated=True
+        False, "make the run bitwise reproducible", megatron={"--deterministic-mode": True}, evaluated=True
     )
     audit_interval: int = option(
         100,
-        "steps between comparisons of all copies of weights and moments; 0 disables them",
+        "steps between comparisons of all copies of weights and moments; 0 disables the comparisons",
         megatron="--check-weight-hash-across-dp-replicas-interval",
         unit="steps",
         within=NOT_NEGATIVE,
     )
     ops: Literal["auto", "reference", "flash-attn", "apex"] = option(
         "auto",
-        "fast operators (auto), plain PyTorch references, or the attention of flash-attn or the "
-        "norms of apex in place of mega's",
+        "fast operators (auto), plain PyTorch references, or mega's operators with the attention of flash-attn"
+        " or the norms of apex",
         on_resume="noted",
         evaluated=True,
     )
     cuda_graph: bool | None = option(
         None,
-        "on a GPU, record a microbatch's forward and backward pass as one graph, for work so "
-        "small that the device waits for the host [on for such work, without pipeline and --zero "
-        "2 or 3]",
+        "on a GPU, record a microbatch's forward and backward pass as one CUDA graph, for models so small that"
+        " the device waits for the host [on for such models, except with pipeline stages or --zero 2 or 3]",
         megatron={
             "--enable-cuda-graph": True,
             "--cuda-graph-impl": {"none": "false", "local": "true", "transformer_engine": "true"},
         },
     )
-    dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
+    dry_run: bool = option(
+        False, "check everything and build every stage without memory, but do not train", common=True
+    )
     world: int | None = option(None, "world size to check in a dry run", unit="ranks", common=True, within=COUNT)
     exit_interval: int | None = option(
-        None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
+        None, "stop at the next multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
     )
     exit_tokens: int | None = option(
         None, "stop after this many tokens", megatron="--train-tokens", unit="tokens", within=COUNT
@@ -1801,15 +1851,15 @@ class RuntimeConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionConfig(Section):
-    """Restart, after a failure, of the ranks that --nproc started on one or several hosts."""
+    """Restarts, after a failure, of the ranks that --nproc started on one or several hosts."""
 
     title: ClassVar[str] = "Supervision"
     bench: ClassVar[Bench] = "unused"
 
     max_restarts: int = option(
         0,
-        "restart the ranks from the newest checkpoint when one is lost or fails, at most this "
-        "many times in a row without a newer checkpoint",
+        "restart all ranks from the newest checkpoint when a rank is lost or fails, at most this many times in"
+        " a row without a newer checkpoint",
         within=FROM_0,
         needs={"save": ()},
     )
@@ -1822,8 +1872,8 @@ class SupervisionConfig(Section):
     )
     peer_copy_interval: int = option(
         0,
-        "steps between copies of the state into the memory of this host and the next one, from "
-        "which restarted ranks resume; 0 disables them",
+        "steps between copies of the state into the memory of this host and the next one, from which restarted"
+        " ranks resume; 0 disables the copies",
         unit="steps",
         within=FROM_0,
         needs={"max_restarts": ()},

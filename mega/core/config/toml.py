@@ -1,7 +1,8 @@
-"""A run as a TOML file: one table for each section, one key for each option; `None` is written by leaving the key out.
+"""Read and write a run's options as TOML: a table for each section, and a key for each option that is not `None`.
 
-Reading refuses unknown tables and keys; the message names the file, the table, the key and the nearest valid one.
-Reading returns only the values of the file; config/compose.py combines them with presets, defaults and flags.
+Unknown tables and keys are errors, whose message contains the file, the table, the key and the nearest valid name. The
+functions that read a file return only the values in the file; config/compose.py combines these values with presets,
+defaults and flags.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from mega.core.config.schema import Entry, Schema
 from mega.core.untrusted import read_limited
 
 LIMIT = 1 << 20
-"""Maximum size, in bytes, of a file that a person writes: options, corpora, a device, a chat template."""
+"""Maximum size, in bytes, of a file written by hand, such as options, corpora, a device description or a chat
+template."""
 MOST_DOTS = 100
-"""Maximum number of dots in a key: the parser's time is quadratic in their number."""
+"""Maximum number of dots in a key. The parser takes time quadratic in the number of dots."""
 LARGEST = 10**100
-"""Whole numbers of at least this size are refused, because arithmetic with them would overflow."""
+"""Upper limit of integers. Larger integers are refused, because arithmetic with them would overflow."""
 MOST_PROBLEMS = 20
-"""Maximum number of mistakes that are reported at once, because in a file of another kind every line is a mistake."""
+"""Maximum number of mistakes in one message. In a file that is not a run's TOML, every line is a mistake."""
 
 
 def write(run: AnyRun) -> str:
-    """The whole run as TOML. For `Options`, `parse` of this text returns equal options.
+    """Return a run as TOML. For `Options`, `parse` of the returned text gives equal options.
 
     >>> print(write(Options())[:22])
     [model]
@@ -40,7 +42,7 @@ def write(run: AnyRun) -> str:
 
 
 def write_values(schema: Schema, values: Mapping[str, object]) -> str:
-    """All options of `schema` as TOML: those in `values`, by name, and the defaults of the others."""
+    """Return all options of `schema` as TOML, with the value in `values` (by name) or else the default."""
     tables = []
     for table in schema.tables:
         lines = [f"[{table}]"]
@@ -53,22 +55,23 @@ def write_values(schema: Schema, values: Mapping[str, object]) -> str:
 
 
 def parse(text: str, source: str = "TOML") -> Options:
-    """The run that `text` describes; other options have their defaults. Errors: as in `values`."""
+    """Return the options in the TOML `text`; options that are not in the text have their defaults. Errors: as in
+    `values`."""
     return compose(file=values(text, source))
 
 
 def read(path: str) -> dict[str, object]:
-    """Option name -> value of the TOML file at `path`. Errors: ValueError with a line for each mistake."""
+    """Read a TOML file; returns option name -> value. Errors: ValueError with a line for each mistake."""
     return values(read_text(path, f"--config {path}"), path)
 
 
 def read_schemas(path: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
-    """As `read`, for the options of several schemas, whose tables have different names."""
+    """Read a TOML file with the options of several schemas, whose tables have different names; otherwise as `read`."""
     return schema_values(read_text(path, f"--config {path}"), path, *schemas)
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """The text of a file that a person writes. what: flag and file, for messages. Errors: ValueError."""
+    """Return the text of a file written by hand. what: flag and file, for messages. Errors: ValueError."""
     try:
         return read_limited(path, LIMIT, what).decode()
     except UnicodeDecodeError as error:
@@ -76,7 +79,7 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def values(text: str, source: str) -> dict[str, object]:
-    """Option name -> value, of a run's TOML `text`. source: the file, for messages.
+    """Parse the TOML `text` of a run; returns option name -> value. source: the file, for messages.
 
     >>> values('[model]\\nlayers = 2', "run.toml")
     {'layers': 2}
@@ -89,7 +92,8 @@ def values(text: str, source: str) -> dict[str, object]:
 
 
 def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
-    """Option name -> value for each schema, of TOML `text`. source: the file, for messages. Errors: ValueError."""
+    """Parse the TOML `text`; returns option name -> value for each schema. source: the file, for messages. Errors:
+    ValueError."""
     problems: list[str] = []
     results: tuple[dict[str, object], ...] = tuple({} for _ in schemas)
     for table, keys in loads(text, source).items():
@@ -109,7 +113,7 @@ def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, o
 
 
 def _take(table: str, keys: Mapping[str, object], schema: Schema, source: str, found: dict[str, object]) -> list[str]:
-    """Put the values of a table into `found`, and return a line for each mistake."""
+    """Add the values of a table to `found`, and return a line for each mistake."""
     problems: list[str] = []
     for key, value in keys.items():
         if len(problems) > MOST_PROBLEMS:
@@ -122,7 +126,7 @@ def _take(table: str, keys: Mapping[str, object], schema: Schema, source: str, f
 
 
 def loads(text: str, what: str) -> dict[str, Any]:
-    """The tables of TOML `text`. what: the file, for messages. Errors: ValueError."""
+    """Return the tables of the TOML `text`. what: the file, for messages. Errors: ValueError."""
     for number, line in enumerate(text.splitlines(), 1):
         keys = line.split("=")[:-1] or [line if "," not in line else ""]
         if max(key.count(".") for key in keys) > MOST_DOTS:
@@ -131,7 +135,7 @@ def loads(text: str, what: str) -> dict[str, Any]:
         return tomllib.loads(text.replace("\r\n", "\n"))
     except RecursionError:
         raise ValueError(f"{what}: is not TOML that can be read: nested too deeply") from None
-    except ValueError as error:  # also raised for a number with thousands of digits
+    except ValueError as error:  # tomllib also raises ValueError for a number with thousands of digits
         raise ValueError(f"{what}: is not TOML: {error}") from None
 
 
@@ -144,8 +148,8 @@ def _unknown_table(table: str, schemas: Sequence[Schema]) -> str:
 
 
 def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> str | None:
-    """The reason why a TOML or JSON `value` is not valid for `key` of `table`, or None if it is. schema: None means the
-    schema of a run."""
+    """Return the reason why a TOML or JSON `value` is invalid for `key` of `table`; None if the value is valid. schema:
+    None for the schema of a run."""
     entries = (schema or run_schema()).entries
     entry = entries.get(key)
     if entry is None:
@@ -165,20 +169,20 @@ def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> 
 
 
 def quoted(value: object) -> str:
-    """The text of a value in a message, cut if it is long.
+    """Return the text of a value for a message, truncated if the text is long.
 
     >>> quoted("a" * 200)[-10:], quoted(10**5000)
     ('aaaaaaa...', 'a number with thousands of digits')
     """
     try:
         text = repr(value)
-    except ValueError:  # Python does not convert longer integers to text
+    except ValueError:  # Python does not convert integers with more digits to text
         return "a number with thousands of digits"
     return cut(text)
 
 
 def cut(text: str) -> str:
-    """At most 100 characters of a text that a message quotes."""
+    """Return the first 100 characters of a text that a message quotes."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
@@ -190,7 +194,7 @@ def _choices(entry: Entry) -> str:
 
 
 def _is(kind: type, value: object) -> bool:
-    """Whether a TOML value is of `kind`; true is not a number, and 1 is accepted for 1.0."""
+    """Return whether a TOML value has the type `kind`; true is not a number, and 1 is accepted for 1.0."""
     is_whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
     if kind is float:
         return is_whole or type(value) is float
@@ -205,7 +209,7 @@ def converted(entry: Entry, value: Any) -> object:
 
 
 def format_value(value: object) -> str:
-    """A Python value as TOML.
+    """Format a Python value as TOML.
 
     >>> format_value((0.5, "a\\tb", True))
     '[0.5, "a\\\\tb", true]'
@@ -213,7 +217,7 @@ def format_value(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, (str, Path)):
-        # JSON's escapes are TOML's, except that TOML also escapes DEL.
+        # JSON and TOML have the same escapes, except that TOML also escapes DEL.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

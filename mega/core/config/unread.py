@@ -1,8 +1,9 @@
-"""Options without effect in a run, because the feature that reads them is off. Each gets a message, not an error.
+"""Find options that have no effect in a run because a feature is disabled. Each of these options gets a message, not an
+error.
 
-Megatron-LM's scripts set many of them, such as `--sequence-parallel` on one tensor rank. The property `read_with` of an
-option (config/option.py) names the options that make it effective; TOKENIZERS names the files that a kind of tokenizer
-reads.
+Megatron-LM's scripts set many such options, for example `--sequence-parallel` on one tensor rank. The property
+`read_with` of an option (config/option.py) contains the options that make it effective; TOKENIZERS contains the files
+that a type of tokenizer reads.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _shown(entry: Entry, value: object) -> str:
 
 
 def _listed(readers: Mapping[str, tuple[str, ...] | Range]) -> str:
-    """The options and values of `Option.read_with`, in words."""
+    """Return the options and values of `Option.read_with` as text."""
     words = []
     for other, valid in readers.items():
         rule = f"of {valid.rule}" if isinstance(valid, Range) else " or ".join(valid)
