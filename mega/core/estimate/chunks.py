@@ -1,4 +1,5 @@
-"""The part of a model on each pipeline rank, as numbers. Equal chunks have equal memory and time.
+"""Describes the part of a model on each pipeline rank by numbers. Ranks with equal descriptions have equal memory and
+time.
 
 This module does not import torch, and does not depend on sizes in bytes.
 """
@@ -28,7 +29,7 @@ class LayerKind(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A contiguous part of the model on one rank. Ranks with equal chunks have equal memory and time."""
+    """A contiguous part of the model on one pipeline rank."""
 
     names: tuple[str, ...]
     """Names of the units of the chunk outside the stacks."""
@@ -37,8 +38,8 @@ class Chunk(NamedTuple):
     kinds: tuple[LayerKind, ...] = ()
     """Kind of each block of the chunk; empty if all blocks of the model are alike."""
     before: int | None = None
-    """Number of blocks before the blocks of the chunk. Set only if the position of a block matters, that is, if some
-    blocks read neighbours that earlier or later blocks encode."""
+    """Number of blocks of the model before the chunk. None unless the position of a block affects memory or time, as in
+    Retro, where some blocks read retrieved neighbours that other blocks encode."""
 
     @property
     def blocks(self) -> int:
@@ -82,7 +83,7 @@ def _stage_chunks(
 
 
 def _kinds(model: ModelConfig) -> list[LayerKind]:
-    """The kind of each layer; [] if all layers have the same kind."""
+    """List the kind of each layer; an empty list if all layers have the same kind."""
     kinds = [
         LayerKind(layer.attention.window, layer.attention.rope is not None, layer.experts is not None)
         for layer in architecture(model).layers
@@ -91,7 +92,7 @@ def _kinds(model: ModelConfig) -> list[LayerKind]:
 
 
 def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
-    """The model with all layers of kind `kind`."""
+    """Return `model` with every layer changed to the kind `kind`."""
     rope = () if kind.rotates or model.position != "rope" else (0,)
     model = replace(model, window=kind.window, window_layers=(), local_rope_base=None, rope_layers=rope)
     experts = model.experts if kind.experts else 0

@@ -1,12 +1,12 @@
-"""The time in seconds that a chunk's operations, recorded on the meta device, take on a card.
+"""Predicts the time in seconds that a chunk's operations, recorded on the meta device, take on a GPU.
 
     ChunkOperations  one microbatch on a chunk: operations of each unit (forward, backward, deferred weight gradients)
-    seconds          of one operation, read from measured curves
-    played           a sequence of operations, with overlapping exchanges
+    Card.seconds     the time of one operation, interpolated from measured curves
+    play_unit        the time of a sequence of operations, with overlapping exchanges
 
-This module does not depend on the model: an operation is given by its shape. operation_log.py records operations.
-curves.json was measured on an H100 (tests/gpu/cost_curves.py) and is scaled to the peak rates of other cards
-(hardware.toml).
+This module does not depend on the model, because an operation is described by its shape. operation_log.py records
+operations. curves.json was measured on an H100 (tests/gpu/cost_curves.py) and is scaled to the peak rates of other
+cards (hardware.toml).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gemm(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """One attention kernel."""
+    """One call of an attention kernel."""
 
     kernel: str  # Name of the curve for this kernel
     backward: bool  # Whether this is the backward pass
@@ -55,7 +55,7 @@ class ElementwiseWork(NamedTuple):
 
 
 class CollectiveBegin(NamedTuple):
-    """The beginning of a collective."""
+    """The start of a collective that runs concurrently until `Wait`."""
 
     number: int  # Identifies the collective for `Wait`
     kind: str  # Such as "all-reduce" or "shift"
@@ -65,13 +65,13 @@ class CollectiveBegin(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The following operations need the result of collective `number`."""
+    """Operations after this one need the result of collective `number`."""
 
     number: int
 
 
 class Send(NamedTuple):
-    """The beginning of copying `blocks` blocks of `size` bytes each into the memory of other ranks."""
+    """The start of copying `blocks` blocks of `size` bytes each into the memory of other ranks."""
 
     exchange: int
     size: int
@@ -79,8 +79,8 @@ class Send(NamedTuple):
 
 
 class Received(NamedTuple):
-    """The following operations wait for the next `blocks` blocks from other ranks, which are assumed to send at the
-    same times as this rank."""
+    """Operations after this one wait for the next `blocks` blocks from other ranks. These ranks are assumed to send
+    blocks at the same times as this rank."""
 
     exchange: int
     blocks: int
@@ -88,7 +88,8 @@ class Received(NamedTuple):
 
 Operation = Gemm | AttentionWork | ElementwiseWork | CollectiveBegin | Wait | Send | Received
 Units = tuple[tuple[Operation, ...], ...]
-"""Operations by unit: the unit before a stack, every block, the unit after it, ..."""
+"""Operations, one tuple per unit. The units are the modules before a stack of blocks, each block, the modules after the
+stack, and so on."""
 
 
 class ChunkOperations(NamedTuple):
@@ -104,14 +105,15 @@ class ChunkOperations(NamedTuple):
 
 
 class Curve:
-    """Interpolated seconds as a function of shape: work / rate * mean deviation of nearby points + delay.
+    """Interpolates measured times: seconds = work / rate * mean deviation of nearby points + delay.
 
-    points: coordinates (any positive numbers), work and measured seconds. The weight of a point decreases with the
-    distance between the logarithms of the coordinates. delay: seconds of a kernel without work.
+    points: (coordinates, work, measured seconds) of each measurement; coordinates are positive numbers such as m, k, n.
+    The weight of a point decreases with the distance between the logarithms of the coordinates. delay: seconds of a
+    kernel that does no work.
     """
 
     CLOSE = 0.02
-    """Squared distance (in powers of two) within which a point counts as an exact match."""
+    """Squared distance between log2 coordinates within which a point counts as an exact match."""
 
     def __init__(self, points: Sequence[tuple[tuple[float, ...], float, float]], delay: float) -> None:
         self._delay = delay
@@ -120,8 +122,8 @@ class Curve:
         self._off = [math.log((seconds - delay) * self._rate / work) for _, work, seconds in points]
 
     def seconds(self, shape: tuple[float, ...], work: float, speed: float = 1.0) -> float:
-        """Seconds for a shape. speed: relative speed of another card. The first coordinate is divided by the speed,
-        since the same shape keeps a faster card less busy."""
+        """Seconds for a shape. speed: speed of a card relative to the measured card. The first coordinate is divided by
+        the speed, because the same shape fills a faster card less."""
         point_logs, total, weighted_deviation = (
             tuple(math.log2(max(x, 1e-9)) for x in (shape[0] / speed, *shape[1:])),
             0.0,
@@ -173,7 +175,7 @@ def _attention_flops(rows: float, queries: float, keys: float, width: float, bac
 
 @dataclass(frozen=True)
 class Card:
-    """A device, with methods that scale the curves to this device."""
+    """Predicts times on the device `on`, by scaling the measured curves."""
 
     on: Hardware
 
@@ -182,7 +184,7 @@ class Card:
         return _seconds(operation, self.on)
 
     def collective(self, kind: str, size: float, ranks: int, stride: int) -> float:
-        """Seconds of a collective of `size` bytes in total over ranks with distance `stride`."""
+        """Seconds of a collective of `size` bytes in total over `ranks` ranks that are `stride` ranks apart."""
         on = self.on
         if ranks == 1:
             return 0.0
@@ -191,13 +193,13 @@ class Card:
         share = (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
         if stride * ranks <= on.node:
             return share * size / (on.inside * 1e9) + on.latency * 1e-6
-        # A ring that enters and leaves a node through several GPUs uses the network card of each of these GPUs.
+        # If several GPUs of a node belong to the group, a ring uses the network cards of all these GPUs.
         network_cards = max(1, on.node // stride)
         rate = min(on.inside, on.outside * network_cards)
         return share * size / (rate * 1e9) + on.latency_outside * 1e-6 * ranks
 
     def handed(self, size: float, ranks: int, stride: int) -> float:
-        """Seconds for each rank to send `size` bytes to the next rank, at distance `stride`, at the same time. The
+        """Seconds for all ranks to send `size` bytes at the same time, each to the rank at distance `stride`. The
         slowest pair determines the time."""
         outside = stride * ranks > self.on.node
         rate = self.on.outside if outside else self.on.peer
@@ -213,12 +215,12 @@ SHORTEST = 2e-6
 """Seconds of the smallest kernel."""
 
 PEAK, FP8, PRODUCT, ATTENTION = 989.0, 1979.0, 0.70, (0.558, 0.467)
-"""The card of curves.json: peak TFLOP/s in bf16 and fp8, and the fractions of the peak that a large product and plain
-causal attention (forward, backward) reach."""
+"""Values of the card on which curves.json was measured: peak TFLOP/s in bf16 and fp8, and the fractions of the peak
+that a large matrix product and plain causal attention (forward, backward) reach."""
 
 GEMM_IN_STEP, ATTENTION_IN_STEP = 1.015, 0.912
-"""Speed within a step relative to the curves. For the curves, one operation was repeated, which changes the card's
-clock rate."""
+"""Speed of matmuls and of attention within a step, relative to the curves. The curves were measured by repeating one
+operation, which changes the card's clock rate."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -248,7 +250,7 @@ def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, hardware: Hardwa
 
 
 class UnitTime(NamedTuple):
-    """The time and launches of a sequence of operations."""
+    """The device time and the number of launches of a sequence of operations."""
 
     seconds: float
     """Device time in seconds."""
@@ -260,8 +262,8 @@ class UnitTime(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def play_unit(unit: Sequence[Operation], hardware: Hardware) -> UnitTime:
-    """Simulate the operations of a unit. Collectives run one after the other on one stream, and copies on another
-    stream."""
+    """Simulate the operations of a unit. Collectives run one after the other on one stream, and copies to other ranks
+    on a second stream."""
     card, device_time, network_free, copies_end = Card(hardware), 0.0, 0.0, 0.0
     running: dict[int, tuple[float, float]] = {}
     arrivals: dict[int, list[float]] = {}
@@ -294,12 +296,12 @@ def play_unit(unit: Sequence[Operation], hardware: Hardware) -> UnitTime:
 
 
 CROWDED = 0.43
-"""Slowdown of overlapped work, as a fraction of the collective's time."""
+"""Time by which a running collective delays overlapping kernels, as a fraction of the overlapped time."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one part of the model."""
+    """The times of the passes of one part of the model, in seconds."""
 
     forward: float = 0.0
     """Forward pass."""
@@ -320,8 +322,8 @@ class Pass:
 
 
 def chunk_pass(operations: ChunkOperations, hardware: Hardware, *, recorded: bool) -> Pass:
-    """The time of one microbatch. recorded: the microbatch is replayed as a CUDA graph, so the host has no work per
-    operation."""
+    """Return the times of one microbatch on a chunk. recorded: whether the microbatch is replayed as a CUDA graph, in
+    which case the host does not launch single operations."""
     device, host = zip(
         *(_summed(units, hardware) for units in (operations.forward, operations.backward, operations.weight)),
         strict=True,
@@ -341,5 +343,5 @@ def _summed(units: Units, hardware: Hardware) -> tuple[float, float]:
 
 
 UNIT, LAUNCH, EXCHANGE = 0.27, 0.016, 0.061
-"""The overhead of a unit's pass, of a launch, and of an exchange (which includes waiting for the hosts of other ranks),
-as fractions of the host's time for a plain block (25 launches, forward and backward)."""
+"""Host time of one pass of a unit, of a kernel launch, and of an exchange (including the wait for the hosts of other
+ranks). All are fractions of the host time for a plain block (25 launches, forward and backward)."""

@@ -1,4 +1,4 @@
-"""The total time of a training run, including failures, and the best checkpoint interval."""
+"""Predicts the total time of a training run, including failures, and the best checkpoint interval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Interruptions:
-    """Interruptions of a training run."""
+    """The times that saves and failures take in a training run."""
 
     mtbf_hours: float | None = None
     """Mean time between failures of the whole machine, in hours. If None, failures are ignored."""
@@ -32,7 +32,7 @@ class TrainingTime:
 
     steps: int  # Number of steps
     days: float  # Days from the first step to the last
-    effective: float  # Fraction of the time that is neither saving, lost nor repeated
+    effective: float  # Fraction of the time spent on steps that are not repeated
     save_interval: int | None  # Steps between checkpoints, or None without checkpoints
     saves: int  # Number of checkpoints
     save_every: float | None  # Seconds between checkpoints at the best interval; None without failures
@@ -44,7 +44,8 @@ def training(run: RunConfig, world: int, device: Hardware, stops: Interruptions)
     """The total time of a training run, or None if its length is not given. Errors: ValueError if the run would never
     end.
 
-    Saves follow --save-interval. If the interval is missing and there are failures, the best interval is used.
+    Checkpoints are saved every --save-interval steps. If this option is missing and failures are expected, the best
+    interval is used.
     """
     steps, interval = lengths(run).steps, run.checkpoint.save_interval
     if not steps:
@@ -73,7 +74,8 @@ def training(run: RunConfig, world: int, device: Hardware, stops: Interruptions)
 
 
 def _whole_steps(run: RunConfig, world: int, device: Hardware) -> float:
-    """The length of the training run in steps of the full batch. Steps of a batch ramp-up count as fractions."""
+    """The length of a training run, in steps with the full batch. A step of the batch ramp-up counts as a fraction,
+    according to its time."""
 
     def rough(size: int) -> float:
         return step_time(variant(run, {"global_batch": size}), world, device, play=False).seconds
@@ -111,11 +113,11 @@ def training_time(
     2.0
     """
     # Assumption: an overlapped save does not slow down steps, but the next save waits for its end. A failure during the
-    # save loses the steps since it began, since the checkpoint is not complete yet.
+    # save also loses the steps since the save began.
     restart = restart_seconds + (save_seconds if overlapped else 0.0)
 
     def stretch(trained: int, last: bool) -> float:
-        """Seconds of `trained` steps and the save after them. The run waits for its last save."""
+        """Seconds of `trained` steps and of the following save. The run waits until the last save ends."""
         work = trained * step_seconds
         stop = max(0.0, save_seconds - work) if overlapped and not last else save_seconds
         if failure_seconds is None:

@@ -1,7 +1,7 @@
-"""The extra memory that is needed if the experts have uneven loads.
+"""Computes the additional memory that a rank needs if experts have uneven loads.
 
-The estimate assumes that all experts are chosen equally often. If all tokens choose the experts of one rank, this rank
-gets more rows, and stores these rows for the backward pass.
+The memory estimate assumes that all experts are chosen equally often. If all tokens choose experts of the same rank,
+this rank gets more rows, which it stores for the backward pass.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mega.core.estimate.weights import BYTES
 
 
 class WorstLoad(NamedTuple):
-    """The load of one mixture and microbatch on one rank."""
+    """The load of one rank in a mixture-of-experts layer, for one microbatch."""
 
     even: int
     """Number of rows of the rank's experts if all experts are chosen equally often."""
     rows: int
     """Number of rows of the rank's experts in the worst case."""
     more: int
-    """Additional bytes in the worst case for one microbatch, over all mixtures of the fullest stage."""
+    """Additional bytes in the worst case for one microbatch, summed over the mixture-of-experts layers of a stage."""
 
 
 def worst_load(run: RunConfig) -> WorstLoad | None:
-    """The worst load of a resolved run. None if no rank can get more rows than another, because every rank has all
-    experts or a fixed number of rows per expert."""
+    """Return the worst load of a resolved run. None if all ranks get equal numbers of rows, because every rank has all
+    experts or each expert takes a fixed number of rows."""
     parallel, layers = run.parallel, architecture(run.model).layers
     mixtures = [layer.experts for layer in layers if layer.experts is not None]
     if not mixtures or parallel.ep == 1:

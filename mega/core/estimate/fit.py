@@ -1,4 +1,5 @@
-"""Fit the constants of a device to measured times, and write these constants as a file. Nothing is measured here."""
+"""Fits the constants of a device to measured times, and writes the constants as a TOML file. This module measures
+nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from mega.core.estimate.hardware import SHARES
 
 @dataclass(frozen=True)
 class Product:
-    """A measured product [m, k] x [k, n]."""
+    """A measured matrix product [m, k] x [k, n]."""
 
     m: int  # Number of rows of the first factor
     k: int  # Inner dimension
@@ -28,7 +29,8 @@ class Product:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(delay, seconds per unit) of the line with the smallest relative errors. Both values are at least 0.
+    """Fit a line to measured times, with the smallest relative errors: (delay, seconds per unit of size). Both values
+    are at least 0.
 
     >>> delay, each = line([1, 10, 100], [3, 12, 102])
     >>> round(delay, 6), round(each, 6)
@@ -50,10 +52,11 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def product_shares(samples: Sequence[Product], peak: float, bandwidth: float, launch: float) -> tuple[float, float]:
-    """(product, traffic): the fraction of `peak` (operations per second) that is reached, and the fraction of memory
-    traffic that is not hidden.
+    """Fit (product, traffic): the fraction of `peak` (operations per second) that matrix products reach, and the
+    fraction of memory traffic that computation does not hide.
 
-    Least squares of relative errors of seconds = flops / (peak product) + traffic moved / bandwidth + launch.
+    The fit minimizes the squared relative errors of the model: seconds = flops / (peak * product) + traffic * moved /
+    bandwidth + launch.
 
     >>> made = [Product(m, 64, n, 2, 2 * m * 64 * n / 5e11 + 0.5 * 2 * (m * 64 + 64 * n + m * n) / 1e11)
     ...         for m, n in ((64, 64), (512, 64), (512, 2048))]
@@ -80,12 +83,13 @@ def _squares(a: float, b: float) -> tuple[tuple[float, float], ...]:
 
 
 def as_toml(values: Mapping[str, float], peaks: Mapping[str, float], title: str) -> str:
-    """A file for `memory-estimate --gpu`. Missing keys keep the value of `base` in hardware.toml.
+    """Return the text of a TOML file for `memory-estimate --gpu`. A missing key has the value of the device `base` in
+    hardware.toml.
 
     >>> print(as_toml({"elementwise": 1.02, "node": 8}, {"bf16": 989.0}, "measured").splitlines()[1])
     elementwise = 1
     """
-    # A measured share exceeds 1 if the corresponding maximum was measured too low.
+    # A measured fraction exceeds 1 if the corresponding peak was measured too low.
     limited = {name: min(value, 1.0) if name in SHARES else value for name, value in values.items()}
     lines = [f"# {title}"]
     lines += [f"{name} = {_number(value)}" for name, value in limited.items()]

@@ -1,7 +1,8 @@
-"""Bytes of one microbatch on one model chunk, from the trace of the chunk, together with temporary buckets.
+"""Computes the peak bytes of one microbatch on one model chunk, from the chunk's trace and the temporary buckets of
+ZeRO.
 
-trace.py measures each part of the chunk. This module adds up the parts in sequence. It does not depend on the pipeline,
-and imports torch only when it is called.
+trace.py measures each part of a pass, and this module adds up the parts in sequence. This module does not depend on the
+pipeline, and imports torch only when `footprint` is called.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Footprint:
-    """One microbatch on one chunk, in bytes."""
+    """The memory of one microbatch on one chunk, in bytes."""
 
     held: int
     """Bytes stored from the forward pass to the backward pass."""
@@ -31,24 +32,25 @@ class Footprint:
     deferred: int
     """Bytes stored from the backward pass to a separate weight-gradient pass."""
     in_flight: int
-    """Blocks of finished exchanges that are still allocated after a forward pass, once for all microbatches. These
-    blocks are included in `forward` and `backward`."""
+    """Bytes of sent blocks that exchanges keep allocated after a forward pass, once for all microbatches. These bytes
+    are included in `forward` and `backward`."""
     cargo: int
     """Bytes received from the previous stage or sent to the next stage."""
     batch: int
     """Bytes of the batch."""
     mapped: int
-    """Bytes outside the allocator."""
+    """Bytes that exchanges map outside torch's allocator."""
     head: int
-    """The part of `held` that is stored after the last block."""
+    """Bytes of `held` that the units after the last block store."""
 
 
 def footprint(
     run: RunConfig, chunk: Chunk, buckets: Sequence[TransientBucket] = (), *, repeats: bool = False
 ) -> Footprint:
-    """The footprint of one microbatch of a resolved `run` on a chunk.
+    """Return the footprint of one microbatch of a resolved `run` on a chunk.
 
-    buckets: temporary buckets (ZeRO 2 and 3) of the only stage. repeats: whether another microbatch ran before.
+    buckets: temporary buckets of the only pipeline stage (ZeRO 2 and 3). repeats: whether another microbatch ran before
+    this microbatch.
     """
     from mega.core.estimate.trace import trace
 
@@ -98,7 +100,7 @@ class _Walk:
 
     @staticmethod
     def _sent_for(following: Sequence[TransientBucket], gathered: Sequence[TransientBucket]) -> list[TransientBucket]:
-        """The buckets of the next unit that a unit prefetches."""
+        """The buckets that a unit prefetches for the `following` unit."""
         return [bucket for bucket in following if bucket.sent_for and bucket not in gathered]
 
     def backward(self, parts: Parts, live: int) -> int:
@@ -125,7 +127,8 @@ class _Walk:
                     continue
                 open_gradients[id(bucket)] -= 1
                 if not open_gradients[id(bucket)]:
-                    # One bucket at a time is being reduced, together with the output buffer for this rank's span.
+                    # Only one bucket is reduced at a time. The reduction also needs an output buffer for this rank's
+                    # span.
                     peak = max(peak, live + bucket.summed)
                     live += bucket.summed - self.leaving - (bucket.weights if id(bucket) in gathered_ids else 0)
                     self.leaving = bucket.grads + bucket.summed

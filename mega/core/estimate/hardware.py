@@ -1,4 +1,4 @@
-"""Devices and clusters as numbers: from hardware.toml next to this module, or from a user's file in the same format."""
+"""Reads the constants of devices and clusters from hardware.toml, or from a user's file in the same format."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ SHARES = ("product", "elementwise", "attention_forward", "attention_backward")
 """Fields that are fractions of the device's peak."""
 
 RETIRED = {"traffic"}
-"""Fields in files from before curves were measured. These fields are accepted and ignored."""
+"""Fields of files from versions without measured curves. These fields are accepted but ignored."""
 
 LEAST, MOST = 1e-12, 1e12
-"""Limits of every number, well inside the range in which float arithmetic is safe."""
+"""Limits of every number in a file, well inside the range in which float arithmetic neither overflows nor
+underflows."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device in its cluster. hardware.toml documents the fields in detail."""
+    """The constants of one kind of device and of its cluster. hardware.toml documents the fields in detail."""
 
     name: str  # Name of the device
     memory: float  # GiB that a process can allocate
@@ -50,7 +51,7 @@ class Hardware:
 
     @property
     def fp8(self) -> float:
-        """TFLOP/s of fp8 products. A device without fp8 emulates fp8 products in fp32."""
+        """TFLOP/s of fp8 products; on a device without fp8, the rate of fp32, which emulates fp8 products."""
         return self.peak.get("fp8", self.peak["fp32"])
 
 
@@ -60,10 +61,10 @@ def _known_devices() -> Mapping[str, Mapping[str, Any]]:
 
 
 def hardware(name: str, source: str | None = None) -> Hardware:
-    """A known device, or the device that the TOML file `name` describes.
+    """Return the device called `name` in hardware.toml, or the device that the TOML file `name` describes.
 
-    source: the flag that named the device, if not --gpu. Errors: ValueError naming the flag, for an unknown name, a
-    broken file, or an unknown field.
+    source: the flag that gave `name`, if not --gpu. Errors: ValueError naming the flag, for an unknown name, a broken
+    file, or an unknown field.
 
     >>> hardware("h200").peak["bf16"]
     989.0

@@ -1,6 +1,6 @@
-"""Warn before the ranks of `--nproc` start if this host has too few cores or too little memory for these ranks.
+"""Warns, before the ranks of `--nproc` start, if this host has too few cores or too little memory for all ranks.
 
-The warnings do not stop the run, because the estimate may be wrong, and slow ranks still work.
+A warning does not stop the run, because the estimate may be wrong, and a run with too few cores is only slow.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from mega.core.estimate.hardware import GIB
 from mega.core.processes.world import cores
 
 PROCESS = 0.35 * GIB
-"""Bytes of a rank that has loaded torch and holds no tensor."""
+"""Bytes of a process that has imported torch and has no tensors."""
 
 BYTES = 18
-"""Number of bytes per parameter for training in bf16; training in fp32 takes 16."""
+"""Bytes per parameter for weights, gradients, masters and moments when training in bf16; training in fp32 needs 16
+bytes."""
 
 SAVED = 40
-"""Bytes per element of the residual stream and block, approximately the memory for the backward pass."""
+"""Approximate bytes that a block stores for the backward pass, per element of the residual stream."""
 
 
 def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
-    """Yield messages about resources that a resolved `run` exceeds. If its ranks have GPUs, nothing is yielded."""
+    """Yield a message for each resource of this host that a resolved `run` exceeds. Nothing is yielded if the ranks run
+    on GPUs."""
     if run.runtime.device == "cuda" or (run.runtime.device == "auto" and has_cuda()):
         return
     if ranks > (cpus := cores()):
@@ -33,7 +35,7 @@ def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
     room = available()
     if room is None or _rough(run, ranks) < room / 4:
         return
-    from mega.core.estimate.memory import memory  # imports torch, which a small run does not need here
+    from mega.core.estimate.memory import memory  # imports torch, which is not needed if a small run fits
 
     try:
         run_memory = memory(variant(run, {"device": "cpu"}), ranks)
@@ -51,7 +53,8 @@ def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
 
 
 def _rough(run: RunConfig, ranks: int) -> float:
-    """A rough estimate of the bytes of all ranks. The exact estimate takes seconds, so it is skipped for small runs."""
+    """Estimate roughly the bytes of all ranks. The exact estimate takes seconds and is skipped if the rough estimate is
+    small."""
     model, parallel = architecture(run.model), run.parallel
     share = ranks / (parallel.tp * parallel.pp)
     tokens = run.batch.micro_batch * sum(text_lengths(run))

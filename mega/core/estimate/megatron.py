@@ -1,7 +1,7 @@
-"""Megatron-LM's own `report_theoretical_memory`, formula by formula, for comparison.
+"""Computes Megatron-LM's `report_theoretical_memory` with the same formulas, for comparison.
 
-The formulas ignore biases and position tables, assume bf16 with fp32 gradients and Adam, and approximate activations by
-the closed form of Korthikanti et al. 2022 (arXiv 2205.05198). A megabyte is 1024 squared bytes.
+The formulas ignore biases and position tables, and assume bf16 with fp32 gradients and Adam. Activations follow the
+closed formula of Korthikanti et al. 2022 (arXiv 2205.05198). A megabyte is 1024 squared bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ MEGABYTE = 1024.0**2
 
 @dataclass(frozen=True)
 class TheoreticalMemory:
-    """Megatron-LM's output. Parameters are counted in elements; sizes are in megabytes on the most loaded rank."""
+    """The numbers in Megatron-LM's report. Parameters are in elements; sizes are in megabytes on the most loaded
+    rank."""
 
     parameters: float  # Number of parameters of the whole model
     shard: float  # Number of parameters on the most loaded rank
-    others: float  # Number of parameters on each other rank, if there are several stages
+    others: float  # Number of parameters on every other rank, if there are several stages
     layer: float  # Activations of one layer on a rank
     in_flight: int | None  # Number of microbatches in flight; None if there is one stage
     weights: float  # Weights and optimizer
@@ -59,12 +60,13 @@ def report(run: RunConfig, world: int) -> TheoreticalMemory:
 
 
 def _layers(model: Architecture) -> int:
-    """The value of --num-layers, which is the encoder's number if there is also a decoder."""
+    """The value of --num-layers; for a model with an encoder and a decoder, the number of encoder layers."""
     return len(model.stacks[0].layers)
 
 
 def _activations(run: RunConfig, world: int) -> tuple[float, float, int | None]:
-    """Bytes of one layer and of the rank, and the number of microbatches in flight (None if there is one stage)."""
+    """Return (activation bytes of one layer, activation bytes of a rank, number of microbatches in flight). The last
+    value is None if there is only one stage."""
     model, parallel, batch = architecture(run.model), run.parallel, run.batch
     s, b, h, t, p, v = batch.seq_length, batch.micro_batch, model.hidden, parallel.tp, parallel.pp, parallel.chunks
     vocab, ffn = model.input.rows(t), model.block.feed_forward.width

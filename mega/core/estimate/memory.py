@@ -1,7 +1,8 @@
-"""Memory of every rank of a run: constant memory, and the memory of a step simulated with the pipeline's plan.
+"""Predicts the memory of every rank of a run: constant memory, and the memory of a step, simulated with the pipeline
+plan.
 
-All ranks of a pipeline stage use equal memory, so the result has one entry per stage: the peak, the parts of the peak,
-and when the peak occurs. The plan is the plan that the trainer executes.
+All ranks of a pipeline stage use the same amount of memory, so the result has one entry per stage: the peak, what it
+consists of, and when it occurs. The simulation uses the plan that the trainer executes.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
 
 LIBRARIES = 32 << 20
-"""Workspace of cuBLAS on a Hopper device, which comes from the allocator like any tensor. A CUDA graph has two more
+"""Bytes of the cuBLAS workspace on a Hopper device, which torch's allocator allocates. A CUDA graph has two additional
 workspaces, one for each pass."""
 
 SENT = 4
 """Maximum number of pipeline sends in flight (parallel/pipeline.py)."""
 
 SLACK = 0.06
-"""Assumed fraction of the moving memory that the caching allocator reserves and cannot use."""
+"""Assumed memory that the caching allocator reserves but cannot use, as a fraction of `StageMemory.moving`."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage, in bytes. The parts add up to the peak."""
+    """The memory of one rank of a pipeline stage at its peak, in bytes."""
 
     stage: int  # Index of the stage
     layers: int  # Number of blocks in the stage
@@ -48,8 +49,8 @@ class StageMemory:
     working: int  # Additional memory of the op at the peak
     cargo: int  # Pipeline sends and receives
     live: int  # Maximum number of microbatches (of a chunk) in flight
-    when: str  # Description of what runs at the peak
-    graph: int = 0  # Additional memory that a recorded microbatch keeps from the allocator (--cuda-graph)
+    when: str  # What runs at the peak, as text
+    graph: int = 0  # Additional memory that a CUDA graph reserves for its microbatch (--cuda-graph)
 
     @property
     def moving(self) -> int:
@@ -57,7 +58,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """The maximum of allocated bytes."""
+        """Maximum number of allocated bytes."""
         return self.held.total + self.batches + self.moving
 
     @property
@@ -76,9 +77,10 @@ class Memory:
     checkpoint: int
     """Bytes of a checkpoint."""
     communicators: int
-    """Maximum number of process groups of a rank. Each group has buffers outside the allocator."""
+    """Maximum number of process groups of a rank. Each group has buffers that torch's allocator does not allocate."""
     mapped: int
-    """Bytes outside the allocator into which tensor ranks write the tokens of an exchange (--tp-overlap)."""
+    """Bytes of buffers outside torch's allocator into which tensor ranks write the tokens of an exchange
+    (--tp-overlap)."""
 
     @property
     def worst(self) -> StageMemory:
@@ -112,8 +114,8 @@ def memory(run: RunConfig, world: int) -> Memory:
         )
         activations, working, cargo, when = timeline.peak(footprints_)
         update = _update(run, weights_of_stage) + max(one.in_flight for one in footprints_)
-        # A graph keeps the memory of its microbatch. With data-parallel ranks, the last of several microbatches runs
-        # eagerly and adds to this memory; otherwise only updates and validation add to it.
+        # A CUDA graph reserves the memory of its microbatch. With data-parallel ranks, the last of several microbatches
+        # runs eagerly and needs memory in addition; otherwise only updates and validation need additional memory.
         graph = (activations + working) if records_graph(run, world) else 0
         graph_bytes = graph if eager_microbatches(dp * parallel.cp, count) else min(graph, max(update, working))
         if update > activations + working + cargo:
@@ -123,7 +125,7 @@ def memory(run: RunConfig, world: int) -> Memory:
                 stage=stage,
                 layers=sum(chunk.blocks for chunk in stage_chunk),
                 held=weights_of_stage,
-                batches=count * footprints_[0].batch,  # all microbatches of a step are on the device
+                batches=count * footprints_[0].batch,  # inputs of all microbatches of a step are on the device
                 activations=activations,
                 working=working + libraries * (3 if graph else 1),
                 cargo=cargo,
@@ -142,14 +144,15 @@ def memory(run: RunConfig, world: int) -> Memory:
 
 
 def minimum_gib(run: RunConfig, world: int, communicator: float) -> float:
-    """A lower bound of `memory(run, world).needed(communicator)`: the constant memory of the first stage, in GiB."""
+    """A lower bound of `memory(run, world).needed(communicator)`, in GiB: the constant memory of the first stage and
+    the memory of process groups."""
     dp = data_parallel(run, world)
     return stage_weights(run, dp, stage_chunks(run)[0]).total / GIB + communicators(run, dp) * communicator
 
 
 def communicators(run: RunConfig, dp: int) -> int:
-    """The number of process groups of an inner rank: the groups of its axes (equal sets of ranks share one group), and
-    the links to its neighbours.
+    """The number of process groups of a rank between the first and last stage: one group per distinct set of ranks
+    along its axes, and one per link to a neighbouring stage.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -170,7 +173,7 @@ def communicators(run: RunConfig, dp: int) -> int:
 def checkpoint_bytes(run: RunConfig) -> int:
     """Bytes of tensors in a checkpoint: trained weights, and masters and moments if these are saved."""
     weight, high = BYTES[run.precision.dtype], wide_bytes(run.precision.dtype)
-    offloaded = run.optimizer.optimizer_offload  # the host then keeps separate masters
+    offloaded = run.optimizer.optimizer_offload  # with offload, the host stores separate masters
     masters = high if high != weight and (offloaded or run.precision.masters) else 0
     trained = [tensor for tensor in inventory(run.model) if tensor.trainable]
     elements = sum(tensor.elements for tensor in trained)
@@ -189,12 +192,12 @@ def logits_bytes(run: RunConfig) -> int:
 
 
 def serving_bytes(run: RunConfig) -> int:
-    """Bytes of the weights over all tensor ranks of a server."""
+    """Bytes of the weights of a server, summed over all tensor ranks."""
     return parameters(run.model) * BYTES[run.precision.dtype]
 
 
 def kv_cache_bytes(run: RunConfig) -> int:
-    """Bytes of one token's keys and values while serving, over all layers and tensor ranks."""
+    """Bytes of one token's keys and values in a server's cache, summed over all layers and tensor ranks."""
     return cache_bytes(architecture(run.model), BYTES[run.precision.dtype])
 
 
@@ -205,16 +208,17 @@ def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -
 
 
 STEADY = ("1f1b", "interleaved", "zb-h1")
-"""Schedules with a steady state, in which few microbatches have the same peaks as many."""
+"""Schedules with a steady state. Their peaks are the same for few microbatches as for many."""
 
 
 def representative(run: RunConfig, count: int) -> int:
-    """The smallest number of microbatches whose plan has the same peaks as `count`, since the steady state only
-    repeats.
+    """Return the smallest number of microbatches whose plan has the same memory peaks as a plan of `count`
+    microbatches.
 
-    The result is `count` for any other schedule, such as gpipe, which may have no steady state. Under 1F1B, rank r is
-    full once it holds pp - r microbatches. Interleaved plans need two rounds of pp to fill every chunk, and a third for
-    the maximum cargo in flight; their last round may be uneven.
+    The peaks are the same because the steady state only repeats. The result is `count` for schedules that may have no
+    steady state, such as gpipe. Under 1F1B, rank r reaches its peak once it stores pp - r microbatches. Interleaved
+    plans need two rounds of pp microbatches to fill every chunk, and a third for the maximum number of sends in flight.
+    The last round may have fewer microbatches.
     """
     parallel = run.parallel
     if parallel.schedule not in STEADY:
@@ -224,39 +228,41 @@ def representative(run: RunConfig, count: int) -> int:
 
 
 def _update(run: RunConfig, weights: Weights) -> int:
-    """Temporary memory of the optimizer: wide copies of a bucket's span. Weights are gathered in place."""
+    """Temporary memory of the optimizer in bytes: fp32 (or wider) copies of the part of a bucket that this rank
+    updates. Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
     high = wide_bytes(precision.dtype)
     copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2, "muon": 1}[options.optimizer]
     copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
-    # Four copies of the whole matrices that this rank owns (Muon): gathered, assembled, orthogonalized, and returned.
+    # Muon has four copies of the whole matrices that this rank updates: gathered, assembled, orthogonalized, and
+    # returned.
     return (0 if options.optimizer_offload else copies * weights.largest * high) + 4 * weights.owned * high
 
 
 class LiveSet(NamedTuple):
-    """The live tensors of a rank during a compute step, as counts. Counts do not depend on sizes in bytes, so runs with
-    the same plan share a live set."""
+    """The numbers of live tensors of a rank during a forward or backward pass. These numbers do not depend on sizes in
+    bytes, so runs with the same plan share live sets."""
 
     kind: str  # "F" or "B"
     chunk: int  # The chunk that runs
     held: tuple[int, ...]  # Microbatches of each chunk between forward and backward
     deferred: tuple[int, ...]  # Microbatches of each chunk between backward and weight gradients
-    cargo: int  # Number of received pieces that wait, and of sent gradients that may be in flight
+    cargo: int  # Number of received tensors that wait, plus number of sent gradients that may be in flight
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's plan."""
+    """The live sets of one rank while it executes the plan."""
 
     sets: Mapping[LiveSet, int]
-    """The distinct live sets in order -> the index of the first microbatch with this set."""
+    """Live set -> index of the first microbatch with this live set; in the order of the plan."""
     live: int
     """Maximum number of microbatches (of a chunk) in flight."""
 
     def peak(self, chunks: Sequence[Footprint]) -> tuple[int, int, int, str]:
-        """Activations, working memory and cargo of the (first) largest live set, and a description of what runs
-        then."""
+        """Return the activations, working memory and cargo of the largest live set (the first in case of a tie), and a
+        description of what runs at that time."""
         held_bytes, deferred_bytes = [chunk.held for chunk in chunks], [chunk.deferred for chunk in chunks]
         peaks = {"F": [chunk.forward for chunk in chunks], "B": [chunk.backward for chunk in chunks]}
 
@@ -272,7 +278,7 @@ class Timeline:
 
 @lru_cache(maxsize=256)
 def timelines_of(kind: str, stages: int, chunks: int, count: int) -> tuple[Timeline, ...]:
-    """Every rank's timeline of a plan."""
+    """Return the timeline of every rank for a plan."""
     acts = plan(kind, stages, chunks, count).acts
     return tuple(_timeline(acts[stage], stage, stages, chunks) for stage in range(stages))
 
@@ -284,7 +290,8 @@ def _timeline(acts: Sequence[Act], stage: int, stages: int, chunks: int) -> Time
     waiting_cargo, sent = 0, deque[bool](maxlen=SENT)
     for act in acts:
         if isinstance(act, Exchange):
-            # Forward sends need no extra memory, since the backward pass keeps the tensors. Count gradients only.
+            # Forward sends need no additional memory, because the sent tensors are stored for the backward pass anyway.
+            # Only sent gradients are counted.
             sent.extend(transfer.kind == "B" for transfer in act.sends)
             waiting_cargo += len(act.recvs)
         elif act.kind == "W":

@@ -1,8 +1,8 @@
-"""Record the operations of a stage on the meta device, as shapes for cost.py.
+"""Records the operations that a stage runs on the meta device, as shapes for cost.py.
 
-trace.py's dispatch mode reports torch ops. Kernels, attention and exchanges report themselves (ops/observe.py). The
-bytes of an op are the bytes of the tensors that it reads and writes, each counted once. If an op reads some rows of a
-table, only these rows count.
+torch ops are reported by trace.py's dispatch mode; Triton kernels, attention and exchanges are reported through
+ops/observe.py. The bytes of an op are the bytes of the tensors that the op reads and writes, each tensor counted once.
+If an op reads only some rows of a table, only these rows are counted.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ALLOCATIONS = {
 """Ops that launch no kernel."""
 
 LOOK_UPS = {"embedding": 2.0, "index": 2.0, "index_select": 2.0, "gather": 2.0, "nll_loss_forward": 1.0}
-"""Ops that read some rows of a table -> number of passes over the result."""
+"""Op that reads some rows of a table -> number of times that bytes of the result's size are read or written."""
 
 ADDED_ROWS = {"index_add_": 3.0, "index_put_": 3.0, "embedding_dense_backward": 3.0, "scatter": 3.0, "scatter_": 3.0}
-"""Ops that write some rows of a table -> number of passes over these rows. The rows are the largest argument other than
-the table."""
+"""Op that writes some rows of a table -> number of times that bytes of the rows' size are read or written. The rows are
+the largest argument other than the table."""
 
 WRITTEN = {"copy_", "fill_", "zero_"}
 """In-place ops that do not read their output."""
@@ -51,22 +51,22 @@ CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_atten
 
 
 class OperationLog:
-    """Operations in the order of execution. packed: fraction of a row's (query, key) pairs that remain if documents are
-    packed."""
+    """A log of operations in the order of execution. packed: fraction of the (query, key) pairs of a row that remain
+    visible if attention is limited to the documents packed into the row."""
 
     def __init__(self, *, packed: float = 1.0) -> None:
         self.operations: list[Operation] = []
         self._packed, self._count = packed, 0
 
     def take(self) -> tuple[Operation, ...]:
-        """The operations since the last call."""
+        """Return the operations since the previous call of `take`, and clear the log."""
         operations, self.operations = tuple(self.operations), []
         return operations
 
     # -- ops of torch
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], out: Any) -> None:
-        """Record an op that is not a view, after it was executed."""
+        """Record an executed op whose result is not a view."""
         name = func.overloadpacket.__name__
         if name in ALLOCATIONS:
             return
@@ -79,7 +79,7 @@ class OperationLog:
             self.operations.append(ElementwiseWork(name, _moved(name, args, out)))
 
     def _cudnn(self, args: Sequence[Any], *, backward: bool) -> None:
-        """q [b, heads, s, d], k [b, kv_heads, t, d]."""
+        """Record cuDNN's attention. Among `args` are q [b, heads, s, d] and k [b, kv_heads, t, d]."""
         q, k = args[1:3] if backward else args[:2]
         causal = args[-1] if backward else args[6] if len(args) > 6 else False
         (b, heads, s, d), t = q.shape, k.shape[2]
@@ -115,8 +115,8 @@ class OperationLog:
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Gemm:
-    """[.., m, k] x [.., k, n]. The strides determine the layout: a factor whose inner dim is not the last dim is
-    transposed."""
+    """Describe the product [.., m, k] x [.., k, n]. Its layout follows from which factor is transposed, according to
+    the strides."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     layout = "wgrad" if _is_transposed(a) else "forward" if _is_transposed(b) else "dgrad"
     fp8 = a.element_size() == 1
@@ -128,7 +128,8 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Gemm:
 
 
 def _measured_as(m: int, k: int, n: int, layout: str) -> tuple[int, int, int]:
-    """(tokens, in, out) of the linear layer [tokens, in] -> [tokens, out] that this product belongs to."""
+    """Return (tokens, in, out) of the linear layer [tokens, in] -> [tokens, out] to which a product [m, k] x [k, n]
+    belongs."""
     return (m, k, n) if layout == "forward" else (m, n, k) if layout == "dgrad" else (k, n, m)
 
 
@@ -137,7 +138,7 @@ def _is_transposed(x: torch.Tensor) -> bool:
 
 
 def _bytes(x: object) -> int:
-    """Bytes of a tensor's storage. An expanded tensor has less storage than elements."""
+    """Bytes of memory behind a tensor; an expanded tensor has fewer bytes of memory than its shape suggests."""
     if not isinstance(x, torch.Tensor):
         return 0
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

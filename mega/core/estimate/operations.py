@@ -1,5 +1,5 @@
-"""The operations of a chunk of the model, from the trace of the chunk. This module does not depend on times, and
-imports torch only when it is called."""
+"""Lists the operations of a chunk of the model, from the chunk's trace. Torch is imported only when a function is
+called."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
 
 
 def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
-    """The operations of a chunk from fewer traces, assuming that the sizes of all operations are linear in the
-    microbatch size. Deferred weight gradients are counted as backward."""
+    """Extrapolate the operations of a chunk from microbatches of 1 and 2 samples, assuming that sizes are linear in the
+    number of samples. Deferred weight gradients are counted as part of the backward pass."""
     run, size = variant(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
-    if size <= 2 or run.parallel.tp_overlap:  # with tp_overlap, the pieces of an exchange are not linear in the size
+    if size <= 2 or run.parallel.tp_overlap:  # with tp_overlap, sizes of blocks are not linear in the samples
         return operations(run, chunk)
     one, two = (operations(variant(run, {"micro_batch": few}), chunk) for few in (1, 2))
     if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:

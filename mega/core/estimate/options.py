@@ -20,7 +20,7 @@ def _to_most(least: float) -> Range:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(VerbSection):
-    """The devices that a run is planned for, failures, and the output."""
+    """Options of an estimate: the devices to plan for, failures, and the output."""
 
     title: ClassVar[str] = "Estimate"
 

@@ -1,4 +1,4 @@
-"""The bars of a memory estimate as a .svg or .png picture. Only .png needs matplotlib, which is imported on demand."""
+"""Draws the bars of a memory estimate as a .svg or .png file. Only .png needs matplotlib, which is then imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mega.core.files import whole_file
 
 
 def draw(memory: Memory, title: str, path: Path) -> None:
-    """Write the bars as .svg, or as .png (needs matplotlib). The file is written atomically."""
+    """Draw the memory of each stage as bars in a .svg or .png file, which is written atomically."""
     content = {".svg": _svg, ".png": _png}[path.suffix](memory, title)
     with whole_file(path) as out:
         out.write(content)

@@ -1,8 +1,8 @@
-"""Search for the layout of a run: all ways to divide a model over some devices, the layouts that fit, and the fastest
-of these layouts.
+"""Searches for the fastest layout of a run among all ways to divide the model over the devices that fit into memory.
 
-A candidate is the run with different layout values. It is checked by the rules for every run; the memory estimate
-decides whether it fits, and its plan gives the time. This module contains no formulas for memory or time.
+A candidate is the run with different layout options. The candidate must obey the rules that hold for every run; the
+memory estimate determines whether it fits, and the simulated plan gives its step time. This module contains no formulas
+for memory or time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from mega.core.estimate.memory import Memory, memory, minimum_gib
 from mega.core.estimate.steptime import StepTime, step_time
 
 RESERVE = 0.03
-"""Fraction of a device's memory that a layout must leave free. Predicted peaks have about this error."""
+"""Fraction of a device's memory that a layout must leave free, which is about the error of predicted peaks."""
 
 CONTEXT = 4096
-"""Minimum number of tokens per rank of the context axis. For shorter parts, other axes are cheaper."""
+"""Minimum number of tokens per context rank. For shorter sequences, other axes cost less time."""
 
 MICRO = (1, 2, 4, 8, 16)
-"""Microbatch sizes."""
+"""Microbatch sizes that are tried."""
 
 ZERO = (1, 2, 3)
-"""ZeRO stages. Pipelines support only stage 1."""
+"""ZeRO stages that are tried. Only stage 1 is tried with a pipeline, because pipelines do not support stages 2 and
+3."""
 
 
 class RecomputeOptions(TypedDict):
@@ -95,18 +96,18 @@ class SearchResult:
     candidates: list[Candidate]
     """Layouts that fit, fastest first."""
     tried: int
-    """Number of layouts that obey the rules."""
+    """Number of layouts that obey the rules for every run."""
     weighed: int
-    """Number of these layouts, fastest first, whose memory was estimated until enough layouts fit."""
+    """Number of layouts that were examined, in order of rough step time, until enough layouts fitted."""
     fitting: int
-    """Number of layouts among these that fit."""
+    """Number of examined layouts that fit into memory."""
     smallest: float
-    """GiB of the layout with the smallest memory, even if it does not fit."""
+    """GiB of the layout that needs the least memory, even if this layout does not fit."""
 
 
 def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Hardware]:
-    """Number and kind of devices, from `--fit 8x80GB` (H100s with this memory), `--fit 8xh200`, or `--gpus 8 --gpu
-    h200`.
+    """Return the number of devices and their hardware, from `--fit 8x80GB` (H100s with this memory), `--fit 8xh200`, or
+    `--gpus 8 --gpu h200`.
 
     Errors: ValueError naming the flag.
 
@@ -136,20 +137,20 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
 
 
 def without_layout(options: Options) -> Options:
-    """`options` with all layout options at their defaults."""
+    """Return `options` with all layout options reset to their defaults."""
     return updated(options, {name: entries()[name].default for name in options_with(layout=True)})
 
 
 def any_layout(options: Options, world: int) -> Options:
-    """`options` with the smallest layout, as a dry run on `world` ranks."""
+    """Return `options` with a default layout and microbatches of 1, as a dry run on `world` ranks."""
     return updated(without_layout(options), {"micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
 
 
 def search(options: Options, world: int, device: Hardware, keep: int = 8) -> SearchResult:
-    """The best layouts of `options` on `world` devices.
+    """Find the fastest layouts of `options` on `world` devices.
 
-    options: the options of a run as typed, with the vocabulary size. Layout options are replaced. Errors: ValueError if
-    the global batch is missing, or with the first rule that every layout breaks.
+    options: the options of a run as the user gave them, with the vocabulary size. Layout options among them are
+    replaced. Errors: ValueError if the global batch is missing or no layout obeys the rules.
     """
     if options.batch.global_batch is None:
         raise ValueError("--global-batch is missing: layouts can only be compared at one batch size")
@@ -162,8 +163,8 @@ def search(options: Options, world: int, device: Hardware, keep: int = 8) -> Sea
 
 @contextmanager
 def _frozen_garbage() -> Iterator[None]:
-    """Exclude existing objects, mostly torch's, from garbage collection, because collecting them repeatedly takes a
-    fifth of the time of a search."""
+    """Exclude existing objects, mostly torch's, from garbage collection. Otherwise repeated collections take a fifth of
+    a search's time."""
     gc.freeze()
     try:
         yield
@@ -172,14 +173,14 @@ def _frozen_garbage() -> Iterator[None]:
 
 
 def _searched(options: Options, world: int, device: Hardware, keep: int) -> SearchResult:
-    """Visit layouts in order of a rough time, and estimate the memory of each layout until enough layouts fit."""
+    """Estimate the memory of layouts, in order of rough step time, until enough layouts fit."""
     allowed = _by_rough_time(options, world, device)
     fitting: list[tuple[LayoutOptions, RunConfig, Memory]] = []
     weighed, smallest, available_gib = 0, inf, (1 - RESERVE) * device.memory
     smallest_too_large: dict[tuple[object, ...], int] = {}
     for layout, resolved in allowed:
         weighed += 1
-        # A layout that does not fit does not fit with larger microbatches either.
+        # If a layout does not fit, it does not fit with larger microbatches either.
         other_options = tuple(value for name, value in layout.items() if name != "micro_batch")
         if layout["micro_batch"] >= smallest_too_large.get(other_options, inf):
             continue
@@ -205,7 +206,8 @@ def _searched(options: Options, world: int, device: Hardware, keep: int) -> Sear
 
 
 def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple[LayoutOptions, RunConfig]]:
-    """Layouts that obey the rules, resolved, sorted by a rough time, which is computed without simulating the plans."""
+    """Resolve the layouts that obey the rules, and sort them by rough step time, which is computed without simulating
+    plans."""
     timed_layouts, refusals, base = (
         list[tuple[float, LayoutOptions, RunConfig]](),
         list[str](),
@@ -227,8 +229,8 @@ def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple
 
 
 def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> str:
-    """The reason why no layout obeys the rules: the rules that all layouts break, or else the numbers that must be
-    divisible."""
+    """Explain why no layout obeys the rules: the message names the rules that all layouts break, or else the numbers
+    that must be divisible."""
     first = refusals[0].splitlines() if refusals else []
     broken = [set(refusal.splitlines()) for refusal in refusals]
     if shared := [line for line in first if all(line in lines for lines in broken)]:
@@ -244,8 +246,8 @@ def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> 
 
 
 def _units(options: Options, world: int, node: int) -> list[int]:
-    """The smallest global batches with a valid layout. Multiples of these batches also have a valid layout and are left
-    out.
+    """The smallest global batches with a valid layout. Multiples of these batch sizes, which also have a valid layout,
+    are left out.
 
     >>> _units(compose("llama2-13b"), 12, 8), _units(compose("llama2-13b"), 14, 8)
     ([3], [7])
@@ -272,7 +274,7 @@ def _allowed(options: Options, world: int) -> bool:
 def layouts(options: Options, world: int, node: int) -> list[LayoutOptions]:
     """All layouts worth checking, as options of a run.
 
-    On whole hosts, tp must divide the number of GPUs per host, unless no such layout exists.
+    If the run fills whole hosts, tp must divide the number of GPUs per host, unless no such layout exists.
     """
     all_layouts = list(_layouts(options, world, node))
     return [layout for layout in all_layouts if world % node or node % layout["tp"] == 0] or all_layouts
@@ -296,8 +298,8 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]
                     "chunks": chunks,
                     "schedule": schedule,
                     "layers_per_chunk": None,
-                    # Used whenever the sequence can be divided, because it saves memory and its exchanges move no more
-                    # bytes.
+                    # Sequence parallelism is used if the sequence can be divided, because it saves memory and moves no
+                    # more bytes.
                     "sequence_parallel": tp > 1 and (options.batch.seq_length or 0) % (tp * cp) == 0,
                     "zero": zero,
                     "micro_batch": micro,
@@ -306,10 +308,10 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]
 
 
 def _grids(options: Options, world: int, node: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (tp, cp, pp) such that `world` ranks hold whole replicas.
+    """Yield each (tp, cp, pp) with which `world` ranks store a whole number of replicas.
 
-    Tensor ranks divide a block's heads and its feed-forward layer, within one host. The context axis leaves at least
-    CONTEXT tokens of a sequence to a rank.
+    tp divides a block's heads and feed-forward width, and is at most the number of GPUs per host. Each context rank has
+    at least CONTEXT tokens of a sequence.
     """
     model, parts = architecture(model_alone(options, vocab=1)), (options.batch.seq_length or 0) // CONTEXT
     shared = gcd(*model.block.shared.values())
@@ -321,16 +323,16 @@ def _grids(options: Options, world: int, node: int) -> Iterator[tuple[int, int, 
 
 
 def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
-    """Schedules of a pipeline, each with its number of chunks."""
+    """List (schedule, number of chunks per rank) for a pipeline of `pp` stages."""
     if pp == 1:
         return [("1f1b", 1)]
     return [("1f1b", 1), ("zb-h1", 1), *(("interleaved", c) for c in (2, 3, 4) if layers // pp % c == 0)]
 
 
 def command(candidate: Candidate, options: Options) -> list[str]:
-    """The flags of `mega pretrain` for a candidate: the typed flags, and the layout.
+    """List the flags of `mega pretrain` for a candidate: the flags that the user gave, and the layout.
 
-    Options at the default of their family are left out.
+    Options whose value is the family's default are left out.
     """
     final_options = updated(options, candidate.options)
     final_options = updated(final_options, {"dry_run": False, "world": None, "nproc": None})

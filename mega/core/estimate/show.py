@@ -1,4 +1,4 @@
-"""The output of an estimate: tables, bars and messages as text, and one JSON value."""
+"""Formats an estimate as tables, bars and messages for the terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("working", "working", "#b279a2"),
     ("cargo", "cargo", "#72b7b2"),
 )
-"""Heading, attribute, and colour of each part of a peak, from the bottom up."""
+"""(heading, attribute of `StageMemory` or `Weights`, colour) of each part of a bar, from the bottom up."""
 
 
 LATE = 0.95
-"""The host is reported as too slow if the step time without the host's work is at most this fraction of the step
-time."""
+"""The host is reported as too slow if a step with --cuda-graph takes at most this fraction of the step time without
+it."""
 
 SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
 """Headings for narrow columns."""
 
 
 def parts(stage: StageMemory) -> dict[str, int]:
-    """Bytes of each part, keyed by heading. The parts add up to the peak."""
+    """Return the bytes of each part of the peak, keyed by heading."""
     held_names = ("weights", "grads", "masters", "moments")
     return {head: getattr(stage.held if name in held_names else stage, name) for head, name, _ in PARTS}
 
@@ -90,8 +90,8 @@ def options(run: RunConfig, world: int) -> dict[str, Json]:
 
 
 def as_json(run: RunConfig, world: int, memory: Memory, device: Hardware | None = None) -> dict[str, Json]:
-    """The estimate as JSON values. Sizes are in bytes (`_gib`: in GiB), times in seconds, and stages in order. The
-    layout is keyed by option name."""
+    """Return the estimate as JSON values. Sizes are in bytes (in GiB for keys that end with `_gib`), and times in
+    seconds. Stages are listed in order, and the layout is keyed by option name."""
     timed: dict[str, Json] = {}
     if device is not None:
         need = memory.needed(device.communicator)
@@ -132,7 +132,7 @@ def as_json(run: RunConfig, world: int, memory: Memory, device: Hardware | None 
 def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
     """The result of a search, fastest first: the options of each layout, GiB of its fullest rank, and its step time.
 
-    start: command lines that start the first layout; missing: flags that these command lines still need.
+    start: command lines that start the fastest layout. missing: flags that the user must add to these command lines.
     """
     return {
         "tried": result.tried,
@@ -153,8 +153,8 @@ def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence
 
 
 def table(memory: Memory) -> Table:
-    """GiB of each part at the peak, one row per kind of stage. Equal consecutive stages share a row. The table fits in
-    80 columns."""
+    """A table of the GiB of each part at the peak, at most 80 columns wide. Consecutive stages with equal values share
+    a row."""
     from rich.table import Table
 
     output = Table(
@@ -194,8 +194,8 @@ def bars(memory: Memory, width: int = 52) -> Iterator[Text]:
 
 
 def _continues(run: RunConfig) -> bool:
-    """Whether the family can be served."""
-    from mega.core.family import family  # imports torch, which is not needed for an invalid run
+    """Whether a model of the run's family can generate text."""
+    from mega.core.family import family  # imports torch, which an invalid run does not need
 
     return family(run.model).prompt is not None
 
@@ -208,8 +208,8 @@ def _serving(run: RunConfig) -> str:
 
 
 def notes(run: RunConfig, world: int, memory: Memory, device: Hardware | None, megatron: bool) -> Iterator[str]:
-    """Yield the messages below the table. If a `device` is given, they state whether the run fits, and the step
-    time."""
+    """Yield the messages below the table. With a `device`, messages state whether the run fits into its memory, and the
+    step time."""
     worst, stage_weights = memory.worst, memory.worst.held
     yield (
         f"peak: {gib(worst.peak)} GiB on stage {worst.stage}, in the {worst.when}, {worst.live} in flight; "
@@ -253,12 +253,12 @@ def notes(run: RunConfig, world: int, memory: Memory, device: Hardware | None, m
             )
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
-    if megatron and not run.model.experts:  # the formula holds for dense models only
+    if megatron and not run.model.experts:  # Megatron-LM's formula is valid only for dense models
         yield from _megatron_says(run, world)
 
 
 def _megatron_says(run: RunConfig, world: int) -> Iterator[str]:
-    """Yield messages with Megatron-LM's theoretical report for the run."""
+    """Yield Megatron-LM's theoretical memory report for the run, as messages."""
     from mega.core.estimate.megatron import report
 
     estimate = report(run, world)
@@ -275,14 +275,15 @@ def _megatron_says(run: RunConfig, world: int) -> Iterator[str]:
 
 
 def precision(run: RunConfig, memory: Memory, halved: Memory, seconds: tuple[float, float] | None) -> str:
-    """The memory of an fp32 run compared with bf16, `halved`. seconds: step times of both, if a device is given."""
+    """A message that compares the memory of an fp32 run with that of the same run in bf16, `halved`. seconds: step
+    times in fp32 and bf16; None if no device is given."""
     text = f"precision: {run.precision.dtype}, {gib(memory.worst.peak)} GiB at the peak; with --dtype bf16 "
     text += f"{gib(halved.worst.peak)} GiB"
     return text if seconds is None else f"{text}, and {seconds[1]:.3f} s a step instead of {seconds[0]:.3f}"
 
 
 def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
-    """Seconds of a step with --cuda-graph, if the run could use this option and does not."""
+    """Seconds of a step with --cuda-graph; None if the run already uses this option or cannot use it."""
     recorded = variant(run, {"cuda_graph": True})
     if records_graph(run, world) or any(graph(recorded)):
         return None
@@ -372,7 +373,7 @@ def explain_choice(result: SearchResult, device: Hardware) -> str:
 def launch_lines(words: Sequence[str], world: int, node: int, tp: int) -> list[str]:
     """Complete command lines: torchrun on one or several hosts, and sbatch.
 
-    Every host starts the same number of ranks: one for each of its devices, or else whole groups of `tp`.
+    Every host starts the same number of ranks: the largest multiple of `tp` that divides `world` and is at most `node`.
     """
     import shlex
 

@@ -1,4 +1,4 @@
-"""The time of a step: the simulated time of the pipeline's plan, reductions over data ranks, and the update.
+"""Predicts the time of a step: the simulated pipeline plan, the reductions over data ranks, and the optimizer update.
 
     pipeline   the plan that the trainer executes, simulated with the seconds of a microbatch on each chunk (cost.py)
     step       the pipeline, plus the exposed part of the reductions over data ranks, and the optimizer
@@ -24,16 +24,17 @@ from mega.core.flops import model_flops_per_token
 from mega.core.plan import Costs, plan, simulate
 
 RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0, "muon": 21.0}
-"""fp32 (or wider) numbers per parameter that an update in eager torch ops moves, in addition to masters and gradients.
-Measured (tests/gpu/updates.py), except for Muon, which is counted without its products. Adam's number is for torch's
-fused update on a host; on a device, a single kernel does the update."""
+"""Optimizer -> number of fp32 (or wider) values per parameter that an update in eager torch ops reads and writes, in
+addition to masters and gradients. The numbers were measured (tests/gpu/updates.py), except the number for Muon, which
+leaves out Muon's matrix products. Adam's number is for torch's fused update on a host; on a device, a single kernel
+performs Adam's update."""
 
 MOMENTUM = 4.5
-"""Numbers per parameter that an update of the velocities of SGD moves."""
+"""Number of values per parameter that SGD with momentum reads and writes in addition."""
 
 HIDES, LAST = 0.8, 0.1
-"""Fraction of a pass that can overlap with an exchange between data ranks; and fraction of the exchange that cannot be
-overlapped, that is, the last gradient reduction and the first parameter gather."""
+"""HIDES: fraction of a pass that can overlap with an exchange between data ranks. LAST: fraction of the exchange that
+cannot overlap, namely the last gradient reduction or the first parameter gather."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class StepTime:
 
     seconds: float  # Time of the whole step
     pipeline: float  # Time of all microbatches through the pipeline
-    bubble: float  # Fraction of the pipeline's time in which ranks wait
+    bubble: float  # Fraction of the pipeline time that ranks spend waiting
     reduction: float  # Time of the exposed gradient reduction
     update: float  # Time of the optimizer update and the exposed weight gather
     tflops: float  # Model TFLOP/s per device
-    mfu: float  # Model operations divided by the devices' peak for the time of the step
+    mfu: float  # Model FLOPs utilization: `tflops` divided by the peak of a device
 
 
 def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True) -> StepTime:
@@ -94,15 +95,15 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
 
 
 def plan_costs(run: RunConfig, world: int, device: Hardware) -> Costs:
-    """Seconds of the acts of the pipeline's plan, as used by `step_time`."""
+    """Return the seconds of each act of the pipeline plan, as `step_time` uses them."""
     parallel, times = run.parallel, Times(run, device, recorded=records_graph(run, world))
     return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)))
 
 
 def update_bytes(run: RunConfig) -> float:
-    """Bytes per parameter that zeroing gradients, their norm and the optimizer update move on a device.
+    """Bytes per parameter that a device moves to zero the gradients, compute their norm and update the weights.
 
-    For an update on the host, only the first two count.
+    If the update runs on the host, only the zeroing and the norm are counted.
 
     >>> from mega.core.config.resolve import resolve
     >>> from mega.core.config.compose import compose
@@ -124,7 +125,8 @@ def update_bytes(run: RunConfig) -> float:
 
 
 def stepwise_bytes(run: RunConfig) -> float:
-    """Bytes per parameter that an update in eager torch ops moves in the memory of the masters.
+    """Bytes per parameter that an update in eager torch ops moves in the memory that holds the masters (device or
+    host).
 
     >>> from mega.core.config.resolve import resolve
     >>> from mega.core.config.compose import compose
@@ -142,24 +144,24 @@ def stepwise_bytes(run: RunConfig) -> float:
 
 
 def exposed(exchange: float, overlapped: float) -> float:
-    """The time that an exchange between data ranks adds to the pass that it overlaps: the exposed part of the exchange,
-    and the slowdown of the pass."""
+    """The time that an exchange between data ranks adds to an overlapping pass: the exposed part of the exchange, and
+    the slowdown of the pass."""
     exposed_seconds = max(LAST * exchange, exchange - HIDES * overlapped)
     return exposed_seconds + cost.CROWDED * (exchange - exposed_seconds)
 
 
 def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float) -> tuple[float, float]:
-    """The time of all microbatches, and the sum of the work of all ranks, in seconds.
+    """Return the time of all microbatches, and the busy time summed over all ranks, in seconds.
 
-    The time of a long plan is extrapolated from short plans, since each further round takes the same time once the
-    pipeline is full.
+    The time of a long plan is extrapolated from short plans, because each further round of pp microbatches takes the
+    same time once the pipeline is full.
     """
     parallel = run.parallel
     busy = count * sum(chunk.all for chunk in chunks)
     if parallel.pp == 1:
         return busy, busy
     kind, costs = parallel.schedule, _costs(chunks, hop)
-    # 1F1B is in its steady state after pp microbatches; interleaved plans are after two rounds of pp.
+    # 1F1B reaches its steady state after pp microbatches; interleaved plans reach it after 2 pp microbatches.
     short = 2 * parallel.pp + count % parallel.pp
     longer = short + parallel.pp
     if count <= longer:
@@ -179,16 +181,17 @@ def _costs(chunks: Sequence[Pass], hop: float) -> Costs:
 
 
 def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, float]:
-    """A rough time: the slowest stage's work, plus the other stages' share of the first and last microbatch."""
+    """Estimate the pipeline's time roughly, as the work of the slowest stage plus the other stages' work on one
+    microbatch of one chunk."""
     stages = [sum(chunk.all for chunk in chunks[rank :: run.parallel.pp]) for rank in range(run.parallel.pp)]
     ends = (sum(stages) - max(stages)) / run.parallel.chunks
     return count * max(stages) + ends, count * sum(stages)
 
 
 class Times:
-    """Seconds of the parts of a step of a resolved `run` on a card.
+    """Computes the times, in seconds, of the parts of a step of a resolved `run` on a device.
 
-    recorded: whether microbatches are CUDA graphs. rough: compute the times faster but less exactly.
+    recorded: whether microbatches are replayed as CUDA graphs. rough: compute the times faster but less exactly.
     """
 
     def __init__(self, run: RunConfig, device: Hardware, *, recorded: bool, rough: bool = False) -> None:
@@ -196,8 +199,8 @@ class Times:
         self._operations = rough_operations if rough else operations
 
     def pipeline(self) -> list[Pass]:
-        """The time of one microbatch on every chunk: all stages of the first chunk, then all stages of the second
-        chunk, ..."""
+        """Return the time of one microbatch on every chunk: first chunk 0 of all stages, then chunk 1 of all stages,
+        and so on."""
         stages = stage_chunks(self.run)
         passes = {chunk: self.chunk(chunk) for chunk in set(chain(*stages))}
         return [passes[stage[number]] for number in range(self.run.parallel.chunks) for stage in stages]
@@ -206,7 +209,7 @@ class Times:
         return chunk_pass(self._operations(self.run, chunk), self.on, recorded=self.recorded)
 
     def hop(self, distance: int) -> float:
-        """The time to send one cargo to the next stage, whose ranks are `distance` away."""
+        """Seconds to send the tensors of a microbatch to the next stage, whose ranks are `distance` ranks away."""
         parallel = self.run.parallel
         if parallel.pp == 1:
             return 0.0
@@ -228,17 +231,17 @@ class Times:
         return self.exchanged(kind, dp, weights, BYTES[self.run.precision.grad_dtype])
 
     def exchanged(self, kind: str, dp: int, weights: Weights, size: int) -> float:
-        """Seconds of a collective of all trained parameters, `size` bytes per element, over the ranks that hold
-        copies."""
+        """Seconds of a collective over the ranks that hold copies of a parameter, for all trained parameters, with
+        `size` bytes per element."""
         by_axis = weights.by_axis(data_shards(self.run.parallel, dp))
         return sum(self.collective(kind, size * elements, ranks) for elements, ranks in by_axis)
 
     def sharing(self, dp: int, weights: Weights, chunk: Pass) -> float:
-        """The time that ZeRO 2 and 3 add to every microbatch: buckets are created, reduced and added, and weights are
-        gathered twice.
+        """Seconds that ZeRO 2 and 3 add to every microbatch, because buckets are created, reduced and added. Under ZeRO
+        3, weights are also gathered twice.
 
-        A complete bucket is reduced immediately, even without --overlap-grad-reduce. Weights are gathered during the
-        previous unit.
+        A complete bucket is reduced immediately, even without --overlap-grad-reduce. With --overlap-param-gather, the
+        weights of a unit are gathered while the previous unit runs.
         """
         run, size = self.run, BYTES[self.run.precision.grad_dtype]
         summed = self.exchanged("reduce-scatter", dp, weights, size)
@@ -253,10 +256,11 @@ class Times:
         return bucket_seconds + exposed(gathered, chunk.forward) + exposed(gathered + summed, backward)
 
     def update(self, dp: int, weights: Weights, forward: float) -> float:
-        """Seconds of the update of a stage's rank and, under ZeRO 1 and 2, of the exposed part of the weight gather.
+        """Seconds that a rank of a stage spends on its update and, under ZeRO 1 and 2, on the exposed part of the
+        weight gather.
 
-        forward: seconds of the rank's first forward pass, whose units wait for their weights in sequence. With recorded
-        passes, the whole gather precedes the first pass.
+        forward: seconds of the rank's first forward pass, in which each unit waits for its weights. With CUDA graphs,
+        the whole gather precedes the first pass.
         """
         run, on, parallel = self.run, self.on, self.run.parallel
         shards = data_shards(parallel, dp)
@@ -271,8 +275,8 @@ class Times:
         return seconds
 
     def offloaded(self, parameters: float, mates: int) -> float:
-        """Seconds of an update on the host, whose memory bandwidth is shared by `mates` ranks. Buckets are processed
-        one by one, without overlap.
+        """Seconds of an update on the host, whose memory bandwidth is shared by `mates` ranks. Buckets are updated one
+        after the other, without overlap.
 
         Reduced gradients are copied to the host and widened on the host. Weights are narrowed on the host and copied
         back.

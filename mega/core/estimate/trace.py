@@ -1,9 +1,9 @@
-"""Live bytes of real stages on the meta device: the memory that a microbatch stores for its backward pass, and the
-peaks of its passes.
+"""Measures the memory of one microbatch on the meta device: bytes stored for the backward pass, and peaks of both
+passes.
 
-A rank's stage is built as for training, with the ops of the run's own device, and runs forward and backward on tensors
-without memory. Every storage that an op allocates is counted until it is freed. Any model that can be trained can
-therefore be estimated. The only assumption is that blocks repeat: a few blocks are run, and the others are
+A rank's pipeline stage is built as in training, with the ops that the run would use on its device, and runs forward and
+backward on meta tensors, which have no data. Every storage that an op allocates is counted until it is freed. Any model
+that can be trained can therefore be estimated. Because blocks repeat, only a few blocks are run, and the others are
 extrapolated.
 
 This module measures one microbatch on one chunk of the model. Weights, gradients and optimizer state are not counted.
@@ -53,49 +53,51 @@ from mega.core.plan.kinds import splits_backward
 from mega.core.training.wire import build_grads, build_stages
 
 REPEATS, ENOUGH = 4, 3
-"""Number of periods of equal blocks that are run. The first two periods and the last have special neighbours; the third
-represents all others. ENOUGH is used if blocks share no memory, because the last period then equals the third."""
+"""Number of periods to run; a period is the number of blocks after which the recomputation pattern repeats. The first
+two periods and the last have special neighbours, and the third represents all others. ENOUGH periods are run if blocks
+share no memory, because the last period then equals the third."""
 
 WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, query, *_: 4 * query.numel()
 }
-"""Bytes that the kernel of an op allocates while it runs. cuDNN accumulates the query's gradient in fp32."""
+"""Op -> function that returns the bytes its kernel allocates while it runs. cuDNN accumulates the query's gradient in
+fp32."""
 
 
 PACKED = 0.33
-"""Fraction of a row's causal pairs that remain if documents of 200 to 2,000 tokens are packed into rows of 4,096."""
+"""Fraction of the causal (query, key) pairs that remain if attention is limited to documents, for documents of 200 to
+2,000 tokens that are packed into rows of 4,096 tokens."""
 
 
 class Part(NamedTuple):
-    """A part of a pass, in bytes."""
+    """The memory of one part of a forward or backward pass, in bytes."""
 
     peak: int
     """Maximum of live bytes, relative to the beginning of the part."""
     change: int
     """Live bytes at the end, relative to the beginning of the part."""
     weight: tuple[int, int] | None = None
-    """(unit, index in the unit) of the weight whose gradient is first accumulated (`opens`) or complete when this part
-    ends. None if the part ends with its unit."""
+    """(unit, index in the unit) of the weight whose gradient ends this part. None if the part ends with its unit."""
     opens: bool = False
-    """Whether the gradient is first accumulated, not complete."""
+    """If True, the part ends when the gradient of `weight` is first accumulated, otherwise when it is complete."""
 
 
 Parts = tuple[tuple[Part, ...], ...]
-"""The parts of a pass by unit: the unit before a stack of blocks, every block, the unit after it, ... The backward pass
-runs from the last to the first."""
+"""The parts of a pass, one tuple per unit. The units are the modules before a stack of blocks, each block of the stack,
+the modules after the stack, and so on. The backward pass runs from the last unit to the first."""
 
 
 class Trace(NamedTuple):
-    """One microbatch on a chunk, in bytes."""
+    """The memory, in bytes, and the operations of one microbatch on a chunk."""
 
     forward: Parts  # Parts of the forward pass
     backward: Parts  # Parts of the backward pass
     before: int  # Live bytes left by earlier microbatches
-    in_flight: int  # Bytes of blocks of finished exchanges, after the forward pass
+    in_flight: int  # Bytes of sent blocks that only exchanges keep alive, after the forward pass
     given: int  # Bytes of gradients at the start of the backward pass
     cargo: int  # Bytes received from the previous stage or sent to the next stage
     batch: int  # Bytes of the batch
-    mapped: int  # Bytes outside the allocator
+    mapped: int  # Bytes that exchanges map outside the allocator
     forward_work: Units  # Operations of the forward pass by unit
     backward_work: Units  # Operations of the backward pass by unit
     weight_work: Units  # Deferred weight gradients by unit, for schedules with a split backward pass
@@ -120,9 +122,9 @@ Values = tuple[object, ...]
 
 
 class Live(TorchDispatchMode):
-    """Bytes of live storages that ops have allocated.
+    """Counts the bytes of live storages that ops have allocated.
 
-    workspaces: in the form of WORKSPACES. log: the log to which every op is reported.
+    workspaces: workspace bytes of kernels, in the format of WORKSPACES. log: records every op.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Live(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports its compiler in order to skip this mode
+        return False  # if True, torch imports its compiler to skip this mode
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Values = (), kwargs: dict[str, object] | None = None
@@ -179,7 +181,8 @@ class Live(TorchDispatchMode):
 
 
 _KINDS: dict[int, str] = {id(torch.ops.aten._unsafe_view.default): "view"}
-"""Kind of each op, keyed by id, since ops are never freed and hashing an op is slower."""
+"""id of an op -> kind of its result (see `_kind`). The key is the id because ops are never freed and hashing an op is
+slower."""
 
 
 def _kind(func: OpOverload) -> str:
@@ -205,11 +208,11 @@ class _MetaTensor(NamedTuple):
 
 
 _RESULTS: dict[object, Values] = {}
-"""A cache of the results of ops, since blocks repeat."""
+"""Cached descriptions of the results of ops. Blocks repeat, so most ops run again with equal arguments."""
 
 
 def _run_op(func: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
-    """func(*args, **kwargs), with newly allocated results."""
+    """Return the results of `func(*args, **kwargs)` as newly allocated meta tensors."""
     key = (id(func), tuple(map(_described, args)), tuple(kwargs.items()))
     results = _RESULTS.get(key)
     if results is None:
@@ -229,7 +232,7 @@ def _described(value: object) -> object:
 
 
 def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _MetaTensor:
-    """A tensor without gaps, whose dims are in the order of `stride`."""
+    """Describe a dense tensor of shape `shape` whose dims have the memory order of `stride`."""
     dense, step = [1] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
         dense[dim], step = step, step * max(shape[dim], 1)
@@ -248,7 +251,7 @@ _ATTENTION: dict[OpOverload, Callable[..., Values]] = {
         _dense(*one) for one in qkv[:3]
     ),
 }
-"""cuDNN's attention, which has no CPU kernel."""
+"""Op -> function that describes the op's results, for cuDNN's attention, which has no CPU kernel."""
 
 
 class _UnknownLength(Exception):
@@ -256,11 +259,12 @@ class _UnknownLength(Exception):
 
 
 def _run_on_cpu(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values | None:
-    """The results of an op, computed by torch's CPU kernels on tensors with short dims in place of long dims, or None
-    if this fails.
+    """Describe the results of an op by running torch's CPU kernel on tensors whose long dims are replaced with short
+    dims. Return None if this fails.
 
-    For the meta device, torch computes shapes in Python and imports its compiler. A length that is a sum of other
-    lengths could be mistaken for one of these lengths, so the results for two sets of short lengths must agree.
+    The meta device is not used, because torch then computes shapes in Python and imports its compiler. A result length
+    that is a sum of input lengths could be mistaken for an input length, so the op runs with two sets of short lengths,
+    and both descriptions must agree.
     """
     if func.overloadpacket is torch.ops.aten.arange:
         return (_described(func(*args, **{**kwargs, "device": "cpu"})),)
@@ -276,7 +280,7 @@ def _run_on_cpu(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Va
 
 
 class _StandIns:
-    """Maps long lengths to short lengths: `begin`, `begin + step`, ..."""
+    """Replaces each distinct long length with a short length: `begin`, `begin + step`, ..."""
 
     def __init__(self, begin: int, step: int) -> None:
         self._begin, self._step, self._short = begin, step, dict[int, int]()
@@ -362,16 +366,17 @@ def trace(run: RunConfig, chunk: Chunk) -> Trace:
 
 
 _TRACES: dict[object, Trace] = {}
-"""Cached traces, keyed by everything in a run that affects them. The key is faster to build than the `reduced_run`."""
+"""Cached traces, keyed by all options of a run that affect a trace. Building the key is faster than calling
+`reduced_run`."""
 
 
 PerUnit = TypeVar("PerUnit")
-"""A value that a pass has for each unit."""
+"""The type of a value that each unit of a pass has."""
 
 
 def _mixed_kinds(run: RunConfig, chunk: Chunk) -> Trace:
-    """A trace of blocks of several kinds. Each block is taken from the trace of a chunk with only this kind of block;
-    the units at the ends are taken from the trace for the kind of their neighbour."""
+    """Assemble the trace of a chunk with several kinds of blocks. Each block comes from the trace of a chunk that has
+    only this kind of block. The first and last unit come from the trace for the kind of the neighbouring block."""
     traces = {
         kind: trace(replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()))
         for kind in dict.fromkeys(chunk.kinds)
@@ -406,7 +411,7 @@ def _traced_chunk(run: RunConfig, chunk: Chunk) -> Trace:
             singly = max(counts[0] for counts in short)
             reduced = variant(reduced, {"recompute_layers": singly})
         return _repeated(_traced(reduced, stage, rows), regimes, short)
-    # Two traces contain the parts of all chunks: a trace with both ends, and a trace with neither.
+    # Any chunk can be assembled from two traces: one with both ends of the model, and one with neither end.
     with_ends, without_ends = (
         chunk._replace(names=names, stacks=(ENOUGH,)) for names in (tuple(shape(run.model).after), ())
     )
@@ -426,17 +431,18 @@ def _traced_chunk(run: RunConfig, chunk: Chunk) -> Trace:
 
 
 def _composable(run: RunConfig) -> bool:
-    """Whether blocks share no memory: no blocks of exchanges are in flight, and no tensors are held only by the callers
-    of blocks."""
+    """Whether blocks share no memory, that is, no exchanged data is in flight and no tensor is held only by a block's
+    caller."""
     plain = run.runtime.device == "cpu" or run.runtime.ops == "reference" or run.precision.dtype == "fp64"
     return not (plain or run.parallel.tp_overlap or run.parallel.cp > 1)
 
 
 def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
-    """A run in which one stage is the chunk, and the index of this stage. Neighbour stages have one block of each stack
-    that they need.
+    """Return a small run in which one pipeline stage is `chunk`, and the index of this stage. A neighbouring stage has
+    one block of each stack that it needs.
 
-    The run keeps everything that affects a microbatch except its size, so layouts that differ elsewhere share a trace.
+    The small run keeps all options that affect a microbatch, except its size. Layouts that differ only in other options
+    therefore share a trace.
     """
     if chunk.before is not None:
         stages = [[chunk.before], list(chunk.stacks), [run.model.layers - chunk.before - chunk.blocks]]
@@ -496,7 +502,8 @@ def _staged(
 
 
 def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
-    """Groups of blocks with equal treatment: number of blocks, and the period after which the treatment repeats."""
+    """Yield (number of blocks, period) of each group of blocks with one recomputation pattern, which repeats every
+    period."""
     memory = run.memory
     if memory.recompute == "full" and memory.recompute_method == "block":
         singly = min(memory.recompute_layers or 0, blocks)
@@ -509,8 +516,8 @@ def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
 def _repeated(traced: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short: Sequence[Sequence[int]]) -> Trace:
     """Extend a trace of few blocks (`short`) to all blocks of each regime of each stack, by repeating the third
     period."""
-    # units: for each unit of the result, the unit of the trace. If four blocks are traced and six wanted: 0 | 1 2 3 3 3
-    # 4 | 5.
+    # units[i]: the unit of the trace that is copied to unit i of the result. Example with four traced blocks and six
+    # blocks in the result: 0 | 1 2 3 3 3 4 | 5.
     units, begin = [0], 1
     for stack, runs in zip(regimes, short, strict=True):
         for (count, period), run in zip(stack, runs, strict=True):
@@ -527,8 +534,8 @@ def _repeated(traced: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short
     between = {0} | {sum(map(sum, short[: number + 1])) + number + 1 for number in range(len(short))}
 
     def moved(part: Part, by: int) -> Part:
-        """Shift the unit of a part's weight. A weight of a block keeps its distance; units between stacks occur
-        once."""
+        """Renumber the unit of a part's weight. A weight of a block is shifted by `by` units like its part. A unit
+        between stacks is never repeated and has one new position."""
         if part.weight is None:
             return part
         unit, number = part.weight
@@ -551,7 +558,7 @@ def _repeated(traced: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short
 
 @lru_cache(maxsize=1024)
 def _traced(run: RunConfig, stage: int, rows: int) -> Trace:
-    """The trace of a run without further reduction."""
+    """Trace a microbatch of `rows` samples on a stage of a run that `reduced_run` returned."""
     return _rank(run, stage).trace(rows)
 
 
@@ -561,7 +568,7 @@ def _rank(run: RunConfig, stage: int) -> _Rank:
 
 
 class _Rank:
-    """The last tensor and context rank of a stage, on the meta device."""
+    """A rank of a stage on the meta device: the last on the tensor axis and on the context axis."""
 
     def __init__(self, run: RunConfig, stage: int) -> None:
         self.run, parallel = run, run.parallel
@@ -595,11 +602,11 @@ class _Rank:
         if parallel.zero >= 3:
             self.chunk.with_full_params = lambda unit, run, x: run(
                 x
-            )  # as under ZeRO 3, because with a hook each unit adds its own last branch
+            )  # as under ZeRO 3: with this hook, each unit also adds its last branch to the residual stream
 
     def trace(self, rows: int) -> Trace:
-        """Trace one microbatch. If there are exchanges, the microbatch runs twice, since a microbatch finds buffers of
-        its predecessor."""
+        """Trace one microbatch of `rows` samples. With exchanges, the microbatch runs twice and the second run counts,
+        because buffers of the preceding microbatch are then still alive."""
         batch = _batch(self.run.model, self.run.batch, self.run.masking, self.run.data, rows, self.mesh.cp.size)
         self.live.ignore(*batch.tensors().values())
         if self.exchanges is not None:
@@ -647,7 +654,7 @@ class _Rank:
         )
 
     def _put_off(self, deferred: list[DeferredWgrad]) -> Units:
-        """Run the deferred weight gradients, and return their operations by unit of the weights."""
+        """Run the deferred weight gradients, and return their operations, grouped by the unit of the weight."""
         work: list[list[Operation]] = [[] for _ in range(self.recorder.units)]
         for one in deferred:
             run_wgrad([one])
@@ -659,7 +666,7 @@ class _Rank:
 def _batch(
     model: ModelConfig, lengths: BatchConfig, masking: MaskingConfig, data: DataConfig, rows: int, shards: int
 ) -> Batch:
-    """The part of a microbatch on the last rank of a context axis of `shards` ranks."""
+    """Return the shard of a microbatch that the last of `shards` context ranks gets."""
     run = resolve(Options(model=model, batch=lengths, masking=masking), 1)
     samples = torch.zeros(rows, dtype=torch.int64)
     batch: Any = synthetic_batch(run, samples, seed=0, documents=data.reset_attention)
@@ -669,7 +676,7 @@ def _batch(
 
 
 def unit_parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
-    """The parameters of a chunk's last rank by unit. A tied parameter is listed once."""
+    """List the parameters of a chunk on its last rank, one list per unit. A tied parameter is listed only once."""
     return _unit_parameters(*reduced_run(run, chunk))
 
 
@@ -682,7 +689,7 @@ def _unit_parameters(run: RunConfig, stage: int) -> list[list[ParameterSpec]]:
 
 
 def _built(run: RunConfig, stage: int) -> tuple[Mesh, Any]:
-    """The mesh and the only chunk of a stage's last rank."""
+    """Build the last rank of a stage. Return its mesh and its only chunk."""
     parallel = run.parallel
     cells = parallel.tp * parallel.cp
     experts = parallel.ep * parallel.etp
@@ -706,7 +713,7 @@ def _units(chunk: nn.Module) -> list[list[nn.Module]]:
 
 
 def _distinct_weights(units: Sequence[Sequence[nn.Module]]) -> list[list[Weight]]:
-    """The weights of each unit, without the weights of earlier units."""
+    """List the weights of each unit, without the weights that an earlier unit shares."""
     earlier_ids, weights_by_unit = set[int](), list[list[Weight]]()
     for modules in units:
         new_weights = [weight for module in modules for weight in weights(module) if id(weight) not in earlier_ids]
@@ -716,17 +723,17 @@ def _distinct_weights(units: Sequence[Sequence[nn.Module]]) -> list[list[Weight]
 
 
 def _unit_began(recorder: _Recorder, unit: int, *_: object) -> None:
-    """Hook: the forward pass of a unit begins. A recomputation in the backward pass belongs to the backward pass."""
+    """Forward pre-hook: assign what follows to `unit`. Recomputation is counted as a part of the backward pass."""
     if not recorder.backward:
         recorder.enter(unit)
         recorder.works(unit)
 
 
 def _unit_ended(recorder: _Recorder, unit: int, _: nn.Module, args: object, out: object) -> None:
-    """Hook: the forward pass of a unit ends.
+    """Forward hook: assign what follows to the next unit, and register the hooks for the backward pass.
 
-    The unit's backward pass begins with the gradient of the first result. The unit's operations begin with the gradient
-    of any result.
+    In the backward pass, bytes count for `unit` once the gradient of the unit's first result exists, and operations
+    count for `unit` once the gradient of any of its results exists.
     """
     if recorder.backward:
         return

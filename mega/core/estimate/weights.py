@@ -1,7 +1,8 @@
-"""Exact sizes in bytes of the weights, gradients, masters and moments of one rank, as gradient buckets and optimizer
-store them.
+"""Computes the exact bytes of the weights, gradients, masters and moments of one rank, as buckets and optimizer store
+them.
 
-The parameters are those of real stages on the meta device. parallel/layout.py assigns them to buckets.
+The parameters are read from real pipeline stages built on the meta device, and parallel/layout.py assigns them to
+buckets.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ from mega.core.estimate.chunks import Chunk, of_kind, stage_chunks
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
 
 SMALLEST = BatchOptions(seq_length=1, micro_batch=1)
-"""Batch of a run whose constant memory is computed. Constant memory does not depend on the batch."""
+"""The batch options with which constant memory is computed, because constant memory does not depend on the batch."""
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 Place = tuple[int, int]
-"""A parameter's unit in a chunk (0 before the first stack, the blocks of the stack, the unit after the stack, ...), and
-the parameter's index in the unit.
+"""(index of a parameter's unit in its chunk, index of the parameter in the unit). Unit 0 is before the first stack; the
+blocks of the stack follow, then the unit after the stack, and so on.
 """
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """One flat bucket, in elements."""
+    """The sizes of one flat bucket."""
 
     length: int  # Number of elements, including padding
     parameters: int  # Number of parameter elements
     span: int  # Number of elements that this rank updates
-    width: int  # Bytes of a weight
-    whole: int  # Number of elements of the largest matrix if matrices are updated whole, else 0
+    width: int  # Number of bytes per weight element
+    whole: int  # Number of elements of the largest matrix if each matrix is updated as a whole, else 0
     vectors: int  # Number of elements after the last matrix
     factors: int  # Number of rows plus columns of all matrices
     places: tuple[Place, ...]  # Units and indices of its parameters
-    users: frozenset[Unit]  # Names of the units that share its tied parameters
-    data: str  # The axis over which its gradients are reduced
+    users: frozenset[Unit]  # Units that share the bucket's tied parameters
+    data: str  # The axis over which the bucket's gradients are reduced
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of one rank."""
+    """Constant memory of one rank, in bytes."""
 
     parameters: int  # Number of elements, including vocabulary padding
     weights: int  # Bytes of weights
@@ -55,11 +56,11 @@ class Weights:
     masters: int  # Bytes of masters; 0 if the weights are wide enough or masters are off
     moments: int  # Bytes of moments
     largest: int  # Number of elements in the largest span that this rank updates
-    owned: int = 0  # Maximum number of elements of whole matrices that the rank updates at once
+    owned: int = 0  # Maximum number of elements in whole matrices that the rank updates at a time (Muon)
     host: int = 0  # Bytes of masters and moments in the host's memory
     frozen: int = 0  # Bytes of weights that are not trained
     frozen_parameters: int = 0  # Number of elements of weights that are not trained
-    experts: int = 0  # Number of elements that only some of the data ranks share
+    experts: int = 0  # Number of elements of expert weights, which only some of the data ranks share
 
     @property
     def trained(self) -> int:
@@ -87,7 +88,8 @@ def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights
 
     All tensor ranks of a stage have equal sizes.
     """
-    # Keep only the options that affect the result, so layouts that differ elsewhere share the cached result.
+    # Keep only the options that affect the result, so that layouts that differ only in other options share the cached
+    # result.
     holding = Options(
         model=run.model, precision=run.precision, parallel=run.parallel, optimizer=run.optimizer, batch=SMALLEST
     )
@@ -101,7 +103,7 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
     high = wide_bytes(precision.dtype)
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
-    offloaded = run.optimizer.optimizer_offload  # in this case the host has masters even if the weights are wide
+    offloaded = run.optimizer.optimizer_offload  # with offload, the host stores masters even if weights are fp32
     masters = sum(one.span * high for one in buckets if offloaded or (precision.masters and one.width != high))
     moments = sum(_moments(run, bucket) for bucket in buckets) * high
     frozen = [one for chunk in chunks for part in _parameters(run, chunk) for one in part if not trained(one)]
@@ -125,8 +127,8 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
 def _moments(run: RunConfig, bucket: BucketSize) -> int:
     """The number of values that the optimizer stores for a bucket.
 
-    Adafactor's number depends on the rank: the last data rank has the most values, since vectors are at the end of a
-    bucket.
+    For Adafactor, the number depends on the rank. The result is for the last data rank, which stores the most values
+    because vectors are at the end of a bucket.
     """
     options = run.optimizer
     if options.optimizer == "adafactor":
@@ -139,18 +141,19 @@ def _moments(run: RunConfig, bucket: BucketSize) -> int:
 
 
 class TransientBucket(NamedTuple):
-    """A whole bucket that is allocated temporarily around the span that a rank owns (ZeRO 2 and 3), in bytes."""
+    """Bytes of a whole bucket that a rank allocates temporarily, although it owns only a span of the bucket (ZeRO 2 and
+    3)."""
 
     places: tuple[Place, ...]  # Units and indices of its parameters
-    grads: int  # Bytes of gradients, from the first gradient of its parameters to the last
-    summed: int  # Bytes of this rank's span of the reduced gradients, during the reduction
+    grads: int  # Bytes of gradients, allocated from the first gradient of the bucket's parameters to the last
+    summed: int  # Bytes of this rank's span of the reduced gradients, allocated during the reduction
     weights: int = 0  # Bytes of gathered weights, 0 if the weights are never freed
     sent_for: bool = False  # Whether the weights are gathered during the previous unit
     units: tuple[int, ...] = ()  # Units that need the weights
 
 
 def transient_buckets(run: RunConfig, dp: int) -> list[TransientBucket]:
-    """The temporary buckets of a rank in a run with a single pipeline stage."""
+    """List the temporary buckets of a rank, for a run with a single pipeline stage."""
     if run.parallel.zero < 2:
         return []
     buckets, size, single_rank = [], BYTES[run.precision.grad_dtype], dp * run.parallel.cp == 1
@@ -192,7 +195,7 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
 
 
 def data_shards(parallel: ParallelConfig, dp: int) -> dict[str, int]:
-    """Data axis -> number of ranks on this axis."""
+    """Return a dict: data axis -> number of ranks on this axis."""
     data = dp * parallel.cp
     return {"dp": data, "edp": data * parallel.tp // (parallel.etp * parallel.ep)}
 
@@ -231,7 +234,8 @@ def _tied(tensor: Tensor) -> tuple[Unit, ...]:
 
 
 def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
-    """The parameters of a chunk by unit. Irrelevant options are removed, so layouts share the cached result."""
+    """List the parameters of a chunk, one list per unit. Options that do not affect parameters are removed, so that
+    more layouts share the cached result."""
     from mega.core.estimate.trace import unit_parameters
 
     bare = Options(
@@ -257,7 +261,7 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
         }
         before, _, after = parameters_of_kind[
             chunk.kinds[-1].experts
-        ]  # the head is taken from the kind of the last layer
+        ]  # the head comes from the model with layers of the last layer's kind
         return [before, *(parameters_of_kind[kind.experts][1] for kind in chunk.kinds), after]
     unit_iterator = iter(unit_parameters(resolve(bare, 1), short))
     parts = [next(unit_iterator)]
@@ -269,5 +273,5 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
 
 @lru_cache(maxsize=64)
 def tied_stages(model: ModelConfig, pp: int, chunks: int, explicit: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """Name of the tensor -> pipeline stages, for every tensor that several stages hold."""
+    """Return a dict: name -> pipeline stages, for every tensor that several stages store."""
     return {} if pp == 1 else shared_stages(inventory(model), placement(model, pp, chunks, explicit))

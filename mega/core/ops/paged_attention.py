@@ -1,20 +1,21 @@
-"""Attention of ragged tokens to keys and values in the blocks of a cache (paged attention).
+"""Paged attention: sequences attend to keys and values that are stored in the blocks of a cache.
 
-The tokens of a step form runs: the next tokens of some sequences, one after the other without padding. The keys of a
-sequence, including the keys of its run, are stored in blocks of a pool, in the order of the sequence's row in `tables`:
+A run is the tokens that one sequence computes in a step. The runs of a step are concatenated without padding. The keys
+of a sequence, including the keys of its run, are stored in blocks of a pool; row i of `tables` lists the blocks of
+sequence i in order:
 
     starts   0 1 2 6        three runs, of 1, 1 and 4 tokens
-    lengths  9 3 4          number of keys of each sequence; the last token of a run sees all
+    lengths  9 3 4          number of keys of each sequence; the last token of a run sees all keys
     tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          blocks have 4 keys: key 8 of sequence 0 is key 0 of block 5
 
-PLAIN       pads runs of similar length to equal length and uses torch's kernels; any device and dtype. On CUDA
-            kernels/paged_attention.py handles ragged runs without padding
-INVARIANT   handles every token separately, with its keys in splits of constant size, so the result is
-            bitwise independent of the other runs of the step
+PLAIN       pads runs of similar length to equal length and uses torch's kernels, on any device and for any dtype. On
+            CUDA, kernels/paged_attention.py handles ragged runs without padding
+INVARIANT   handles every token separately, with keys in splits of constant size, so the result is bitwise independent
+            of the other runs of the step
 
-Both take q [tokens, heads, d], and keys and values as one pool [blocks, block, 2, kv_heads, d], keys first, and return
-[tokens, heads x d]; `attend` takes the pool as [blocks, block x 2 x kv_heads x d]. Query head i uses key/value head
-i // (heads / kv_heads). This module does not depend on sequences or ranks.
+PLAIN and INVARIANT take q [tokens, heads, d] and a pool [blocks, block, 2, kv_heads, d] with keys at index 0 and values
+at index 1 of dim 2, and return [tokens, heads x d]. `attend` takes the pool as [blocks, block x 2 x kv_heads x d].
+Query head i uses key/value head i // (heads / kv_heads). This module does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PaddedRuns(NamedTuple):
     """Neighbouring runs, padded to `seq` tokens each."""
 
     tokens: slice
-    """The tokens of these runs among the step's tokens."""
+    """Range of the tokens of these runs among all tokens of the step."""
     batch: int
     """Number of runs."""
     seq: int
@@ -58,22 +59,22 @@ class PaddedRuns(NamedTuple):
     rows: torch.Tensor
     """int64 [batch x width]: the blocks of all runs."""
     held: torch.Tensor
-    """The memory into which each layer gathers these blocks."""
+    """Memory into which each layer gathers the blocks of `rows`."""
     k: torch.Tensor
-    """A view of `held`: [batch, kv_heads, keys, d]."""
+    """The gathered keys, a view of `held`: [batch, kv_heads, keys, d]."""
     v: torch.Tensor
-    """As `k`."""
+    """The gathered values, a view of `held`: [batch, kv_heads, keys, d]."""
     bias: torch.Tensor
-    """[batch, 1, seq x repeats, keys] (or 1 for all queries): 0 if a query sees a key, else -inf."""
+    """Additive mask [batch, 1, seq x repeats or 1, keys]: 0 if a query sees a key, else -inf."""
 
 
 class TokenKeys(NamedTuple):
-    """The keys of every token."""
+    """The locations of the keys of every token, for INVARIANT."""
 
     tables: torch.Tensor  # int64 [tokens, width]: the blocks of the token's sequence
     positions: torch.Tensor  # int64 [tokens]: the token's position
     shape: tuple[int, int, int]  # block, kv_heads, d
-    window: int | None  # the maximum number of keys that a token sees, its own included
+    window: int | None  # maximum number of keys that a token sees, including its own key
 
 
 @dataclass(frozen=True)
@@ -82,32 +83,35 @@ class PagedAttention:
 
     pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
     """pages(counts, lengths, tables, pool, repeats, window) -> the locations of the keys of a step's tokens, computed
-    once for all layers. On the host: counts int64 [runs], tokens of each run; lengths and tables as above. repeats:
-    query heads per key/value head. window: the maximum number of keys that a token sees, its own included."""
+    once for all layers. counts, lengths and tables are on the host: counts int64 [runs] is the number of tokens of each
+    run; lengths and tables are described in the module. repeats: number of query heads per key/value head. window:
+    maximum number of keys that a token sees, including its own key."""
     attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees."""
     graphs: bool = False
-    """Whether a CUDA graph can record the kernels for runs of one token. The kernels then depend only on the number of
-    runs and the width of `tables`; pages hold `tables` and `lengths` as tensors of these names, which each replay
-    reads."""
+    """Whether a CUDA graph can record the kernels for runs of one token. In this case, the launches depend only on the
+    number of runs and the width of `tables`. Each replay reads the tensors `tables` and `lengths`, which are attributes
+    of the pages."""
     attend_new: Callable[[torch.Tensor, Rotary | None, torch.Tensor, Any], torch.Tensor | None] | None = None
-    """attend_new(fused, rotary, pool, pages): `attend` for fused [tokens, heads + 2 kv_heads, d] before the rotation;
-    also stores keys and values in the pool. Returns None if the caller must use `FewRows.place` and `attend`."""
+    """attend_new(fused, rotary, pool, pages): rotate queries and keys, store the new keys and values in the pool, and
+    attend. fused [tokens, heads + 2 kv_heads, d] contains queries, keys and values. Returns None if the caller must use
+    `FewRows.place` and `attend` instead."""
     ragged: RaggedGraph | None = None
-    """Pages of any runs for such a graph; None if graphs support runs of one token only."""
+    """Builds the pages of runs of any length for a CUDA graph; None if graphs support only runs of one token."""
 
 
 @dataclass(frozen=True)
 class RaggedGraph:
-    """Pages of runs of several tokens, for a graph that is recorded once."""
+    """Functions that build the pages of runs of several tokens for a CUDA graph, which is recorded only once."""
 
     most_tiles: Callable[[int, int], int]
-    """most_tiles(tokens, runs) -> the maximum number of tiles for these numbers."""
+    """most_tiles(tokens, runs) -> the maximum number of tiles for this number of tokens and runs."""
     tiles: Callable[[Integers, Integers], Integers]
     """tiles(counts, lengths) -> int64 [tiles, 4], for a step's runs after the leading runs of one token."""
     pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None], Any]
-    """pages(lengths, tables, tiles, pool, window), all tensors on the device: lengths int64 [runs], 0 except for
-    leading runs of one token; tables int64 [runs, width]; tiles as above, padded with zeros."""
+    """pages(lengths, tables, tiles, pool, window) -> pages, with all tensors on the device. lengths int64 [runs] is 0
+    except for leading runs of one token; tables int64 [runs, width]; tiles are the result of `tiles`, padded with
+    zeros."""
 
 
 # -- plain
@@ -158,8 +162,8 @@ def _padded_runs(
 
 
 def _alike(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Groups of neighbouring runs that are padded together: runs of one token, or runs whose lengths differ by less
-    than a factor of 2.
+    """Yield (first, end) of each group of neighbouring runs that are padded to the same length. A group contains only
+    runs of one token, or runs whose lengths differ by less than a factor of 2.
 
     >>> list(_alike([1, 1, 4, 5, 8, 20]))
     [(0, 2), (2, 4), (4, 5), (5, 6)]
@@ -177,7 +181,8 @@ def _alike(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _padding(
     counts: Integers, lengths: Integers, keys: int, window: int | None
 ) -> tuple[Integers | None, Integers | None, NDArray[np.float32]]:
-    """`pad`, `back` and the bias [batch, seq, keys] of neighbouring runs. Padding repeats a run's last token."""
+    """Return `pad`, `back` (see `PaddedRuns`) and the bias [batch, seq, keys] of neighbouring runs. Padding repeats a
+    run's last token."""
     seq, columns = int(counts.max()), np.arange(keys)
     offset = np.minimum(np.arange(seq), counts[:, None] - 1) if seq > 1 else 0
     positions = (lengths - counts)[:, None] + offset
@@ -218,7 +223,8 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns, softcap: floa
 
 
 def _weighted(q: torch.Tensor, runs: PaddedRuns, softcap: float | None) -> torch.Tensor:
-    """Attention of padded queries [batch, kv_heads, rows, d]. torch's kernels have no soft cap."""
+    """Attention of padded queries [batch, kv_heads, rows, d]. With a soft cap, scores are computed explicitly, because
+    torch's kernels have no soft cap."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias)
     scores = (q @ runs.k.transpose(-1, -2)).to(accurate(q.dtype)) / math.sqrt(q.shape[-1])
@@ -245,14 +251,14 @@ def token_pages(
 def split_attention(
     q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys, softcap: float | None = None
 ) -> torch.Tensor:
-    """Attention with running sums over splits of SPLIT keys. A split without visible keys does not change the
+    """Attention with an online softmax over splits of SPLIT keys. A split without visible keys does not change the
     result."""
     tokens, block, kv_heads, width = len(q), *pages.shape
     sum_dtype = accurate(q.dtype)
     q = q.reshape(tokens, kv_heads, -1, width)
     largest = torch.full((*q.shape[:-1], 1), -1e30, dtype=sum_dtype, device=q.device)
     total, output = torch.zeros_like(largest), torch.zeros(q.shape, dtype=sum_dtype, device=q.device)
-    # Splits have constant size and are merged one after the other, so the order of sums does not depend on other
+    # Splits have constant size and are merged one after the other, so the order of summation does not depend on other
     # sequences.
     for number, blocks in enumerate(pages.tables.split(SPLIT // block, dim=1)):
         gathered = pool.index_select(0, blocks.flatten()).view(tokens, SPLIT, 2, kv_heads, width)
@@ -285,7 +291,8 @@ def softcapped(softcap: float, *, invariant: bool) -> PagedAttention:
 
 
 def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window: int | None) -> PagedAttention:
-    """`attention` if it agrees with PLAIN for keys like those of `pool`; otherwise PLAIN, and a warning is logged."""
+    """Return `attention` if its results agree with PLAIN on a small pool with the shape and dtype of `pool`; otherwise
+    log a warning and return PLAIN."""
     if attention is PLAIN:
         return attention
     block, numbers = pool.shape[1], torch.arange(4 * pool[0].numel(), device=pool.device, dtype=torch.float32)

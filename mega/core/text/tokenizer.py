@@ -1,6 +1,6 @@
 """The interface of a tokenizer.
 
-This module does not depend on token files or models; the vocabulary is padded by the model.
+This module does not depend on token files or models. Padding of the vocabulary is a property of the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 NAMELESS_END = "<|endoftext|>"
-"""Name of the end of a document in a template's text, for tokenizers whose end token has no name."""
+"""Name of the end-of-document token in a chat template's text, for tokenizers whose end token has no name."""
 
 
 class Encoded(NamedTuple):
@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """Ids of the tokens that BERT and T5 samples contain."""
+    """Ids of the special tokens in BERT and T5 samples."""
 
     cls: int
     sep: int
@@ -49,7 +49,7 @@ class Roles(NamedTuple):
 
 
 class TokenizerIdentity(NamedTuple):
-    """Identifies the tokenizer that made some ids. The identity is stored with the ids."""
+    """Identifies the tokenizer that made some ids, and is stored together with the ids."""
 
     kind: str
     vocab_size: int
@@ -57,8 +57,8 @@ class TokenizerIdentity(NamedTuple):
 
     @classmethod
     def read(cls, noted: object) -> TokenizerIdentity | None:
-        """Parse the result of `_asdict`; None if the value is damaged, or from a later version with different
-        fields."""
+        """Parse the result of `_asdict`. Return None if the value is damaged, or was written by a later version with
+        other fields."""
         fields = noted if isinstance(noted, dict) else {}
         kind, size, fingerprint = (fields.get(name) for name in cls._fields)
         if isinstance(kind, str) and isinstance(size, int) and isinstance(fingerprint, str):
@@ -70,24 +70,24 @@ class TokenizerIdentity(NamedTuple):
 
 
 class TokenTable(Protocol):
-    """The ids of a tokenizer: how many there are, the text of each, and which of them are control tokens."""
+    """The vocabulary of a tokenizer: the number of ids, the text of each id, and which ids are control tokens."""
 
     kind: str
     eod: int | None  # id that ends a document; None if the family has no such token
     bos: int | None
     pad: int | None
-    roles: Roles | None = None  # only in families that can train BERT and T5
-    added_sentinels: int = 0  # number of sentinels appended to the vocabulary; no text encodes to a sentinel
+    roles: Roles | None = None  # None unless the tokenizer can be used for BERT and T5
+    added_sentinels: int = 0  # number of sentinels appended to the vocabulary; encoding a text never yields a sentinel
     added_ends: int = 0  # number of T5's begin and end tokens added before the sentinels, if the file lacks them
 
     @property
     def vocab_size(self) -> int:
-        """The true size, without padding: ids run from 0 to vocab_size - 1."""
+        """Number of ids without padding; ids run from 0 to vocab_size - 1."""
         ...
 
     @property
     def start(self) -> int | None:
-        """The token that precedes a text at the beginning of the input; None if the family has no such token."""
+        """The id that precedes a text at the beginning of the input; None if the tokenizer has no such token."""
         return self.eod if self.bos is None else self.bos
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -99,7 +99,7 @@ class TokenTable(Protocol):
         return self.decode([token])
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text, perhaps part of a character; empty for a control token."""
+        """The bytes that a token adds to a text, possibly only part of a character; empty for a control token."""
         return self.decode([token]).encode()
 
     def continues(self, token: int) -> bool:
@@ -111,23 +111,26 @@ class TokenTable(Protocol):
         return None
 
     def special_tokens(self) -> Mapping[str, int]:
-        """Name -> id of all special tokens. Raw text never encodes to one of them."""
+        """Return a dict: name -> id of all special tokens. Encoding raw text never yields a special token."""
         ids = (token for token in (self.bos, self.eod, self.pad) if token is not None)
         names = {name: token for token in ids if self.control(name := self.piece(token)) == token}
         return names if self.eod is None or self.eod in names.values() else {**names, NAMELESS_END: self.eod}
 
     def vocabulary_tokens(self) -> Mapping[str, int]:
-        """Name -> id of the added tokens that are recognised even in raw text, such as `<think>` in some models."""
+        """Return a dict: name -> id of the added tokens that are recognised even in raw text, such as `<think>` in some
+        models."""
         return {}
 
     def named_tokens(self) -> Mapping[str, str]:
-        """Variables of a chat template: `bos_token`, `eos_token` and other keys of Hugging Face -> the token's name."""
+        """Return the token variables of a chat template, such as `bos_token` and `eos_token` in Hugging Face -> the
+        token's name."""
         names = {token: name for name, token in self.special_tokens().items()}
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         return {key: names[token] for key, token in ids.items() if token in names}
 
     def special_ids(self) -> dict[str, int | None]:
-        """Entries of Hugging Face's config.json for the tokens that begin, end and pad a text; None for missing ones.
+        """Return the entries of Hugging Face's config.json for the ids that begin, end and pad a text; None for a
+        missing token.
 
         In a family without a begin token, such as GPT-2, the end of the previous document begins a text.
         """
@@ -148,12 +151,13 @@ class TextEncoder(TokenTable, Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """Encode many texts. The ids of each text are the same as from `encode`, but computed faster."""
+        """Encode many texts, with the same ids as `encode`, but faster where the library allows it."""
         return flatten([self.encode(text) for text in texts])
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
-        """Encode a text that spells control tokens by name, without tokens in front of it. literal: spans of characters
-        that are text even if they spell a control token. Adjacent texts are encoded as one piece."""
+        """Encode a text in which names of control tokens stand for these tokens, and add no tokens such as Llama's bos.
+        literal: spans of characters that are ordinary text even if they contain the name of a control token. Adjacent
+        stretches of ordinary text are encoded together."""
         names, ids, spans = {**self.vocabulary_tokens(), **self.special_tokens()}, list[int](), list[Span]()
         has_spans = True
         for name, begin, end in sections(text, names, literal):
@@ -164,65 +168,69 @@ class TextEncoder(TokenTable, Protocol):
         return Parsed(ids, spans if has_spans else None)
 
     def encode_special(self, text: str) -> list[int]:
-        """Encode one text that spells special tokens by name, with the tokens that the family adds to each text."""
+        """Encode one text in which names of special tokens stand for these tokens, and add the tokens that the family
+        adds to each text."""
         return [*self.encode(""), *self.parse(text).ids]
 
     def located(self, text: str, special: bool = False) -> list[Span] | None:
-        """The span of characters of each id of `encode`, or of `encode_special`; tokens that the family adds have an
-        empty span. None if the family cannot determine spans."""
+        """Return the span of characters of each id of `encode` (or of `encode_special` if `special`). Tokens that the
+        family adds have an empty span. Return None if the family cannot determine spans."""
         lead: list[Span] = [(0, 0)] * len(self.encode(""))
         spans = self.parse(text).spans if special else self.spans_of(text, self.encode(text)[len(lead) :])
         return None if spans is None else lead + spans
 
     def spans_of(self, text: str, ids: Sequence[int]) -> list[Span] | None:
-        """The span of characters of each id of raw text; None if the family cannot determine spans."""
+        """Return the span of characters of each id of raw text, or None if the family cannot determine spans."""
         return aligned(text, [self.token_bytes(token) for token in ids])
 
     def section(self, text: str, first: bool) -> Parsed:
-        """Encode raw text between two tokens that are spelled by name; first: the text is the first section."""
+        """Encode raw text between two control tokens given by name. first: whether the text begins the whole text."""
         ids = self.encode(text)[len(self.encode("")) :]
         return Parsed(ids, self.spans_of(text, ids))
 
 
 class Tokenizer(TextEncoder, Protocol):
-    """A text encoder together with its files: what identifies it, and how other libraries open it."""
+    """A text encoder with its files, its identity, and the files that other libraries need to open it."""
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """File name -> the file's JSON. transformers' AutoTokenizer needs these files, in addition to `files`, to
-        open the tokenizer."""
+        """Return a dict: file name -> JSON content. These are the files that transformers' AutoTokenizer needs in
+        addition to `files`."""
         return {}
 
     def unpublished(self) -> str | None:
-        """The reason why transformers has no equivalent, in which case an export omits the tokenizer's files; else
-        None."""
+        """Return the reason why transformers has no equivalent tokenizer, or None. With a reason, an export omits the
+        tokenizer's files."""
         return None
 
     def doubt(self) -> str | None:
-        """A warning if the files may belong to another kind of tokenizer; else None."""
+        """Return a warning if the files may belong to a tokenizer of another kind, or None."""
         return None
 
     def publishing_loss(self) -> str | None:
-        """A description of what transformers does differently with the exported files; None if all ids are equal."""
+        """Describe how ids from transformers differ with the exported files; None if all ids are equal."""
         return None
 
     def files(self) -> Mapping[str, Path]:
-        """Canonical name -> path of every file that this tokenizer was read from; a checkpoint copies them."""
+        """Return a dict: canonical name -> path, for every file that this tokenizer was read from. A checkpoint copies
+        these files."""
         ...
 
     def vocabulary_files(self) -> Mapping[str, Path]:
-        """The members of `files` whose bytes decide the ids of a text."""
+        """Return the members of `files` whose bytes affect the ids of a text."""
         return self.files()
 
     def behaviour(self) -> Mapping[str, object]:
-        """Values for JSON, in addition to `vocabulary_files` and `kind`, that decide the ids of a text."""
+        """Return the values (JSON) that affect the ids of a text in addition to `vocabulary_files` and `kind`."""
         return {}
 
     def fingerprint(self) -> str:
-        """sha256 of kind, vocabulary and behaviour. Equal fingerprints mean the same ids for the same text."""
+        """Return the sha256 of kind, vocabulary and behaviour. Tokenizers with equal fingerprints encode every text to
+        the same ids."""
         return self._hash(self.vocab_size)
 
     def _hash(self, entries: int, whole: bool = False) -> str:
-        """whole: hash all files entirely, as earlier versions did; else only the parts that affect ids."""
+        """Compute a fingerprint. whole: hash all files entirely, as earlier versions did, instead of only the parts
+        that affect ids."""
         behaviour = {} if whole else self.behaviour()
         header = f"{self.kind} {entries}\n" + (json.dumps(behaviour, sort_keys=True) if behaviour else "")
         digest = hashlib.sha256(header.encode())
@@ -233,13 +241,13 @@ class Tokenizer(TextEncoder, Protocol):
         return digest.hexdigest()
 
     def part_for_ids(self, name: str, content: bytes) -> bytes:
-        """The part of a file's content that affects ids: the whole file except a chat template, which may differ
-        between an export and its source."""
+        """Return the part of a file's content that affects ids, which is all except a chat template. A chat template
+        may differ between an export and its source."""
         return content
 
     def identity(self) -> TokenizerIdentity:
-        """The identity to store with ids that this tokenizer makes. The identity does not depend on the number of
-        sentinels, but depends on other added entries."""
+        """Return the identity to store with this tokenizer's ids. It does not depend on the number of sentinels, but
+        depends on other added entries."""
         entries = self.vocab_size - self.added_sentinels
         return TokenizerIdentity(self.kind, entries, self._hash(entries))
 
@@ -251,8 +259,8 @@ class Tokenizer(TextEncoder, Protocol):
 
 
 def least_vocab(tokenizer: Tokenizer, family: str) -> int:
-    """The minimum number of rows in the embedding of a `family` model for this tokenizer. BERT never uses T5's begin
-    and end tokens, and foreign BERT models have no rows for these tokens."""
+    """Return the minimum number of embedding rows of a `family` model for this tokenizer. BERT never uses T5's begin
+    and end tokens, and BERT models from other sources have no rows for these tokens."""
     ends = FAMILY_DEFAULTS[family].writes_ends or tokenizer.added_sentinels
     unwritten = 0 if ends else tokenizer.added_ends
     return tokenizer.vocab_size - unwritten

@@ -1,14 +1,15 @@
-"""Flash attention with any mask: documents, windows, offsets, grouped heads, and dropout by counter inside the kernel.
+"""Flash attention in Triton, with documents, windows, offsets, grouped heads, and counter-based dropout inside the
+kernel.
 
 A program handles a tile of queries and loops over the keys visible to these queries (forward and d(q)), or a tile of
-keys and loops over the queries that see these keys (d(k), d(v)). So every sum has one order, and scores are never
-stored (Dao 2023). A loop has three ranges. In the middle range tiles are fully visible; in the other two ranges each
-score is checked:
+keys and loops over the queries that see these keys (d(k), d(v)). The order of every summation is therefore fixed, and
+scores are never stored (Dao 2023). A loop has three ranges. In the middle range, tiles are fully visible; in the first
+and last range, each score is checked:
 
     first ........ whole_first .............. whole_end ........ end
     check scores   all pairs are visible      check scores
 
-Scores are scaled to base 2, because the device computes powers of 2.
+Scores are scaled by log2(e), because the device computes powers of 2 faster than powers of e.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _store(x, batch, head, row, length, value, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @jit
 def _visible(seen, batch, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The visible pairs. query, key: indices as [n, 1] and [1, n], in either order."""
+    """Mask of the visible (query, key) pairs. query, key: indices of shapes [n, 1] and [1, n], in either order."""
     distance = query + seen.offset - key
     visible = (key < seen.t) & (query < seen.s)
     if CAUSAL:
@@ -111,7 +112,7 @@ def _visible(seen, batch, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 
 @jit
 def _between(first, whole_first, whole_end, end):
-    """The four bounds in order, first <= whole_first <= whole_end <= end; the middle range may be empty."""
+    """Order the bounds so that first <= whole_first <= whole_end <= end. The middle range may be empty."""
     nothing = whole_first >= whole_end
     return first, tl.where(nothing, first, whole_first), tl.where(nothing, first, whole_end), end
 
@@ -121,8 +122,8 @@ def _keys_seen(
     seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the keys for a tile of queries: first visible key, first and end of the keys visible to all,
-    end."""
+    """The bounds of the loop over keys for a tile of queries: first visible key, first key visible to all queries, end
+    of the keys visible to all queries, end of the visible keys."""
     # Positions of the first and last query among the keys. All bounds except `end` are multiples of COLUMNS.
     low = tile * ROWS + seen.offset
     high = tl.minimum(tile * ROWS + ROWS, seen.s) - 1 + seen.offset
@@ -151,7 +152,7 @@ def _queries_seeing(
     seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the queries for a tile of keys, as in `_keys_seen`."""
+    """The bounds of the loop over queries for a tile of keys, in the order of `_keys_seen`."""
     # Positions of the first and last key among the queries. All bounds except `end` are multiples of ROWS.
     low = tile * COLUMNS - seen.offset
     high = tl.minimum(tile * COLUMNS + COLUMNS, seen.t) - 1 - seen.offset
@@ -179,7 +180,8 @@ def _queries_seeing(
 def _kept(
     dropped, rows, key, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST: tl.constexpr
 ):  # fmt: skip
-    """The scores that survive dropout, for rows and the keys key, key + 1, ...: [rows, COLUMNS] or transposed."""
+    """Mask of the scores that survive dropout, for `rows` and the keys key, key + 1, ...: [rows, COLUMNS] or
+    transposed."""
     if ALIGNED:
         first = key + tl.where(key >= dropped.border, dropped.late, dropped.early)
         return kept(rows, first, COLUMNS, True, COLUMNS_FIRST, dropped.threshold)
@@ -225,7 +227,7 @@ def _attention_forward(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the most keys first
     head, batch = tl.program_id(1), tl.program_id(2)
     query = tile * ROWS + tl.arange(0, ROWS)
     queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, False)
@@ -265,8 +267,8 @@ def _attention_prepare(
     out, grad, delta_at, rows_at, seen, dropped, keep, heads,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """For each query: the row key, and `keep` times the sum of weight x d(weight), which the gradient of softmax
-    subtracts."""
+    """Store two values for each query: the row key of dropout, and `keep` times the sum of weight x d(weight), which
+    the gradient of softmax subtracts."""
     head, batch = tl.program_id(1), tl.program_id(2)
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outs = _load(out, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
@@ -301,7 +303,8 @@ def _key_gradients(
         if not WHOLE:
             visible = _visible(seen, batch, query[None, :], key[:, None], CAUSAL, WINDOW, DOCUMENTS)
             weights = tl.where(visible, weights, 0.0)
-        # Dropout's factor 1 / keep is applied at the end, by k_scale and v_scale; therefore `delta` includes `keep`.
+        # Dropout's factor 1 / keep is applied at the end, by k_scale and v_scale, so `delta` includes the factor
+        # `keep`.
         grad_weights = tl.dot(values, tl.trans(grads))
         if DROP:
             rows = tl.load(rows_at + offset) if WHOLE else tl.load(rows_at + offset, query < seen.s, 0)
@@ -330,7 +333,7 @@ def _attention_backward_keys(
     first, whole_first, whole_end, end = _queries_seeing(seen, batch, tile, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
     grad_k = tl.zeros([COLUMNS, BLOCK], tl.float32)
     grad_v = tl.zeros([COLUMNS, BLOCK], tl.float32)
-    # One program sums over all query heads of its key/value head, in a fixed order and without atomics.
+    # Each program sums over all query heads of one key/value head, in a fixed order and without atomics.
     for head in range(kv_head * group, kv_head * group + group):
         grad_k, grad_v = _key_gradients(
             grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
@@ -382,7 +385,7 @@ def _attention_backward_queries(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the most keys first
     head, batch = tl.program_id(1), tl.program_id(2)
     query = tile * ROWS + tl.arange(0, ROWS)
     queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, False)
@@ -419,8 +422,8 @@ def _attention_documents(
     own_at, own_stride, other_at, other_stride, bounds_at, own_length, other_length,
     OWN: tl.constexpr, OTHER: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the keys in the documents of a tile of queries, as in `_keys_seen`; or the same with roles
-    exchanged."""
+    """The bounds of the keys in the documents of a tile of queries, in the order of `_keys_seen`; or the bounds of the
+    queries for a tile of keys."""
     tile, batch = tl.program_id(0), tl.program_id(1)
     position = tile * OWN + tl.arange(0, OWN)
     # Beyond the end of the row, repeat the row's last token.
@@ -440,7 +443,7 @@ def _attention_documents(
         whole_first = tl.minimum(whole_first, tl.min(tl.where(whole, number, tiles), 0))
         whole_end = tl.maximum(whole_end, tl.max(tl.where(whole, number + 1, 0), 0))
         wholes += tl.sum(whole.to(tl.int32), 0)
-    whole_end = tl.where(wholes == whole_end - whole_first, whole_end, 0)  # if there is a gap, check every score
+    whole_end = tl.where(wholes == whole_end - whole_first, whole_end, 0)  # if the range has a gap, check every score
     bounds = bounds_at + (batch * tl.num_programs(0) + tile) * 4
     tl.store(bounds, first * OTHER)
     tl.store(bounds + 1, whole_first * OTHER)
@@ -464,7 +467,7 @@ class TilePlan(NamedTuple):
     """The tiles of each kernel."""
 
     forward: Tiles
-    forward_full: Tiles  # for bidirectional masks: larger tiles pay off without a diagonal
+    forward_full: Tiles  # for bidirectional masks, where larger tiles are faster because there is no diagonal
     backward_keys: Tiles
     backward_queries: Tiles
 
@@ -474,11 +477,11 @@ PLANS = {
     128: TilePlan(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
     256: TilePlan(Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
 }
-"""Tiles by head width, rounded up to a power of 2. Measured on H200."""
+"""Head width, rounded up to a power of 2 -> the fastest tiles. Measured on an H200."""
 
 
 class Problem(NamedTuple):
-    """The arguments of one attention that all three kernels share."""
+    """The arguments of one attention call that the three kernels have in common."""
 
     seen: Visibility
     dropped: DropoutValues | None
@@ -487,7 +490,7 @@ class Problem(NamedTuple):
     documents: tuple[torch.Tensor, torch.Tensor] | None  # documents of queries and of keys
 
     def bounded(self, tiles: Tiles, *, keys: bool) -> Visibility:
-        """`seen` with the bounds of documents for tiles of queries, or of keys."""
+        """Return `seen` with the bounds of documents for tiles of queries, or for tiles of keys if `keys`."""
         if self.documents is None:
             return self.seen
         documents, other_documents = self.documents[::-1] if keys else self.documents
@@ -533,8 +536,8 @@ def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePl
         )
     dropped, aligned, keep = None, False, 1.0
     if drop is not None:
-        # ALIGNED lets two elements share a draw: every tile of keys must start at a multiple of 16 columns and must not
-        # contain the border between two runs of columns.
+        # With ALIGNED, two elements share a random draw. Every tile of keys must then start at a multiple of 16 columns
+        # and must not contain the border between two runs of columns.
         early, border, late = drop.shifts()
         keys = _last(drop.keys)
         dropped = DropoutValues(
@@ -557,7 +560,8 @@ def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePl
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, heads, d] in the inputs' dtype, lse fp32 [b, heads, s]: `PartialAttention.forward`."""
+    """Implement `PartialAttention.forward`: return out [b, s, heads, d] in the inputs' dtype, and lse fp32 [b, heads,
+    s]."""
     q, k, v = _last(q), _last(k), _last(v)
     b, s, heads, width = q.shape
     plan = PLANS[max(64, _block(width))]
@@ -585,7 +589,7 @@ def backward(
     lse: torch.Tensor,
     mask: AttentionMask,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """d(q), d(k), d(v) in the inputs' dtype: `PartialAttention.backward`."""
+    """Implement `PartialAttention.backward`: return d(q), d(k), d(v) in the inputs' dtype."""
     grad, q, k, v, out, lse = _last(grad), _last(q), _last(k), _last(v), _last(out), lse.contiguous()
     b, s, heads, width = q.shape
     plan = PLANS[max(64, _block(width))]
@@ -636,7 +640,8 @@ class _Attention(torch.autograd.Function):
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether to use these kernels: they must support the attention, and torch's faster cuDNN kernels must not."""
+    """Whether to use these kernels, that is, whether they support the attention and torch's faster cuDNN kernels do
+    not."""
     return (
         mask.simple_kind(q.shape[1], k.shape[1]) is None
         and q.element_size() == 2
@@ -647,8 +652,8 @@ def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`ops.attention.plain` without saved weights, by these kernels or cuDNN's kernels; in 32 bits by torch's
-    kernels."""
+    """Compute `ops.attention.plain` without saving attention weights, with these kernels or cuDNN's; in fp32 with
+    torch's kernels."""
     if cudnn.applies(q, k, mask) and (out := cudnn.attention(q, k, v, mask)) is not None:
         return out
     if applies(q, k, mask):

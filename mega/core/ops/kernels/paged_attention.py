@@ -1,10 +1,10 @@
-"""Paged attention: queries attend to keys in the blocks of a cache, without gathering the keys first.
+"""Paged attention in Triton: queries attend to keys in the blocks of a cache, without gathering the keys first.
 
-Runs of one token: a program handles the query heads of one key/value head of one sequence, for a share of its keys (Dao
-et al. 2023, "Flash-Decoding"). The last program that finishes sums the shares in a fixed order. The launch depends only
-on the number of sequences, and the device reads the lengths from memory, so a CUDA graph can record the launch. If all
-runs have one token, programs also rotate their queries, and one program per head stores the new key and value in the
-cache, which no other program reads in this step.
+Runs of one token: a program handles the query heads of one key/value head of one sequence, for a share of the
+sequence's keys (Dao et al. 2023, "Flash-Decoding"). The last program that finishes sums the shares in a fixed order.
+The launch depends only on the number of sequences, and the device reads the lengths from memory, so a CUDA graph can
+record the launch. If all runs have one token, each program also rotates its queries. One program per head stores the
+new key and value in the cache, where no other program reads them in this step.
 
 Runs of several tokens: all new keys are stored in the cache beforehand. The runs are split into tiles of queries; one
 program per tile and head loops over the visible keys (Dao 2023, "FlashAttention-2").
@@ -28,21 +28,22 @@ LOG2E = math.log2(math.e)
 KEYS = 64
 """Number of keys in a tile."""
 ROWS, WARPS = 64, 4
-"""Number of queries in a tile of a run of several tokens, and of warps of the tile's program."""
+"""ROWS: number of queries in a tile, for runs of several tokens. WARPS: number of warps of the program for such a
+tile."""
 PROGRAMS, MOST_SHARES = 528, 32
-"""Number of programs that occupy a device, four on each of 132 multiprocessors; maximum number of shares of a
-sequence."""
+"""PROGRAMS: number of programs that fill a device, four on each of 132 multiprocessors. MOST_SHARES: maximum number of
+shares into which the keys of a sequence are divided."""
 
 
 class SingleTokens(NamedTuple):
-    """The leading runs of one token."""
+    """The runs of one token at the beginning of a step."""
 
     tables: torch.Tensor
     """int64 [runs, width]: the blocks of each sequence."""
     lengths: torch.Tensor
     """int64 [runs]: number of keys of each sequence; 0 for a run that does not have exactly one token."""
     ended: torch.Tensor
-    """Allocated by `counters`. A CUDA graph needs the counters outside its own memory pool."""
+    """The counters from `counters`, which must be allocated outside the memory pool of a CUDA graph."""
     shape: tuple[int, int, int]
     """block, kv_heads, d."""
     window: int | None
@@ -52,7 +53,7 @@ class RaggedRuns(NamedTuple):
     """Runs of any number of tokens."""
 
     singles: SingleTokens | None
-    """The leading runs of one token, or None; lengths are 0 from the first longer run on."""
+    """The runs of one token at the beginning, or None. Their `lengths` are 0 from the first longer run on."""
     tables: torch.Tensor
     """int64 [runs, width]: the blocks of each sequence."""
     tiles: torch.Tensor
@@ -71,15 +72,16 @@ def _look(
     SIZE: tl.constexpr, KEYS: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr,
     HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a share of the keys: the weighted sum of values (not divided yet), the largest score, the sum of
+    """Attend to a share of the keys, which yields the weighted sum of values, the largest score, and the sum of
     weights.
 
-    SHARES: 1 or MOST_SHARES, so that few variants are compiled. NEW: keys and values of the new tokens follow their
-    queries in memory, and the last share begins with these keys; components HALF apart are rotated first."""
+    SHARES: 1 or MOST_SHARES, so that few variants are compiled. NEW: the new keys and values follow the queries in
+    memory, and the last share begins with the new keys. Queries and keys are rotated first, in pairs of components that
+    are HALF apart."""
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
-    if length == 0:  # not a run of one token
+    if length == 0:  # a run of several tokens
         return
     oldest, first, end = _borders(length, window, share, shares, KEYS, WINDOW, NEW)
     query, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
@@ -115,7 +117,7 @@ def _look(
 
 @jit
 def _borders(length, window, share, shares, KEYS: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr):
-    """The oldest visible key, the first key of a share, and the end of the share."""
+    """Return (oldest visible key, first key of a share, end of the share)."""
     oldest = length * 0
     if WINDOW:
         oldest = tl.maximum(length - window, 0)
@@ -162,8 +164,8 @@ def _kept(key_at, head_size, to_at, part, cos_at, sin_at, KV: tl.constexpr, WIDT
 
 @jit
 def _turned(at, part, there, cos_at, sin_at, HALF: tl.constexpr):
-    """Load the heads at the addresses `at`, [n, 1], and rotate the heads by the angles of their token. The components
-    of a pair are HALF apart."""
+    """Load heads from the addresses `at`, [n, 1], and rotate them by the angles of the token. The two components of a
+    rotated pair are HALF apart."""
     x = tl.load(at + part, there, 0.0)
     if HALF:
         turns, first = part < 2 * HALF, part < HALF
@@ -279,7 +281,7 @@ def _tile_keys(
 def _is_last(ended_at, programs):
     """Whether all other programs have written their shares, so that this program may read the shares. Resets the
     counter to 0."""
-    tl.debug_barrier()  # one thread counts, after all threads have written
+    tl.debug_barrier()  # all threads have written before one thread increments the counter
     last = tl.atomic_add(ended_at, 1, sem="acq_rel", scope="gpu") == programs - 1
     tl.debug_barrier()
     if last:
@@ -292,7 +294,7 @@ def _add_up(
     part_at, stats_at, out_at, row, head, shares, HEADS: tl.constexpr, SHARES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the shares of one head. Loads bypass the L1 cache, which may contain shares of an earlier step."""
+    """Combine the shares of one head. Loads bypass the L1 cache, which may contain shares of an earlier step."""
     share, part = tl.arange(0, SHARES), tl.arange(0, BLOCK)
     place = (row.to(tl.int64) * shares + share) * HEADS + head
     mask = (share < shares)[:, None] & (part < WIDTH)[None, :]
@@ -308,8 +310,9 @@ def _add_up(
 
 @cache
 def counters(device: torch.device, count: int) -> torch.Tensor:
-    """int32 [count], zeros: counters of finished programs, one for each sum of shares. A counter is reset to 0 when all
-    its programs have finished. All steps share the counters, because a device runs one step at a time."""
+    """Allocate int32 [count] zeros, which count the finished programs of each combined result. A counter is reset to 0
+    when all programs of its result have finished. All steps share the counters, because a device runs one step at a
+    time."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
@@ -317,7 +320,7 @@ def _pages(
     counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
 ) -> SingleTokens | RaggedRuns:
     device, (_, block, _, kv_heads, d) = pool.device, pool.shape
-    # Pad the width to a multiple of 16: for other widths Triton would compile the kernel again, while serving.
+    # Pad the width to a multiple of 16, because Triton would compile the kernel again for other widths while serving.
     padded = np.zeros((len(tables), -(-tables.shape[1] // 16) * 16), dtype=np.int64)
     padded[:, : tables.shape[1]] = tables
     device_tables, singles = sent(padded, device), leading_singles(counts)
@@ -331,7 +334,7 @@ def _pages(
 
 
 def _singles(lengths: torch.Tensor, tables: torch.Tensor, pool: torch.Tensor, window: int | None) -> SingleTokens:
-    ended = counters(pool.device, PROGRAMS)  # enough, because with several shares there are fewer sums than PROGRAMS
+    ended = counters(pool.device, PROGRAMS)  # enough: fewer than PROGRAMS results consist of several shares
     return SingleTokens(tables, lengths, ended, (pool.shape[1], *pool.shape[3:]), window)
 
 
@@ -357,7 +360,7 @@ def most_tiles(tokens: int, runs: int) -> int:
 
 
 def tiles_of(counts: Integers, lengths: Integers) -> Integers:
-    """`RaggedRuns.tiles`.
+    """Compute `RaggedRuns.tiles` for runs with `counts` tokens and `lengths` keys.
 
     >>> tiles_of(np.array([1, 70]), np.array([9, 80])).tolist()
     [[1, 1, 64, 10], [1, 65, 6, 74]]
@@ -401,11 +404,12 @@ def _attend_singles(
     rotary: Rotary | None = None,
     new: bool = False,
 ) -> torch.Tensor:
-    """Launch the kernel for runs of one token. new: q is the fused projection of query, key and value."""
+    """Launch the kernel for runs of one token. new: whether q is the fused projection of queries, keys and values."""
     (rows, heads, d), (block, kv_heads, _) = q.shape, runs.shape
     heads -= 2 * kv_heads if new else 0
     rows = min(rows, len(runs.lengths))
-    # Enough shares to occupy the device. The number of shares depends only on the number of runs, as a graph requires.
+    # Use enough shares to fill the device. The number of shares depends only on the number of runs, as a CUDA graph
+    # requires.
     shares = min(cdiv(PROGRAMS, rows * kv_heads), MOST_SHARES)
     assert shares == 1 or rows * kv_heads <= len(runs.ended)
     part, stats, (cos, sin) = None, None, rotary or (None, None)
