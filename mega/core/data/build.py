@@ -44,7 +44,7 @@ _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run. The dataset of a split is None if no samples were requested or the split is empty."""
+    """The datasets of a run. A split has None if no samples were requested or if the split is empty."""
 
     train: Dataset | None = None
     """Training set."""
@@ -83,8 +83,8 @@ def samples_requested(
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str]]:
-    """Parse a list of prefixes, or of alternating weights and prefixes, into (weight, prefix) pairs. If no weights are
-    given, each weight is None.
+    """Parse a list of prefixes, or of alternating weights and prefixes, into (weight, prefix) pairs. Without weights,
+    the result has None in place of each weight.
 
     ("0.2", "a", "0.3", "b") -> [(0.2, "a"), (0.3, "b")]; ("a", "b") -> [(None, "a"), (None, "b")].
     """
@@ -287,8 +287,7 @@ class _Builder:
         if self.phases and name == "train":
             return self._phased(flag, [*self.phases, BlendPhase(samples, samples, weighted_prefixes)], split)
         all_parts = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in weighted_prefixes]
-        # A corpus whose part of the split is empty is removed, and the user is notified; the other corpora share its
-        # weight.
+        # Corpora without a part in this split are removed, with a note; the other corpora share their weight.
         parts = [(weight, prefix, part) for weight, prefix, part in all_parts if part.first < part.last]
         if not parts:
             split_name = f'the {name} part of --split "{split}" ' if flag == "--data-path" else ""

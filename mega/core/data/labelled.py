@@ -61,7 +61,7 @@ class LabelledRow(NamedTuple):
     tokens: NDArray[np.int64]  # int64 [choices, s]
     types: NDArray[np.int64]  # int64 [choices, s]
     lengths: NDArray[np.int64]  # int64 [choices]
-    label: int  # -1 if there is no label
+    label: int  # Index of the class or choice, or -1
 
 
 def clean(text: str) -> str:

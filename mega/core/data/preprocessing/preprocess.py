@@ -138,8 +138,7 @@ def preprocess(
     sentences: split texts into sentences first. The files are then `<output_prefix>_<key>_sentence`.
     shard: (i, n) with i in 0 .. n - 1: process only shard i of n of the input. `merge` joins the output of all shards.
     resume: save the state every `save_every` seconds, and continue from an earlier call, even if it was killed.
-    overwrite: replace token files of other inputs or settings; if False, raise ValueError for them. Files that are
-        already complete are kept.
+    overwrite: replace token files of other work; if False, raise ValueError. Files of the same work are always kept.
     progress: called after every block with the report so far and the number of bytes read from the input files.
     Raises ValueError naming the flag, or file and line. No output file is created in this case.
     """
