@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
 
 from mega.cli import main
-from mega.core.data.indexed import token_dtype
+from mega.core.batch import NeighbourBatch
+from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.preprocessing.writer import IndexedWriter
+from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
+from mega.core.retro.embed import BertEmbedder
 from mega.core.text.build import build
 from tests.support.shared import shared
 
@@ -181,6 +187,74 @@ def test_a_damaged_block_is_named(
     words = querying(place) if fault == "width" else ["pretrain", *running(place)]
     error = refused(words, capsys)
     assert str(path.parent) in error and "Traceback" not in error
+
+
+def read_plainly(place: Path, run: Path, ids: Sequence[int], *, reads: bool) -> torch.Tensor:
+    """Logits [tokens, vocab] of a text, whose neighbours are the nearest of all vectors, read from their documents."""
+    words, documents = load_tokenizer(open_model(run)), [IndexedDataset(str(place / name)) for name in "ab"]
+    chunks = load_file(place / "db" / "db" / "merged" / "train.safetensors")["chunks"].astype(np.int64)
+    blocks = sorted((place / "db" / "index" / "train_emb" / "blocks").glob("*.npy"))
+    vectors = np.concatenate([np.load(block) for block in blocks]).astype(np.float64)
+    columns = -(-len(ids) // 16)
+    tokens = np.zeros((columns, 16), np.int64)
+    tokens.reshape(-1)[: len(ids)] = ids
+    neighbours = np.full((columns, 2, 32), words.eod, np.int64)
+    embed = BertEmbedder(str(place / "bert"), batch=1, length=256, device="cpu")
+    for chunk in range(len(ids) // 16):
+        (query,) = embed([words.decode(tokens[chunk].tolist())])
+        for rank, number in enumerate(np.square(vectors - query).sum(1).argsort(kind="stable")[:2]):
+            corpus, document, first, _, _ = chunks[number].tolist()
+            text = documents[corpus].get(document)[:-1][first : first + 32]
+            neighbours[chunk, rank, : len(text)] = text
+    row = torch.from_numpy(tokens.reshape(1, -1))
+    batch = NeighbourBatch(
+        *(row, row, torch.ones(row.shape), torch.arange(row.shape[1])[None], torch.zeros(1, dtype=torch.int64)),
+        neighbours=torch.from_numpy(neighbours)[None],
+        found=torch.full((1, columns, 2), reads),
+    )
+    with torch.no_grad():
+        logits: torch.Tensor = load_model(open_model(run))(batch, outputs=True).outputs
+    return logits[0, : len(ids)]
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """A run of three steps."""
+    folder = place / "run"
+    assert main(["pretrain", *running(place, "--save", str(folder), "--save-interval", "3", "--lr", "0.02")]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_lambada_is_scored_as_one_text_at_a_time(
+    place: Path, run: Path, tmp_path: Path, reads: bool, strict: bool
+) -> None:
+    """Passages whose last words depend on 0 to 2 chunks; every second one ends with the model's own choice."""
+    words, result, passages = load_tokenizer(open_model(run)), tmp_path / "result.json", tmp_path / "passages.jsonl"
+    docs = json.loads(shared("golden/retro/retro_data.json").read_text())["docs"][20:]
+    spoken, texts, right, nll = " ".join(docs).split(), list[str](), 0, 0.0
+    for number, length in enumerate((8, 15, 16, 17, 22, 30, 14, 30)):
+        begin = spoken[25 * number : 25 * number + length]
+        while len(words.encode(" ".join(begin))) > length:
+            begin.pop()
+        context = words.encode(" ".join([*begin, "the"]))
+        if number % 2:
+            context.append(int(read_plainly(place, run, context, reads=reads)[-1].argmax()))
+        texts.append(words.decode(context))
+        whole = words.encode(texts[-1])
+        judged = len(words.encode(texts[-1].rsplit(" ", 1)[0])) if strict else len(whole) - 1
+        scores = read_plainly(place, run, whole[:-1], reads=reads)[judged - 1 :].double().log_softmax(-1)
+        labels = torch.tensor(whole[judged:])
+        right += bool((scores.argmax(-1) == labels).all())
+        nll -= float(scores.gather(1, labels[:, None]).sum())
+    passages.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    given = ["--retro", str(place / "db"), "--embedder", str(place / "bert")] if reads else ["--retro", "none"]
+    line = f"eval --load {run} --task lambada --valid-data {passages} --json {result} --micro-batch 3 --device cpu"
+    assert main([*line.split(), *given, *["--strict-lambada"] * strict]) == 0
+    figures = {each["name"]: each["value"] for each in json.loads(result.read_text())["figures"]}
+    assert (figures["number correct"], figures["total examples"]) == (right, 8) and 0 < right < 8
+    assert math.log(figures["ppl"]) == pytest.approx(nll / 8, rel=1e-6)
 
 
 def test_texts_are_continued_and_judged_with_neighbours(
