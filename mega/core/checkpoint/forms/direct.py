@@ -1,8 +1,8 @@
-"""Foreign weights, read in place through the interface of a mega checkpoint: rectangles of tensors with the project's
-names, in any layout.
+"""Read weights of another program's format in place, through the interface of a mega checkpoint: any rectangles of
+tensors, by the project's names.
 
-Nothing is written. This module uses the tables and sources that every form provides, and does not depend on a
-particular form, family or rank.
+Nothing is written. This module uses the tables and sources that the module of each format provides, and does not depend
+on a particular format or family, or on ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.source import Readable
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 12
-"""Number of samples of each file, and number of bytes of each sample, in `files_digest`."""
+"""Number of samples per file, and number of bytes per sample, in `files_digest`."""
 
 
 def files_digest(place: Path) -> str:
-    """A digest of a file, or of all files in a folder: names, sizes, and samples of the bytes (all bytes of small
-    files).
+    """Return a digest of a file, or of all files in a folder. It covers names, sizes, and samples of the bytes (all
+    bytes of small files).
 
-    Hashing all bytes of large weights would take minutes. Samples suffice, because training changes nearly all values.
+    Hashing all bytes of large weights would take minutes. Samples are enough to distinguish models, because training
+    changes nearly all values.
     """
     hasher = hashlib.sha256()
     for path in [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file()):
@@ -47,16 +48,16 @@ def files_digest(place: Path) -> str:
 
 
 SAMPLED = "weights-"
-"""Prefix of a digest of values; a manifest's digest consists of hexadecimal digits only."""
+"""Prefix of a digest of sampled values. Without this prefix, a digest is the sha256 of a manifest."""
 BLOCKS, SIDE = 8, 16
-"""Number of samples of each tensor in `weights_digest`, and the side of a square sample. Samples of a vector are runs
-of SIDE x SIDE values. Samples are squares because reading a square takes the same time in a form that stores the matrix
-transposed."""
+"""Number of samples per tensor in `weights_digest`, and the side of a square sample. Samples of a vector are runs of
+SIDE x SIDE values. Samples of a matrix are squares, because reading a square takes the same time if the matrix is
+stored transposed."""
 
 
 def weights_digest(weights: Readable) -> str:
-    """A digest of weights that is the same for any files that store them: the project's names, shapes, dtypes, and
-    sampled values from the first to the last value of each tensor."""
+    """Return a digest of weights that does not depend on the format of their files. It covers the project's names,
+    shapes, dtypes, and sampled values of each tensor, including its first and last values."""
     hasher, pieces = hashlib.sha256(), list[Piece]()
     for key in sorted(key for key in weights.tensors if key.startswith("weights/")):
         shape, dtype = weights.tensors[key]
@@ -64,8 +65,7 @@ def weights_digest(weights: Readable) -> str:
         limits = (*(1 for _ in shape[:-2]), SIDE, SIDE) if len(shape) > 1 else (SIDE * SIDE,)
         size = tuple(map(min, shape, limits))
         for number in range(BLOCKS):
-            # The offsets include both ends of each dimension, and each dimension steps through its offsets in another
-            # order.
+            # The offsets include both ends of each dim, and each dim steps through its offsets in a different order.
             indices = (number * (2 * dim + 1) % BLOCKS for dim in range(len(shape)))
             start = (
                 index * (whole - part) // (BLOCKS - 1) for index, whole, part in zip(indices, shape, size, strict=True)
@@ -78,8 +78,9 @@ def weights_digest(weights: Readable) -> str:
 
 
 def opened_foreign(form: Form, load: Path, options: FormOptions) -> OpenedForm:
-    """Open a foreign checkpoint and check its model, dtypes and table; no tensor is read yet. The notes of the result
-    also report fp32 tensors. Errors: CheckpointError naming the file, key or tensor at fault."""
+    """Open a checkpoint of another format and check its model, dtypes and table, without reading tensors. A message of
+    the result reports tensors that are fp32 in a 16-bit model. Errors: CheckpointError naming the file, key or tensor
+    at fault."""
     checkpoint = form.open(load, options)
     check_model(checkpoint.model, str(load))
     notes = (*checkpoint.notes, *dtype_notes(checkpoint))
@@ -90,18 +91,18 @@ def opened_foreign(form: Form, load: Path, options: FormOptions) -> OpenedForm:
 
 
 def main_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype of most elements of a model, taken from the embedding, or in a checkpoint of adapters from the first
-    tensor."""
+    """The dtype of most of the model's elements, assumed to be that of the embedding, or of the first tensor in a
+    checkpoint of adapters."""
     first_dtype = next(dtype for _, dtype in tensors.values())
     return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), first_dtype)
 
 
 def dtype_notes(opened: OpenedForm) -> tuple[str, ...]:
-    """Messages about weights with a wider dtype than the rest, such as fp32 norms in a 16-bit model. Such weights keep
+    """Messages about weights with a wider dtype than the rest, such as fp32 norms in a 16-bit model. These weights keep
     their dtype.
 
-    Their dtype must be the same in every block. Any other mix of dtypes means that the file is damaged or that the
-    tensor is not a weight.
+    A weight with a wider dtype must have it in every block. Any other mix of dtypes means that the file is damaged or
+    that the tensor is not a weight.
     Errors: CheckpointError naming a weight with an unexpected dtype.
     """
     weights = [target for target in opened.table.targets if target.name.startswith("weights/")]
@@ -126,14 +127,14 @@ def dtype_notes(opened: OpenedForm) -> tuple[str, ...]:
 
 
 def _in_every_block(name: str) -> str:
-    """A tensor's name without the index of its block."""
+    """Return a tensor's name without the block index."""
     return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
 
 
 class ForeignWeights:
-    """The tensors of an `OpenedForm` whose table was proven (`opened_foreign`), by the project's names.
+    """The tensors of an `OpenedForm` whose table was checked by `opened_foreign`, under the project's names.
 
-    path: the path in messages. tensors: key -> (whole shape, dtype), as in `Checkpoint`.
+    path: the path to name in messages. tensors: key -> (whole shape, dtype), as in `Checkpoint`.
     """
 
     def __init__(self, path: Path, opened: OpenedForm) -> None:
@@ -142,10 +143,10 @@ class ForeignWeights:
         self.tensors: Tensors = opened.table.tensors(opened.source.tensors)
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `pieces` in place, in blocks, several blocks concurrently. cast: whether to convert
-        values where dtypes differ. verify: has no effect, because foreign files have no hashes.
+        """Fill the tensors of `pieces` in place, reading several blocks concurrently. cast: whether to convert values
+        where dtypes differ. verify: has no effect, because the files contain no hashes.
 
-        Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
+        Errors: CheckpointError naming the tensor (unknown key, wrong shape or dtype) or the damaged file.
         """
         jobs, size = list[tuple[Piece, Box]](), 0
         for piece in pieces:

@@ -1,6 +1,6 @@
-"""Hugging Face's folders: config.json, safetensors or torch files, tokenizer files.
+"""Read and write Hugging Face's folders: config.json, safetensors or torch files, and tokenizer files.
 
-The keys of config.json and the names of tensors depend on its `model_type`; families/ and bert.py define them.
+The keys of config.json and the tensor names depend on `model_type`; families/ and bert.py define both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json, below
 
 SHARD_BYTES = 5 << 30
-"""Size limit of one safetensors file of an exported folder."""
+"""Maximum size of each safetensors file in an exported folder, in bytes."""
 
 
 def recognise(path: Path) -> bool:
@@ -55,8 +55,8 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def _wordpiece(files: Attachments) -> str | None:
-    """The kind of a BERT tokenizer stored as a tokenizer.json without a vocab.txt, as transformers writes it; None for
-    other tokenizers."""
+    """Return the kind of a BERT tokenizer that is stored as a tokenizer.json without a vocab.txt, as transformers does;
+    None for other tokenizers."""
     config, file = files.get("config.json"), files.get("tokenizer.json")
     if (
         not isinstance(config, Path)
@@ -78,7 +78,8 @@ _BERTS = {"model": "WordPiece", "normalizer": "BertNormalizer", "pre_tokenizer":
 
 
 def unread(files: Attachments) -> str | None:
-    """Why a vocab.json and merges.txt are not read as GPT-2's tokenizer; None if they are read so, or do not exist."""
+    """Explain why vocab.json and merges.txt are not GPT-2's tokenizer; None if they are, or if the files do not
+    exist."""
     if not {"vocab.json", "merges.txt"} <= files.keys() or "tokenizer.json" in files:
         return None
     contents = {name: read_json(file) for name in _KINDS_FILES if isinstance(file := files.get(name), Path)}
@@ -104,11 +105,11 @@ def unread(files: Attachments) -> str | None:
 _KINDS_FILES = ("tokenizer_config.json", "added_tokens.json", "config.json")
 _QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _CLASSES = {**dict.fromkeys(_QWEN, "Qwen2Tokenizer"), "roberta": "RobertaTokenizer"}
-"""`model_type` -> the class of its tokenizer of vocab.json and merges.txt, used if no file names the class."""
+"""`model_type` -> class of the tokenizer in vocab.json and merges.txt, used if no file names the class."""
 
 
 def _lowers(files: Attachments) -> bool:
-    """Whether the tokenizer of a vocab.txt lowercases text, which is transformers' default."""
+    """Whether the tokenizer in a vocab.txt lowercases text, which is transformers' default."""
     file = files.get("tokenizer_config.json")
     tokenizer_config = {} if not isinstance(file, Path) else read_json(file)
     return bool(tokenizer_config.get("do_lower_case", True))
@@ -127,27 +128,28 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def scales_dynamically(files: Mapping[str, Path]) -> bool:
-    """Whether the config.json stored with weights has dynamically scaled rotary positions. Their frequencies change
-    beyond the model's maximum number of positions; this project computes only positions below that maximum."""
+    """Whether the config.json stored with weights has dynamic RoPE scaling, which changes the frequencies only for
+    positions beyond the model's maximum. This project computes only positions below the maximum."""
     return "config.json" in files and dynamic(read_json(files["config.json"])) is not None
 
 
 class Names(Protocol):
-    """The keys and names of a `model_type`: a family of decoders, or bert.py."""
+    """The keys of config.json and the tensor names for one `model_type`: a family of decoders, or bert.py."""
 
     def model_from_config(self, config: Mapping[str, object], where: str, names: Collection[str] = ...) -> ModelConfig:
-        """The model that a config.json describes. names: names of the folder's tensors."""
+        """Return the resolved model section that config.json describes. names: names of the folder's tensors."""
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
-        """The config.json of a model. dtype: torch's name of the weights' dtype."""
+        """Return the content of config.json. dtype: torch's name of the weights' dtype."""
 
     def table(self, options: ModelConfig, names: Collection[str] = ...) -> Table:
-        """The table for `weights/<name>` of every logical tensor. names: names of the folder's tensors."""
+        """Return the table that makes `weights/<name>` of every logical tensor. names: names of the folder's
+        tensors."""
 
 
 BERT = cast(Names, bert)
 TYPES: Mapping[str, Names] = {**BY_TYPE, **dict.fromkeys(bert.TYPES, BERT)}
-"""`model_type` -> its keys and names."""
+"""`model_type` -> its keys of config.json and tensor names."""
 
 OUTSIDE = {
     "gemma3": "its vision tower is not read; save its text model alone (gemma3_text)",
@@ -158,11 +160,11 @@ OUTSIDE = {
     "mamba2": "its state-space layers are not computed here",
     "t5": "its relative positions are not computed here; --family t5 is Megatron-LM's",
 }
-"""`model_type` of a common model that is not supported -> the reason."""
+"""`model_type` of a common unsupported model -> the reason."""
 
 
 def _names(config: Mapping[str, Json], where: Path) -> Names:
-    """The keys and names of the config's `model_type`. Errors: CheckpointError."""
+    """The keys and tensor names for the `model_type` of `config`. Errors: CheckpointError."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in TYPES:
         reason = f"{OUTSIDE[kind]}; " if isinstance(kind, str) and kind in OUTSIDE else ""
@@ -171,7 +173,7 @@ def _names(config: Mapping[str, Json], where: Path) -> Names:
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Write a folder that transformers' `from_pretrained` opens."""
+    """Plan an export to a folder that transformers' `from_pretrained` opens."""
     return EXPORTS.get(architecture(own.model).family, _export_decoder)(own, to, options)
 
 
@@ -192,13 +194,13 @@ def _export_decoder(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 EXPORTS: dict[str, Callable[[ExportSource, str, FormOptions], Export]] = {"bert": _export_bert, "t5": _export_t5}
-"""Family -> the function that exports it; all others are exported as decoders."""
+"""Family -> export function. Families that are not listed are exported as decoders."""
 
 
 def _folder(own: ExportSource, names: Names, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
     config = _config(names, own, tokens)
     files, extra_files = chat_files.written_files(own.checkpoint, config, tokens)
-    if names is BERT:  # BERT does not generate, so it needs no generation files
+    if names is BERT:  # BERT does not generate text, so it needs no generation files
         files, extra_files = (
             {name: dict(file) for name, file in tokens.files.items() if name not in own.checkpoint.attachments},
             {},
@@ -217,9 +219,9 @@ def _folder(own: ExportSource, names: Names, tokens: SpecialTokens, losses: tupl
 
 
 def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """The special tokens: those of the config.json stored with the weights, otherwise those of the tokenizer.
+    """Return the special tokens from the config.json stored with the weights, or otherwise from the tokenizer.
 
-    Also returns messages for the user if the special tokens are unknown.
+    The second result is messages for the user, for example if the special tokens are unknown.
     """
     config_path = own.checkpoint.attachments.get("config.json")
     config = {} if config_path is None else read_json(config_path)
@@ -234,13 +236,13 @@ def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTok
             return SpecialTokens(ids), ()
         note = f"config.json names no token that ends a text, so transformers' generate does not stop: {error}"
         return SpecialTokens(ids if config_path is not None else dict.fromkeys(TOKEN_IDS)), (note,)
-    if complete and tokens.template is None:  # the tokenizer's files are those stored with the weights
+    if complete and tokens.template is None:  # the tokenizer files stored with the weights are exported
         return replace(tokens, ids={**tokens.ids, **ids}, files={}, left_out=(), loss=None), ()
     return replace(tokens, ids={**tokens.ids, **ids}), () if tokens.loss is None else (tokens.loss,)
 
 
 def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """The files that determine how a BERT tokenizer behaves, and a message if the tokenizer is missing."""
+    """Return the tokenizer files that BERT needs, without token ids, and a message if the tokenizer is missing."""
     try:
         tokens = options.tokens(own.checkpoint)
         return replace(tokens, ids={}), () if tokens.loss is None else (tokens.loss,)
@@ -249,11 +251,11 @@ def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens
 
 
 def _config(names: Names, own: ExportSource, tokens: SpecialTokens) -> dict[str, Json]:
-    """The config.json: the stored file if it still describes the model, otherwise a new one, in both cases with
-    `tokens`.
+    """Return the content of config.json, including `tokens`. It is the stored config.json if that still describes the
+    model, and otherwise a new one.
 
-    A released file may name a dtype that differs from the dtype of its weights. After training, the file must name the
-    dtype of the weights, because transformers opens them in the named dtype.
+    The config.json of a released model may name a dtype that differs from the dtype of the weights. After training,
+    config.json must name the actual dtype, because transformers converts the weights to the named dtype.
     """
     dtype = str(own.source.tensors["weights/model.embed_tokens.weight"][1]).removeprefix("torch.")
     config_path = own.checkpoint.attachments.get("config.json")
@@ -275,14 +277,13 @@ def _config(names: Names, own: ExportSource, tokens: SpecialTokens) -> dict[str,
 
 
 def _with_chat_ends(own: ExportSource, config: dict[str, Json], tokens: SpecialTokens) -> dict[str, Json]:
-    """Add all tokens that end the assistant's turn, if the model was trained for chat."""
+    """Add all tokens that end the assistant's turn to the config, if the model was trained for chat."""
     converses = tokens.template is not None and chat_files.trained(own.checkpoint)
     return chat_files.with_ends(config, tokens.ends) if converses else config
 
 
 def _write_shards(folder: Path, table: Table, source: Source) -> int:
-    """Write model.safetensors, or numbered files of at most `SHARD_BYTES` and their index; return the number of
-    bytes."""
+    """Write model.safetensors, or numbered files of at most `SHARD_BYTES` and an index. Return the number of bytes."""
     targets = {target.name: target for target in table.targets}
     shards: list[list[Piece]] = [[]]
     room = SHARD_BYTES
@@ -315,11 +316,11 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
 
 
 def weights_of(folder: Path) -> EntrySource | TorchSource:
-    """The weights of a Hugging Face folder: safetensors if present, else `.bin`; a single file, or several files with
-    an index.
+    """Open the weights of a Hugging Face folder: safetensors files if present, otherwise `.bin` files; either a single
+    file, or several files with an index.
 
-    If a folder has several of these forms, the form that transformers opens is used. Numbered safetensors files are
-    also read without an index, unlike in transformers, because each file names its tensors.
+    If several of these exist, the one that transformers would open is used. Unlike transformers, this function also
+    reads numbered safetensors files without an index, because each file names its tensors.
     """
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),
@@ -344,7 +345,8 @@ def weights_of(folder: Path) -> EntrySource | TorchSource:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """model-00001-of-00003.safetensors and the others. Errors: CheckpointError naming the first missing file."""
+    """Return the names of numbered files, such as model-00001-of-00003.safetensors. Errors: CheckpointError naming the
+    first missing file."""
     names_found = sorted(path.name for path in folder.glob("model-?????-of-?????.safetensors"))
     if not names_found:
         return []

@@ -1,8 +1,8 @@
-"""Llama in Meta's release format: params.json, and one consolidated.NN.pth for each tensor rank.
+"""Read and write Llama in Meta's release format: params.json, and one consolidated.NN.pth per tensor rank.
 
-Names differ, matrices are cut over the files, and query and key rows are in the order of Meta's rotary embedding. That
-embedding rotates neighbouring rows (2i, 2i + 1) together; the project rotates rows of the two halves (i, i + H/2)
-together.
+Meta's tensor names differ from the project's, matrices are split over the files, and query and key rows are in the
+order of Meta's rotary embedding. Meta's rotary embedding rotates adjacent rows (2i, 2i + 1) together; the project
+rotates rows of the two halves (i, i + H/2) together.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 POSITIONS = 4096
-"""Llama 2's number of positions, used because params.json does not record the number for which a model was trained."""
+"""Number of positions of Llama 2, used because params.json does not record the trained context length."""
 
 SCALED_POSITIONS = 131072
-"""The number of positions if rotary positions are scaled, as in Llama 3.1 and 3.2."""
+"""Number of positions if rotary positions are scaled, as in Llama 3.1 and 3.2."""
 
 SMALL_ROPE_FACTOR = 32.0
-"""The factor of scaled positions in Llama 3.2, used if params.json has none and embeddings are tied; 3.1's is 8."""
+"""The RoPE scaling factor of Llama 3.2, used if embeddings are tied and params.json contains no factor. Otherwise the
+factor of Llama 3.1, 8, is used."""
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings",
@@ -70,7 +71,7 @@ _BUFFERS = ("rope.freqs", "attention.mask", "freqs_cos", "freqs_sin")
 
 
 def meta_name(name: str) -> str:
-    """Meta's name of a logical tensor.
+    """Return Meta's name for a logical tensor.
 
     >>> meta_name("model.layers.3.self_attn.q_proj.weight")
     'layers.3.attention.wq.weight'
@@ -79,11 +80,11 @@ def meta_name(name: str) -> str:
 
 
 def rotary_rows(heads: int, width: int) -> list[range]:
-    """Meta's rows of query or key heads in the project's order, as runs: for each head, the even rows, then the odd
-    rows. width: rows per head.
+    """Return Meta's rows of query or key heads in the project's order: for each head, the even rows, then the odd rows.
+    width: rows per head.
 
         row in Meta's file        0  1  2  3  |  4  5  6  7       two heads of width 4
-        rows in this order        0  2  1  3  |  4  6  5  7       halves (i, i + 2) are Meta's neighbours (2i, 2i + 1)
+        rows in this order        0  2  1  3  |  4  6  5  7       pairs (i, i + 2) are Meta's pairs (2i, 2i + 1)
 
     >>> [list(run) for run in rotary_rows(2, 4)]
     [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -92,7 +93,7 @@ def rotary_rows(heads: int, width: int) -> list[range]:
 
 
 class LastTensor:
-    """A source that caches the last tensor read, for tables that read a tensor in many small runs."""
+    """A source that caches the tensor read last, for tables that read a tensor in many small runs."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -113,10 +114,10 @@ def recognise(path: Path) -> bool:
 
 
 def tokenizer(files: Attachments) -> str | None:
-    """The kind of tokenizer, Llama2Tokenizer or Llama3Tokenizer; both store a tokenizer.model.
+    """Return the kind of tokenizer, Llama2Tokenizer or Llama3Tokenizer. Both kinds store a tokenizer.model.
 
-    Llama 3's file consists of lines with a token in base64 and its id. A tokenizer.json in the same folder contains the
-    same tokenizer and takes precedence.
+    Each line of Llama 3's tokenizer.model contains a token in base64 and the token's id. A tokenizer.json in the same
+    folder takes precedence, because it contains the same tokenizer.
     """
     file = files.get("tokenizer.model")
     if file is None or "tokenizer.json" in files:
@@ -127,7 +128,7 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def open_form(path: Path, options: FormOptions) -> OpenedForm:
-    """Open a Meta folder. Names of tensors are `part/name`."""
+    """Open a Meta folder. Tensor names have the format `NN/name`, where NN is the number of the consolidated file."""
     paths = sorted(path.glob("consolidated.*.pth"))
     names = [f"consolidated.{part:02d}.pth" for part in range(len(paths))]
     if [each.name for each in paths] != names:
@@ -142,7 +143,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -> OpenedForm:
-    """Tensors under Meta's names, with their model. The model is tied if its two embedding tables are equal.
+    """Open tensors that have Meta's names. The model ties its embedding if the two embedding tables are equal.
 
     where: the origin of `params`, for errors.
     """
@@ -167,9 +168,9 @@ def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -
 
 
 def model_from_params(params: Mapping[str, Json], tensors: Tensors, parts: int, where: str) -> ModelConfig:
-    """The resolved model section. Widths missing from params.json are taken from the tensors.
+    """Return the resolved model section. Widths missing from params.json are derived from the tensors' shapes.
 
-    Errors: CheckpointError naming a key that has no counterpart or does not fit the tensors.
+    Errors: CheckpointError naming a key that the project does not support or that contradicts the tensors.
     """
     hidden = whole_in(params, "dim", where)
     if "0/tok_embeddings.weight" not in tensors:
@@ -182,7 +183,7 @@ def model_from_params(params: Mapping[str, Json], tensors: Tensors, parts: int, 
 
 
 def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> ModelConfig:
-    """The model of params.json, with the two widths that it does not state."""
+    """The model section for params.json, given the two widths that params.json does not contain."""
     hidden, heads = whole_in(params, "dim", where), whole_in(params, "n_heads", where)
     scaled = bool(params.get("use_scaled_rope"))
     return ModelConfig(
@@ -211,7 +212,8 @@ def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> Mode
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The most common width of the feed-forward layers in one part, so that a deviating matrix is detected."""
+    """The most common width of the feed-forward matrices in one file. A matrix of a different width is then
+    detected."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()
@@ -223,11 +225,11 @@ def _feed_forward_rows(tensors: Tensors, where: str) -> int:
 
 
 def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: bool = True) -> Table:
-    """`weights/<name>` of every logical tensor from the parts of a Meta folder; every part has the norms.
+    """Return the table that makes `weights/<name>` of every logical tensor from the files of a Meta folder. Every file
+    contains all norms. parts: number of files.
 
-    embedding_dim: the dim along which the embedding is cut: columns (1) in Llama 2, rows (0) in Llama 3. output:
-    whether a
-        tied model also stores its output matrix, as Meta's code expects.
+    embedding_dim: the dim along which the embedding is split: columns (1) in Llama 2, rows (0) in Llama 3. output:
+    whether a tied model also stores the output matrix, as Meta's code expects.
 
         weights/...q_proj.weight [heads x width, hidden]      0/...wq: heads 0 .. h/P - 1, rows of each as `rotary_rows`
                                                               1/...wq: heads h/P .. 2h/P - 1, ...
@@ -253,7 +255,7 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Write params.json and consolidated.NN.pth in Meta's release format."""
+    """Plan an export to params.json and consolidated.NN.pth in Meta's release format."""
     model, parts = own.model, options.parts
     params = params_from_model(model)
     structure = architecture(model)
@@ -275,7 +277,8 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 def params_from_model(options: ModelConfig) -> dict[str, Json]:
-    """The content of a params.json. Errors: CheckpointError naming an option that Meta's Llama does not have."""
+    """Return the content of params.json. Errors: CheckpointError naming an option that Meta's Llama does not
+    support."""
     model = architecture(options)
     attention, ffn = model.block.attention, model.block.feed_forward.width
     params = {
@@ -294,7 +297,7 @@ def params_from_model(options: ModelConfig) -> dict[str, Json]:
 
 
 def _rope_keys(rope: Rope | None) -> dict[str, Json]:
-    """The keys of rotary positions; none for a model without them, which `check_round_trip` then refuses."""
+    """The keys for rotary positions; {} for a model without rotary positions, which `check_round_trip` refuses."""
     if rope is None:
         return {}
     if not isinstance(rope.scaling, RopeScaling):
@@ -303,10 +306,11 @@ def _rope_keys(rope: Rope | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Messages about settings that params.json cannot express and for which its reader would assume other values.
+    """Messages about settings that params.json cannot express and for which a reader of the folder would assume
+    different values.
 
-    `max_seq_len` is such a setting, because Meta's loader passes it as an argument together with all keys of
-    params.json, and fails if params.json contains `max_seq_len` too.
+    `max_seq_len` cannot be written, because Meta's loader passes `max_seq_len` as an argument in addition to all keys
+    of params.json, and fails if params.json contains this key.
     """
     model = architecture(options)
     assumed = _positions_unsaid(any(rope.scaling for rope in model.ropes))
@@ -316,14 +320,14 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def _positions_unsaid(scaled: bool) -> int:
-    """The number of positions for a params.json that does not state it."""
+    """The number of positions for a params.json that does not contain it."""
     return SCALED_POSITIONS if scaled else POSITIONS
 
 
 def feed_forward(hidden: int, ffn: int) -> dict[str, Json]:
-    """`multiple_of` and, if needed, `ffn_dim_multiplier`, from which Meta's code computes `ffn`.
+    """Return `multiple_of` and, if needed, `ffn_dim_multiplier`, from which Meta's code computes the width `ffn`.
 
-    Meta's code computes int(8 hidden / 3), times the multiplier, rounded up to a multiple of `multiple_of`.
+    Meta's code multiplies int(8 hidden / 3) by `ffn_dim_multiplier` and rounds up to a multiple of `multiple_of`.
 
     >>> feed_forward(4096, 11008), feed_forward(8192, 28672)
     ({'multiple_of': 256}, {'multiple_of': 4096, 'ffn_dim_multiplier': 1.3})

@@ -1,13 +1,13 @@
-"""Opens weights in any form, for every verb that starts from, continues or converts a model.
+"""Open weights in any format, for every command that starts from, continues or converts a model.
 
-    open_weights(place)      what a user names: a mega checkpoint, or foreign files that are read in place
+    open_weights(place)      a mega checkpoint, or files of another format, which are read in place
     open_base(checkpoint)    the weights on which adapters were trained
-    whole_model(weights)     a model with all its weights, including those of the base of adapters
+    whole_model(weights)     a complete model, including the base's weights for a checkpoint of adapters
 
-All three return the same interface (`StoredWeights`), and nothing is written. A checkpoint of adapters names its base
-by path and digest (own/base.py). The base may be a mega checkpoint or foreign weights of any readable form. The base is
-searched for at its recorded path, then at the same path relative to the adapters. Its digest is compared, so that
-adapters are never applied to another model.
+All three return the interface `StoredWeights`, and do not write anything. A checkpoint of adapters records the path and
+digest of its base (own/base.py). The base may be a mega checkpoint or weights of any readable format. The base is
+searched for at its recorded path, then at the same path relative to the adapters. The digest is compared, so that
+adapters are never applied to a different model.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ ADVICE = "Put the base there, or in the same place relative to the adapters; a r
 
 
 class ForeignCheckpoint:
-    """Foreign weights read in place, with the interface of a `Checkpoint` except optimizer and progress.
+    """Weights of another program's format, read in place. The interface is that of `Checkpoint`, without optimizer
+    state and progress.
 
-    model: its model section. meta: the model section, and the kind of tokenizer. attachments: files stored with the
-    weights. notes: messages for the user.
+    model: the resolved model section. meta: the model section as plain values, and the kind of tokenizer. attachments:
+    files stored with the weights. notes: messages for the user.
     """
 
     step, world, foreign = 0, 1, True
@@ -66,20 +67,20 @@ class ForeignCheckpoint:
         return weights_digest(self._weights)
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Read in the same way as `Checkpoint.read`."""
+        """Fill the tensors of `pieces`, as `Checkpoint.read` does. verify: has no effect."""
         self._weights.read(pieces, cast=cast)
 
 
 def _foreign_name(path: Path) -> str:
-    """The name of the foreign form at `path`; "" for a mega checkpoint. Errors: CheckpointError if the path does not
-    exist, or holds both a mega checkpoint and a foreign form."""
+    """The name of the format of the weights at `path`; "" for a mega checkpoint. Errors: CheckpointError if the path
+    does not exist, or contains both a mega checkpoint and weights of another format."""
     if not path.exists() and not STEP.fullmatch(path.name):
         raise CheckpointError(f"{path}: no such file or directory")
     return "" if foreign_form(path) is None else form_at(path).name
 
 
 def open_weights(place: str, report: Report = lambda line: None, exchange: JsonExchange = alone) -> StoredWeights:
-    """Open the weights at `place`. Errors: CheckpointError, on all ranks."""
+    """Open the weights at `place`, which is a path or URL. Errors: CheckpointError, on all ranks."""
     names = [""] if url_of(place) is not None else gathered(partial(_foreign_name, Path(place)), exchange)
     if differ := disagreement([name or "no foreign weights" for name in names]):
         raise CheckpointError(f"{place}: {differ}")
@@ -99,11 +100,12 @@ def open_weights(place: str, report: Report = lambda line: None, exchange: JsonE
 def open_base(
     checkpoint: StoredWeights, base_path: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
 ) -> StoredWeights | None:
-    """The base of a checkpoint of adapters, found at `base_path`, else at its recorded path, else at the same path
-    relative to the adapters. None if the checkpoint is complete without a base.
+    """Open the base of a checkpoint of adapters. Return None if the checkpoint is complete without a base. If
+    `base_path` is given, the base must be there; otherwise it is searched for at its recorded path, then at the same
+    path relative to the adapters.
 
-    `base_path` may itself hold adapters of that base, such as the previous model in a chain of finetuning runs.
-    Errors: CheckpointError, on all ranks, if the base is not found or is not the recorded base.
+    `base_path` may also contain other adapters of the same base, such as the previous model in a chain of finetuning
+    runs. Errors: CheckpointError, on all ranks, if the base is not found or is not the recorded base.
     """
     record = named_base(checkpoint)
     if record is None:
@@ -127,8 +129,8 @@ def open_base(
 def _try_base(
     record: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
 ) -> tuple[StoredWeights | None, str]:
-    """(weights at `place`, "") if they are the recorded base, else (None, the reason). chain: whether to accept
-    adapters of that base too."""
+    """Return (weights at `place`, "") if these weights are the recorded base, otherwise (None, the reason). chain:
+    whether to accept adapters of the recorded base too."""
     try:
         base = open_weights(place, report, exchange)
         base_record = named_base(base)
@@ -147,8 +149,8 @@ def _try_base(
 
 
 def comparable_digest(reference: str, weights: Readable) -> str:
-    """The digest of these weights, computed by the rule that made `reference`; "" if these weights do not support that
-    rule."""
+    """Return the digest of `weights`, computed by the method that computed `reference`; "" if `weights` do not support
+    this method."""
     digest = str(getattr(weights, "digest", ""))
     if reference.startswith(SAMPLED) == digest.startswith(SAMPLED):
         return digest
@@ -156,7 +158,7 @@ def comparable_digest(reference: str, weights: Readable) -> str:
 
 
 def digest_difference(reference: str, other: str) -> str:
-    """How the digest of the weights that were found differs from the base's."""
+    """Describe, for a message, how the digest of other weights differs from the recorded digest of the base."""
     label = "digest of its numbers" if reference.startswith(SAMPLED) else "sha256 of its manifest"
     actual = other.removeprefix(SAMPLED)[:12] or "none, these are foreign weights"
     return f"{label}: {actual}; must be {reference.removeprefix(SAMPLED)[:12]}"
@@ -165,7 +167,7 @@ def digest_difference(reference: str, other: str) -> str:
 def _find_moved(
     checkpoint: StoredWeights, record: Mapping[str, str], report: Report, exchange: JsonExchange
 ) -> tuple[StoredWeights | None, str]:
-    """(the base at the same path relative to the adapters, if both were moved, or None; why a folder with the base's
+    """Find a base that was moved together with the adapters. Return (the base or None, why a folder with the base's
     name is not the base)."""
     if url_of(checkpoint.path) or url_of(record["path"]):
         return None, ""
@@ -183,10 +185,11 @@ def _find_moved(
 
 
 def _base_candidates(adapters: Path, base: str) -> list[Path]:
-    """Candidates for the base: every ending of its path, below every folder above the adapters, and those folders
-    themselves.
+    """Return candidate paths for a moved base: each folder above the adapters, and each suffix of the base's path below
+    one of these folders.
 
-    Folders are searched with links resolved and with links unresolved; only existing paths are returned.
+    The folders above the adapters are listed both with links resolved and with links as given. Only existing paths are
+    returned.
     """
     names = Path(base).parts[1:]
     above = dict.fromkeys((*Path(os.path.abspath(adapters)).parents, *Path(os.path.realpath(adapters)).parents))
@@ -196,13 +199,14 @@ def _base_candidates(adapters: Path, base: str) -> list[Path]:
 
 
 def whole_model(checkpoint: StoredWeights) -> tuple[StoredWeights, ModelConfig]:
-    """A mega checkpoint with the weights of its base, and its model. Errors: CheckpointError."""
+    """Return (a mega checkpoint, combined with the weights of its base, the model section). Errors: CheckpointError."""
     model, complete = model_of(checkpoint.meta, str(checkpoint.path)), joined(checkpoint)
     check_size(model, complete.tensors, str(complete.path))
     return complete, model
 
 
 def joined(checkpoint: StoredWeights, base_path: str | None = None) -> StoredWeights:
-    """`checkpoint`, with the weights of its base if it holds only adapters. Errors: as for `open_base`."""
+    """Return `checkpoint`, combined with the weights of its base if it contains only adapters. Errors: as for
+    `open_base`."""
     base = open_base(checkpoint, base_path)
     return checkpoint if base is None else Joined(checkpoint, base)

@@ -1,10 +1,11 @@
-"""Adapters in peft's form, adapter_config.json and adapter_model.safetensors, for a base in Hugging Face's form.
+"""Read and write adapters in peft's format (adapter_config.json and adapter_model.safetensors) for a base model in
+Hugging Face's format.
 
-peft names an adapter after the linear layer of transformers that the adapter modifies. For Llama and its relatives the
-names are equal to the project's names. Other families use other names or another order of rows, or one linear contains
-several of the project's linears (GPT-2's query, key and value). The adapters of such linears are joined into one
-adapter whose rank is a multiple of their rank: the matrices A are stacked, the matrices B form a block diagonal.
-Source: peft's LoraConfig and get_peft_model_state_dict, 0.21.
+peft names an adapter after the linear layer of transformers that the adapter modifies. For Llama-like models these
+names are equal to the project's names. Other families use different names or a different order of rows, or fuse several
+of the project's linears into one (GPT-2's query, key and value). The adapters of fused linears are joined into one
+adapter of a larger rank: the matrices A are stacked, and the matrices B form a block diagonal. Source: peft's
+LoraConfig and get_peft_model_state_dict, 0.21.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."
 """Prefix of every name that peft saves."""
 FAMILIES = ("gpt", "llama")
-"""Families whose linears' names in Hugging Face's form are known."""
+"""Families for which the names of linears in Hugging Face's format are known."""
 
 Tensors = dict[str, torch.Tensor]
 
 Linears = dict[str, dict[str, Sequence[range]]]
-"""A linear of the folder -> the project's linears contained in it, in order, each with its rows."""
+"""Name of a linear in the folder -> {name of a project's linear: its rows within the linear of the folder}."""
 
 NOTHING: tuple[Json, ...] = (None, False, [], {}, "none")
 UNKNOWN = (
@@ -53,10 +54,11 @@ UNKNOWN = (
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
     *("exclude_modules", "kasa_config", "monteclora_config"),
 )
-"""Keys of adapters that are not simply two matrices per linear, the same in every block. Such adapters are refused."""
+"""Keys of adapter_config.json for adapters that do more than add two matrices per linear, or that differ between
+blocks. Adapters that set these keys are refused."""
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-"""`init_lora_weights` that do not change the base. The other methods subtract the initial adapters from the base's
-weights each time peft opens them."""
+"""Values of `init_lora_weights` that do not change the base. With other values, peft subtracts the initial adapter from
+the base's weights each time it opens the adapter."""
 
 
 def recognise(path: Path) -> bool:
@@ -64,7 +66,7 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, options: FormOptions) -> OpenedForm:
-    """Open an adapter for the weights at `options.base`, a mega checkpoint or foreign weights."""
+    """Open an adapter for the base weights at `options.base`, which are a mega checkpoint or in any readable format."""
     if options.base is None:
         raise CheckpointError(
             f"--base is missing: {path} is an adapter of peft; `mega convert-llama` reads it, with --base and the "
@@ -74,16 +76,17 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
         raise CheckpointError(f"--base {options.base}: is an adapter itself; must be the weights it was trained on")
     try:
         base = open_weights(str(options.base))
-    except CheckpointError as error:  # its message begins with the path
+    except CheckpointError as error:  # the error's message begins with the path
         raise CheckpointError(f"--base {error}") from None
     adapter = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {options.base}")
     return replace(adapter, known={"base": describe(base)}, base=base)
 
 
 def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> OpenedForm:
-    """Open the adapter at `path` for the model stored at `where`. named: that model's name in messages.
+    """Open the adapter at `path` for the base model stored at `where`. named: the base model's name in messages.
 
-    The shapes must fit; if the adapter names another base, a note reports that. Errors: CheckpointError.
+    The adapter's shapes must fit the base. If the adapter names a different base, a message reports this. Errors:
+    CheckpointError.
     """
     base_architecture = architecture(base)
     if base_architecture.adapters is not None:
@@ -103,7 +106,8 @@ def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Open
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Write a folder that `PeftModel.from_pretrained` can load on top of the base in Hugging Face's form."""
+    """Plan an export to a folder that `PeftModel.from_pretrained` can load on top of the base in Hugging Face's
+    format."""
     model, base_record = architecture(own.model), named_base(own.checkpoint)
     if model.adapters is None or base_record is None:
         raise CheckpointError("holds no adapters; --to peft is for a run with --lora-rank")
@@ -114,7 +118,7 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
         f"{WRAPPED}{name}": each.contiguous() for name, each in _joined(tensors, _linears(family, own.model))
     }
     config = _config(model.adapters, peft_tensors, family, str(options.base or base_record["path"]))
-    # Users of peft load the tokenizer from the folder of the adapter.
+    # Users of peft load the tokenizer from the adapter's folder.
     files, extra_files, tokens = _tokenizer_files(own, options)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
@@ -133,13 +137,13 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 BASES = ("config.json", "params.json")
-"""Companions that describe only the base."""
+"""Names of files that describe only the base, and are not copied."""
 
 
 def _tokenizer_files(
     own: ExportSource, options: FormOptions
 ) -> tuple[dict[str, dict[str, Json]], dict[str, bytes], SpecialTokens]:
-    """The tokenizer and chat files, which users of peft store with the adapter; empty if no tokenizer is known."""
+    """The tokenizer and chat files, which users of peft store with the adapter. Empty if no tokenizer is known."""
     try:
         tokens = options.tokens(own.checkpoint)
     except ValueError:
@@ -151,14 +155,14 @@ def _tokenizer_files(
 
 
 def _as_it_is(tensors: Tensors) -> Table:
-    """The table of a copy without changes."""
+    """The table for copying all tensors unchanged."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
 
 
 def _family(options: ModelConfig, config_path: Path | bytes | None) -> HubFamily:
-    """The family whose names the base's linears have. config_path: the config.json stored with the base. If it names a
-    family, this family is used instead of the first that can express the model."""
+    """The family that determines the names of the base's linears. config_path: the config.json stored with the base. If
+    config.json names a family, it takes precedence over the first family that can express the model."""
     model = architecture(options)
     if model.family not in FAMILIES:
         raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")
@@ -169,7 +173,7 @@ def _family(options: ModelConfig, config_path: Path | bytes | None) -> HubFamily
 
 
 def _linears(family: HubFamily, options: ModelConfig) -> Linears:
-    """The linears of the base's layers."""
+    """The linears in the base's layers that have adapters."""
     rows_of: Linears = {}
     base, adapted = without_adapters(options), set(linears(options))
     for tensor in inventory(base):
@@ -182,7 +186,7 @@ def _linears(family: HubFamily, options: ModelConfig) -> Linears:
 
 
 def _config(adapters: Adapters, tensors: Tensors, family: HubFamily, base: str) -> dict[str, Json]:
-    """The adapter_config.json. Linears are identified by the ends of their names."""
+    """The content of adapter_config.json, which identifies linears by the ends of their names."""
     widths = {name: each.shape[0] for name, each in tensors.items() if name.endswith(f"{DOWN}.weight")}
     ends = {_end(_bare(name).rsplit(".", 2)[0], family): width for name, width in widths.items()}
     ranks = {end: width for end, width in ends.items() if width != adapters.rank}
@@ -208,20 +212,20 @@ def _config(adapters: Adapters, tensors: Tensors, family: HubFamily, base: str) 
 
 
 def _end(linear: str, family: HubFamily) -> str:
-    """The end of a linear's name that is the same in each layer. The branch is included, because GPT-2 has a c_proj in
-    both branches; an expert's index is not included."""
+    """The end of a linear's name that is common to all layers. It includes the branch, because GPT-2 has a c_proj in
+    both branches, but no expert index."""
     within, last = linear.split(".")[-2:]
     return f"{within}.{last}" if family.renames_linears and not within.isdigit() else last
 
 
-# From peft's names to the project's
+# Translation from peft's names to the project's names
 
 
 def _ours(
     config: Mapping[str, Json], stored_tensors: Tensors, base: ModelConfig, family: HubFamily, path: Path, named: str
 ) -> tuple[ModelConfig, Tensors]:
-    """The model with its adapters, and their tensors by `weights/NAME`. Errors: CheckpointError naming key or
-    tensor."""
+    """Return (the model section with adapters, `weights/NAME` -> tensor of an adapter). Errors: CheckpointError naming
+    the key or tensor."""
     config_path = str(path / CONFIG)
     only(config, "peft_type", ("LORA",), config_path)
     for key in UNKNOWN:
@@ -260,14 +264,14 @@ def _bare(name: str) -> str:
     return name.removeprefix(WRAPPED)
 
 
-# Several linears in one
+# Fused linears
 
 
 def _joined(tensors: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the folder's names and tensors. The adapters of several linears that are one linear in the folder become
-    one adapter.
+    """Yield the names and tensors to write. If the folder fuses several linears into one, their adapters become one
+    adapter.
 
-    a linear of the folder that contains q, k and v, each with an adapter of rank r:
+    a fused linear of q, k and v, each with an adapter of rank r:
 
     A [3r, in] = q.A      B [q + k + v rows, 3r] = q.B  0    0
                  k.A                               0    k.B  0
@@ -287,14 +291,14 @@ def _joined(tensors: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tens
 
 
 def _split(tensors: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the project's names and tensors. The adapter of a linear that contains several of the project's linears
-    becomes one adapter for each of these, except adapters that are zero."""
+    """Yield the project's names and tensors. The adapter of a fused linear becomes one adapter per linear of the
+    project; adapters that would be zero are omitted."""
     for name, tensor in tensors.items():
         linear, _, half = _bare(name).removesuffix(".weight").rpartition(".")
         down, up = (tensors.get(f"{WRAPPED}{linear}.{each}.weight") for each in (DOWN, UP))
         outs = sum(len(_numbers(rows)) for rows in stored.get(linear, {}).values())
         if down is None or up is None or up.shape[0] != outs:
-            yield _bare(name), tensor  # `check_adapters` refuses this name
+            yield _bare(name), tensor  # `check_adapters` refuses the name
         elif half == UP:
             for stem, (first, second) in _parts(down, up, stored[linear], rank, name):
                 yield f"{stem}.{DOWN}.weight", first
@@ -304,8 +308,8 @@ def _split(tensors: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, 
 def _parts(
     down: torch.Tensor, up: torch.Tensor, parts: Mapping[str, Sequence[range]], rank: int, name: str
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Split one adapter: each part takes its own columns of the block diagonal, or all columns if B is a single
-    block."""
+    """Split the adapter of a fused linear. Each linear gets its columns of the block diagonal, or all columns if B is
+    not block diagonal."""
     count = down.shape[0] // rank
     if len(parts) > 1 and (down.shape[0] % rank or count > len(parts)):
         raise CheckpointError(

@@ -1,11 +1,10 @@
-"""Measures what reading a torch file's pickles would cost, before torch's restricted reader builds any object from
-them.
+"""Measure the cost of unpickling a torch file, before torch's restricted unpickler builds any object.
 
-That reader runs no code of the file, but executes the pickle's instructions, and a few bytes can demand a lot of work:
-a key that is a tuple of tuples, each containing the previous tuple twice, takes exponential time to hash; a dict that
-is passed to a thousand objects takes a thousand times its memory. This module executes the instructions with sizes in
-place of objects. The scan refuses everything that files of tensors do not need: other instructions, calls of other
-functions, deep nesting, and work that grows faster than the file.
+torch's restricted unpickler runs no code from the file, but a few bytes of a pickle can cause a lot of work. For
+example, a dict key that is a nested tuple, in which each level contains the previous one twice, takes exponential time
+to hash. A dict that is passed to a thousand objects takes a thousand times its memory. The scan executes the pickle's
+instructions on sizes instead of objects. It refuses everything that files of tensors do not need: unusual instructions,
+calls of other functions, deep nesting, and work that grows faster than the file.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from pathlib import Path
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 BYTES = 64 << 20
-"""Size limit of one pickle. The pickle of 10,000 tensors has about 2 MB."""
+"""Maximum size of one pickle in bytes. The pickle of 10,000 tensors has about 2 MB."""
 
 INSTRUCTIONS = 400_000
-"""Limit on the instructions in all pickles of a file, enough for about 12,000 tensors."""
+"""Maximum number of instructions in all pickles of a file, enough for about 12,000 tensors."""
 
 WORK = 2_000_000
-"""Limit on elements hashed, compared or copied in addition to those that the file lists."""
+"""Maximum number of elements hashed, compared or copied, in addition to the elements that the file lists."""
 
 DEPTH = 100
-"""Depth limit of nested tuples, because hashing recurses to the same depth."""
+"""Maximum depth of nested tuples, because hashing recurses to this depth."""
 
 ODD_KEYS = 1_000
-"""Limit on keys that are neither text nor small numbers. Such keys can be chosen to collide; then each new key is
-compared with all others."""
+"""Maximum number of keys that are neither strings nor small numbers. These keys can be chosen to have equal hashes, so
+that each new key is compared with all earlier ones."""
 
 HASHING = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.set", "__builtin__.set"})
 CALLS = HASHING | {
@@ -49,37 +48,38 @@ CALLS = HASHING | {
     "torch._utils._rebuild_tensor_v3",
     "torch._tensor._rebuild_from_type_v2",
 }
-"""Functions that files of tensors call. torch's reader allows more, for example bytearray(10^12)."""
+"""Functions that files of tensors call. torch's unpickler allows more functions, such as bytearray, of which a file may
+request 10^12 bytes."""
 
 WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
-"""A function that makes a tensor with attributes by calling a function that it receives as an argument; only
-`_rebuild_tensor_v2` is allowed as that argument."""
+"""A function that makes a tensor with attributes. Its first argument is the function to call, which must be
+`_rebuild_tensor_v2`."""
 
 CODECS = ("latin1", "latin-1", "utf-8", "ascii")
-"""Allowed codecs. With other codecs (punycode, idna), the time grows with the square of the text's length."""
+"""Allowed codecs. Other codecs, such as punycode and idna, can take time quadratic in the text's length."""
 
 
 @dataclass(slots=True, eq=False)
 class Sized:
-    """An object of the pickle."""
+    """The size of an object in the pickle."""
 
     size: int = 1
     """Number of elements visited when the object is hashed or copied."""
     depth: int = 0
     """Depth of nested tuples in the object."""
     plain: bool = False
-    """Whether the object is text, a small number or a constant."""
+    """Whether the object is a string, a small number or a constant."""
     items: tuple[Sized, ...] | None = None
     """The items of a tuple; None for other objects."""
     says: str = ""
-    """The text of a function's name or of a codec; otherwise empty."""
+    """The name of a function or codec; empty for other objects."""
     grows: bool = False
     """Whether the object is a container to which elements may be added."""
 
     @property
     def spread(self) -> int:
-        """The cost of passing the object as an argument. For a tuple, the elements of its containers, which a hash
-        would not visit, count too."""
+        """Number of elements that are copied if the object is passed as an argument. For a tuple, this number includes
+        the elements of containers in the tuple."""
         return self.size if self.items is None else sum(item.size for item in self.items)
 
 
@@ -96,14 +96,14 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _RefusedError(ValueError):
-    """Why a pickle is not passed to torch."""
+    """The reason why a pickle is refused."""
 
 
 class Scan:
-    """Executes a file's pickles one after another; the limits apply to all of them together.
+    """A scan of one file's pickles, one after another. The limits apply to all pickles of the file together.
 
-    inert: returns whether a name outside `CALLS` may be called, because the reader replaces the named object with an
-    inert one. names: all names that occurred.
+    inert: returns whether a name outside `CALLS` is allowed, because an inert object replaces the named one. names: all
+    names found in the pickles.
     """
 
     def __init__(self, path: Path, inert: Callable[[str], object] = lambda name: None) -> None:
@@ -113,7 +113,7 @@ class Scan:
         self._left, self._work, self._odd = INSTRUCTIONS, WORK, ODD_KEYS
 
     def check(self, stream: BytesIO) -> None:
-        """Execute the pickle that begins at the position of `stream`, and leave `stream` at its end.
+        """Scan the pickle that begins at the current position of `stream`, and advance `stream` to the pickle's end.
 
         Errors: CheckpointError naming the file and the refused instruction or name.
         """
@@ -142,7 +142,7 @@ class Scan:
                 memo[argument] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
                 memoized = memo[argument]
-                if memoized.items is not None:  # a tuple's hash is recomputed at each use
+                if memoized.items is not None:  # a tuple's hash is not cached
                     self._charge(memoized.size)
                 stack.append(memoized)
             elif name in _EMPTY:
@@ -188,7 +188,7 @@ class Scan:
             raise _RefusedError(f"its pickle has more than {ODD_KEYS:,} keys that are neither text nor small numbers")
 
     def _grown(self, stack: list[Sized], items: list[Sized]) -> None:
-        """Add a list's elements, or a dict's keys and values, to the container or object on top of the stack."""
+        """Add list elements, or the keys and values of a dict, to the container or object on top of the stack."""
         top = stack[-1]
         if top.grows:
             top.size += sum(1 if item.grows else item.size for item in items)

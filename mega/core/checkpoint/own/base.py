@@ -1,13 +1,13 @@
-"""Checkpoints that hold only adapters, and the base checkpoint on which the adapters were trained.
+"""Checkpoints that contain only adapters, and the base checkpoint on which the adapters were trained.
 
-Such a checkpoint names its base in its plain state:
+A checkpoint of adapters records its base in its plain state:
 
-    "base": {"path": the step's directory, "digest": sha256 of its manifest}
+    "base": {"path": the base's step directory, "digest": sha256 of the base's manifest}
 
-If the base is foreign weights, the record has their path and the `weights_digest` (forms/direct.py) of their values.
-The digest identifies the base even if it was moved; forms/open.py finds the base. `Joined` presents adapters and base
-as one checkpoint of a whole model. `MergedSource` presents that model without adapters, with their products added to
-its weights.
+If the base is in another program's format, the record contains the path and the `weights_digest` (forms/direct.py) of
+the weights. The digest identifies the base even after the base was moved; forms/open.py finds the base. `Joined`
+combines adapters and base into one checkpoint of a whole model. `MergedSource` adds the products of the adapters to the
+base's weights, for a model without adapters.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from mega.core.files import url_of
 
 
 def describe(base: StoredWeights, digest: str | None = None) -> dict[str, str]:
-    """The record of a base in a checkpoint of adapters. digest: identifies the base; default: the base's own digest."""
+    """Return the record of a base for a checkpoint of adapters. digest: identifies the base; by default
+    `base.digest`."""
     path = str(base.path)
     return {"path": path if url_of(path) else os.path.abspath(path), "digest": digest or base.digest}
 
 
 def named_base(checkpoint: StoredWeights) -> Mapping[str, str] | None:
-    """The base that a checkpoint names; None if the checkpoint is complete without one. Errors: StoredWeightsError."""
+    """Return the record of a checkpoint's base; None if the checkpoint is complete without a base. Errors:
+    CheckpointError."""
     record = checkpoint.meta.get("base")
     if record is None:
         return None
@@ -46,7 +48,7 @@ def named_base(checkpoint: StoredWeights) -> Mapping[str, str] | None:
 def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str, named: str) -> None:
     """Check that the tensors stored at `where` are the adapters of `model`. shapes: key -> shape.
 
-    named: the model's name in messages. Errors: StoredWeightsError.
+    named: the model's name in messages. Errors: CheckpointError.
     """
     try:
         expected_shapes = {f"weights/{tensor.name}": tensor.shape for tensor in inventory(model) if tensor.trainable}
@@ -62,8 +64,8 @@ def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], wh
 
 
 class Joined:
-    """A checkpoint of adapters and its base, read as one checkpoint: it has the weights of both and everything else
-    from the adapters."""
+    """A checkpoint of adapters combined with its base: weights come from both, and everything else from the checkpoint
+    of adapters."""
 
     foreign = False
 
@@ -79,7 +81,7 @@ class Joined:
         return self.adapters.attachments
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Read in the same way as `Checkpoint.read`."""
+        """Fill the tensors of `pieces`, as `Checkpoint.read` does."""
         requested = list(pieces)
         for source, from_adapters in ((self.adapters, True), (self.base, False)):
             source.read(
@@ -88,9 +90,9 @@ class Joined:
 
 
 class MergedSource:
-    """The weights of a base with its adapters added: W + scale B A, computed in fp32 or wider and rounded once.
+    """A source of merged weights: W + scale B A, computed in fp32 or wider and rounded once.
 
-    source: the tensors of a `Joined`. model: the configuration of its model, adapters included.
+    source: the tensors of a `Joined`. model: the model section, including adapters.
     """
 
     def __init__(self, source: OwnSource, model: ModelConfig) -> None:
@@ -100,7 +102,7 @@ class MergedSource:
         self.tensors: Tensors = {key: value for key, value in source.tensors.items() if key in base_keys}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The rectangle `box` of the merged tensor `name`.
+        """Return the rectangle `box` of the merged tensor `name`.
 
         merged[r, c] = W[r, c] + scale * B[r, :] @ A[:, c]    reads rows r of B [out, rank], columns c of A [rank, in]
         """

@@ -1,8 +1,8 @@
-"""A directory of checkpoints, which are saved by many ranks at once, published whole or not at all, and read in any
-layout.
+"""A directory of checkpoints. Many ranks save a checkpoint together, a checkpoint is published completely or not at
+all, and it can be read in any layout.
 
     runs/a/latest                       the newest step's directory name
-    runs/a/verdicts.json                what later steps showed about each step (verdicts.py)
+    runs/a/verdicts.json                whether later training showed a step to be good (verdicts.py)
     runs/a/step-0000010/                published by one rename of step-0000010.tmp
         rank-00000.safetensors          every rank's weights
         rank-00000.state.safetensors    every rank's optimizer state, a separate file that can be removed first
@@ -10,10 +10,10 @@ layout.
         manifest.json                   all files' hashes, all tensors' rectangles, plain state
         manifest.json.sha256
 
-Saving, on every rank: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes its files and a sidecar, synced;
-(3) rank 0 merges the sidecars into the manifest, renames the directory and moves the pointer. After each phase all
-ranks agree whether the phase succeeded on all ranks, and stop together if it failed on any. The agreement is a
-callable, because this package does not depend on how ranks communicate.
+A save has three phases: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes and syncs its files and a sidecar, which
+describes these files; (3) rank 0 merges the sidecars into the manifest, renames the directory and updates `latest`.
+After each phase the ranks exchange whether the phase succeeded, and all ranks stop if it failed on any rank. The
+exchange is a callable, because this package does not depend on how ranks communicate.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from mega.core.files import POINTER, sync_directory
 from mega.core.untrusted import Json, below
 
 Attachments = Mapping[str, Path | bytes]
-"""Small files stored with the tensors: plain name -> their current path, or their content."""
+"""Small files to store with the tensors: file name -> current path, or content."""
 
 
 class SaveError(OSError):
-    """A save failed, for the reason in the message. Nothing was published; every earlier checkpoint is intact.
+    """Raised if a save failed, with the reason in the message. Nothing was published, and every earlier checkpoint is
+    intact.
 
-    elsewhere: whether another rank failed, whose error has the details.
+    elsewhere: whether the failure was on another rank, whose error has the details.
     """
 
     elsewhere = False
@@ -66,7 +67,7 @@ class SaveReport:
     """The size and duration of one rank's save."""
 
     bytes: int  # total size of this rank's containers
-    seconds: float  # time until all ranks were done
+    seconds: float  # time until all ranks had finished
 
 
 class CheckpointStore(TrustedSteps):
@@ -88,14 +89,14 @@ class CheckpointStore(TrustedSteps):
         agree: Callable[[bool], bool] = bool,
         attachments: Attachments = MappingProxyType({}),
     ) -> SaveReport:
-        """Publish one checkpoint; all ranks call this method together, and the pieces of all ranks tile their tensors.
+        """Publish one checkpoint. All ranks must call this method together, and their pieces together must tile the
+        tensors.
 
-        meta, attachments: only rank 0's values are used. meta is plain JSON; attachments are small files, by plain
-            name.
-        agree: receives whether this rank succeeded; returns on all ranks together whether all ranks succeeded.
-        An older checkpoint of the same step is replaced when the new checkpoint is complete.
-        Errors: on every rank, SaveError if any rank failed (disk full, no permission, pieces that do not
-        tile their tensors), naming the file; earlier checkpoints are not changed.
+        meta, attachments: plain JSON and small files by name; only rank 0's values are used. agree: collective function
+        that receives whether this rank succeeded, and returns whether all ranks succeeded. An older checkpoint of the
+        same step is replaced when the new checkpoint is complete.
+        Errors: SaveError naming the file, on every rank, if any rank failed (disk full, no permission, pieces that do
+        not tile their tensors). Earlier checkpoints are not changed.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
@@ -113,7 +114,7 @@ class CheckpointStore(TrustedSteps):
             if rank == 0:
                 self._publish(step, world, working, dict(meta), attachments)
 
-        # Errors are kept until all ranks have agreed; a rank that raised at once would leave the others waiting.
+        # Errors are raised only after `agree`; a rank that raised immediately would leave the other ranks waiting.
         for phase in (prepare, write, publish):
             fault: Exception | None = None
             try:
@@ -140,11 +141,13 @@ class CheckpointStore(TrustedSteps):
     ) -> SaveReport:
         """Save as `save` does, but one process writes the files of all ranks, one after another.
 
-        fetch: returns the elements of one block, which are not kept; blocks of several pieces are requested
-            concurrently. The pieces' own tensors may then be meta tensors, so that memory holds only a few blocks.
+        fetch: returns the elements of one block, which are released after the write. Blocks of several pieces are
+        requested concurrently. With `fetch`, the pieces' tensors may be meta tensors, so that only a few blocks are in
+        memory.
         check: called after the last write; if it raises, nothing is published.
-        Refused: replacing a step, writing a step older than the newest (no run would find it), and writing into the
-        directory of another model. Errors: CheckpointError for wrong input, SaveError if the machine fails.
+        The method refuses to replace a step, to write a step older than the newest (no run would find it), and to write
+        into the directory of a different model. Errors: CheckpointError for wrong input, SaveError for a failure of the
+        disk.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
@@ -163,16 +166,16 @@ class CheckpointStore(TrustedSteps):
                     raise
         except Exception as error:
             with contextlib.suppress(OSError):
-                self.directory.rmdir()  # only if nothing is in it
+                self.directory.rmdir()  # only if it is empty
             kind = CheckpointError if isinstance(error, ValueError) else SaveError
             raise kind(self._failure(step, error)) from error
         return SaveReport(bytes_written, time.monotonic() - began)
 
     @contextlib.contextmanager
     def _claimed(self, step: int) -> Iterator[None]:
-        """Lock the directory and check that `step` may be published in it.
+        """Lock the directory and check that `step` may be published there.
 
-        Errors: CheckpointError if another process holds the lock, or if that step or a newer one exists.
+        Errors: CheckpointError if another process holds the lock, or if `step` or a newer step exists.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         with self.locked():
@@ -216,13 +219,13 @@ class CheckpointStore(TrustedSteps):
         if final.exists():
             shutil.rmtree(previous, ignore_errors=True)
             os.rename(final, previous)
-        os.rename(working, final)  # this publishes the step; everything that needs disk space is written before it
+        os.rename(working, final)  # publishes the step; everything that needs disk space was written before
         os.rename(pointer, self.directory / POINTER)
         sync_directory(self.directory)
         shutil.rmtree(previous, ignore_errors=True)
 
     def _seal(self, step: int, world: int, working: Path, meta: dict[str, Json], attachments: Attachments) -> None:
-        """Merge the sidecars into the manifest and delete the sidecars."""
+        """Merge the sidecars into the manifest, and delete the sidecars."""
         records = {name: _attach(working, name, source) for name, source in attachments.items()}
         containers: dict[str, Container] = {}
         for rank in range(world):
@@ -247,7 +250,7 @@ class CheckpointStore(TrustedSteps):
         return f"{message}: {reason} (whole: steps {intact})"
 
     def _where(self, step: int) -> tuple[str, int | None]:
-        """The directory of a save, as named in messages, and the number of free bytes there (None if unknown)."""
+        """Return (the directory of a save, as named in messages, the number of free bytes there or None if unknown)."""
         return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else None
 
 

@@ -1,8 +1,8 @@
-"""Durable writes and bounded reads, through which this package accesses all its files.
+"""Durable writes and bounded reads. This package accesses all files through this module.
 
-A written file is new, has the mode that the umask determines, and is synced before anything refers to the file. A read
-refuses links, pipes and devices, and never requests more bytes than its limit. The tensors of a file are read, hashed
-and written concurrently. This module does not interpret the bytes.
+Each written file is new, has the mode given by the umask, and is synced before any other file refers to it. Reading
+refuses links, pipes and devices, and files larger than a limit. The tensors of a file are read, hashed and written
+concurrently. This module does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.untrusted import Json
 
 BLOCK = 4 << 20
-"""Number of bytes handled at a time. Memory therefore does not grow with the size of tensors, and a block is still in
-the processor's cache when it is hashed and written."""
+"""Number of bytes handled at a time. The memory used therefore does not depend on the size of tensors, and a block is
+still in the processor's cache when it is hashed and written."""
 WORKERS = min(8, max(3, (os.cpu_count() or 1) // 4))
-"""Number of threads that handle tensors concurrently. Several are used because reads and writes wait for disks and one
-core hashes only 1 to 2 GB/s; only a quarter of the cores, because the eight ranks of a node may save at the same
-time."""
+"""Number of threads that handle tensors concurrently. Several threads are used because reads and writes wait for disks
+and one core hashes only 1 to 2 GB/s. The number is limited to a quarter of the cores, because the eight ranks of a node
+may save at the same time."""
 EARLY = 1 << 20
 """Writes of at least this many bytes are flushed to disk immediately."""
 
@@ -35,10 +35,10 @@ Result = TypeVar("Result")
 
 
 def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: int) -> list[Result]:
-    """Call `act` for every job and return the results in the order of the jobs; several threads are used if `size`
+    """Call `act` for every job and return the results in the order of the jobs. Several threads are used if `size`
     exceeds one block.
 
-    size: number of bytes of all jobs. Errors: the first error that a call of `act` raised; jobs that had not begun are
+    size: number of bytes of all jobs. Errors: the first error that `act` raised. Jobs that had not begun by then are
     skipped.
     """
     results: dict[int, Result] = {}
@@ -54,7 +54,7 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
             except BaseException as error:
                 faults.append(error)
 
-    # Daemon threads, because a process that ends in an error would wait for the threads of an executor.
+    # Daemon threads are used, because with an executor a process that ends in an error would wait for the threads.
     count = min(WORKERS, len(jobs)) if size > BLOCK else 1
     threads = [threading.Thread(target=work, name="checkpoint-block", daemon=True) for _ in range(count - 1)]
     for thread in threads:
@@ -69,7 +69,7 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A new file's descriptor; when the block ends, the file's bytes are on the disk."""
+    """Create a file and yield its descriptor. At the end of the `with` block, the file is synced to disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -79,8 +79,8 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int = 0) -> None:
-    """Write all of `data`; a single `os.pwrite` may write less. Large writes are flushed immediately, so that the final
-    sync takes little time."""
+    """Write all of `data`, with several `os.pwrite` calls if necessary. Large writes are flushed immediately, so that
+    the final sync takes little time."""
     view, end = memoryview(data), offset
     while view.nbytes:
         count = os.pwrite(descriptor, view, end)
@@ -92,8 +92,8 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int = 0) -> Non
 
 @contextmanager
 def open_file(path: Path) -> Iterator[tuple[int, int]]:
-    """A regular file's descriptor and size. Errors: CheckpointError if the file is not a regular file or cannot be
-    read."""
+    """Open a regular file and yield (descriptor, size). Errors: CheckpointError if the file is not a regular file or
+    cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -114,7 +114,7 @@ def open_file(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file of at most `limit` bytes."""
+    """Return all bytes of a regular file. Errors: CheckpointError if the file has more than `limit` bytes."""
     with open_file(path) as (descriptor, size):
         if size > limit:
             raise CheckpointError(f"{path}: {size} bytes, at most {limit} are read")
@@ -134,7 +134,7 @@ def read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> Non
 
 
 def parse_json(data: bytes, path: Path) -> Json:
-    """Parse JSON. path: the file's name in errors. Refused: NaN, infinities, duplicate names and excessive nesting.
+    """Parse JSON. path: the file to name in errors. NaN, infinities, duplicate keys and excessive nesting are refused.
 
     Errors: CheckpointError.
     """

@@ -1,10 +1,11 @@
-"""Exported folders, which appear under their final name complete or not at all, and the leftovers of killed writers.
+"""Write exported folders atomically, so that a folder appears under its final name only when it is complete, and remove
+what killed writers left.
 
 A folder is filled next to its final path, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that the operating system
 releases when its writer ends. The next writer of the same name, or `mega checkpoint clean NAME`, can therefore
 distinguish abandoned folders from folders that are still being filled. The lock is on a file inside the folder, because
-NFS does not share locks of directories between machines. Without that file, or on a file system without locks, nothing
-is removed. This module does not depend on the contents of folders.
+NFS does not share directory locks between machines. A folder without the lock file is never removed, and neither is any
+folder on a file system without locks. This module does not depend on the contents of folders.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from pathlib import Path
 from mega.core.files import sync_directory, url_of
 
 LOCK = ".writing"
-"""The file in a folder that the folder's writer keeps locked; the writer deletes this file before renaming the
-folder."""
+"""Name of the lock file in a folder that is being filled. The writer deletes this file before it renames the folder."""
 
 
 def check_fresh(save: Path) -> None:
-    """Errors: ValueError if no new folder can be written at `save`."""
+    """Check that a new folder can be written at `save`. Errors: ValueError with the reason if it cannot."""
     if (url := url_of(save)) is not None:
         raise ValueError(f"--save-dir {url}: only mega checkpoints can be written to an object store; give a folder")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
@@ -34,18 +34,19 @@ def check_fresh(save: Path) -> None:
 
 
 def filled_folder(save: Path, fill: Callable[[Path], int], size: int) -> int:
-    """Fill a folder next to `save`, then rename it to `save`; return what `fill` returns. A failure leaves nothing.
+    """Fill a folder next to `save`, then rename it to `save`. Return the result of `fill`. After a failure, the folder
+    is removed.
 
     size: number of bytes that `fill` will write, for the message about a full disk.
     """
     check_fresh(save)
-    save = Path(os.path.realpath(save))  # resolve "." and links: the target is renamed, not the link
+    save = Path(os.path.realpath(save))  # resolves "." and links, so that a link's target is replaced, not the link
     try:
         with folder_next_to(save) as working:
             result = fill(working)
             (working / LOCK).unlink()
             sync_directory(working)
-            working.rename(save)  # replaces an empty folder of that name
+            working.rename(save)  # replaces an empty folder of the same name
     except OSError as error:
         free = f"; {shutil.disk_usage(save.parent).free} bytes are free" if save.parent.exists() else ""
         raise OSError(f"{save}: was not written: {error.strerror or error} ({size} bytes to write){free}") from error
@@ -55,21 +56,21 @@ def filled_folder(save: Path, fill: Callable[[Path], int], size: int) -> int:
 
 @contextlib.contextmanager
 def folder_next_to(save: Path) -> Iterator[Path]:
-    """A new folder next to `save`, deleted when the block ends unless it was renamed. Abandoned folders are removed
-    first."""
+    """Yield a new folder next to `save`, which is deleted at the end of the `with` block unless it was renamed.
+    Abandoned folders are removed first."""
     save = Path(os.path.realpath(save))
     sweep(save)
     working, descriptor = _locked_folder(save)
     try:
         yield working
     finally:
-        os.close(descriptor)  # before deletion, because NFS keeps open files and therefore their folder
+        os.close(descriptor)  # closed before deletion, because NFS keeps open files and their folder
         shutil.rmtree(working, ignore_errors=True)
 
 
 def _locked_folder(save: Path) -> tuple[Path, int]:
-    """A new folder and the descriptor that holds its lock. Retries if a sweep removes the folder before it is
-    locked."""
+    """Return (a new folder, the descriptor that holds its lock). Another process may remove the folder as abandoned
+    before it is locked; the function then retries."""
     while True:
         working = save.with_name(f"{save.name}.{uuid.uuid4().hex[:12]}.tmp")
         working.mkdir(parents=True)
@@ -82,7 +83,8 @@ def _locked_folder(save: Path) -> tuple[Path, int]:
 
 
 def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove the folders that killed writers of `save` left, and return them. Files and links are not touched."""
+    """Remove the folders that killed writers of `save` left, and return their paths. Files and links are not
+    removed."""
     save = Path(os.path.realpath(save))
     name = re.compile(rf"{re.escape(save.name)}\.[0-9a-f]{{12}}\.tmp")
     candidates = sorted(path for path in save.parent.glob("*.tmp") if name.fullmatch(path.name))
@@ -90,7 +92,8 @@ def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def _removed(folder: Path, dry_run: bool) -> bool:
-    """Remove a folder of this user that no process has locked; return whether it was such a folder."""
+    """Remove a folder if it belongs to this user and no process has locked it. Return whether it meets these
+    conditions."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

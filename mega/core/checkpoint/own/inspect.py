@@ -1,7 +1,7 @@
-"""Answers questions about checkpoints: whether a checkpoint is complete, what it contains, how two checkpoints differ,
-and what can be removed.
+"""Inspect checkpoints: whether a checkpoint is complete, what it contains, how two checkpoints differ, and what can be
+removed.
 
-Answers are plain values and lines of text; the commands print them.
+Results are plain values and messages, which the commands print.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Report = Callable[[str], None]
 
 
 def verify(path: Path, report: Report) -> None:
-    """Hash every byte of one step, or of all steps of a run.
+    """Verify every byte of one step, or of all steps of a run.
 
     Errors: CheckpointError, raised after the last step, if any step is damaged.
     """
@@ -52,7 +52,7 @@ def verify(path: Path, report: Report) -> None:
 
 
 def verdict_of(checkpoint: Checkpoint) -> str:
-    """The verdict on a step (verdicts.py): unproven, good, or suspect with the reason."""
+    """Return the verdict on a step (verdicts.py): unproven, good, or suspect with the reason."""
     store = checkpoint.store if isinstance(checkpoint, RemoteCheckpoint) else store_at(checkpoint.path.parent)
     verdicts, _ = attempt(store.verdicts)
     verdict = (verdicts or {}).get(checkpoint.step)
@@ -63,20 +63,20 @@ def verdict_of(checkpoint: Checkpoint) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """The tensors of one kind."""
+    """Totals over a checkpoint's tensors of one kind."""
 
     name: str
-    """weights, master, moment1, ..."""
+    """The kind: weights, master, moment1, ..."""
     tensors: int
     """The number of tensors."""
     elements: int
     """The number of elements of all these tensors."""
     dtypes: tuple[str, ...]
-    """Their dtypes, sorted."""
+    """The dtypes of these tensors, sorted."""
 
 
 def kinds(checkpoint: Checkpoint) -> list[Kind]:
-    """The kinds of a checkpoint's tensors. A tensor's kind is the first part of its key."""
+    """Return the totals for each kind of tensor in a checkpoint. The kind is the first component of a tensor's key."""
     grouped: dict[str, list[str]] = {}
     for key in checkpoint.tensors:
         grouped.setdefault(key.partition("/")[0], []).append(key)
@@ -93,7 +93,7 @@ def kinds(checkpoint: Checkpoint) -> list[Kind]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs."""
+    """How one tensor differs between two checkpoints."""
 
     key: str  # the tensor's name
     text: str  # the difference in words
@@ -101,8 +101,8 @@ class Difference:
 
 
 def diff(first: Checkpoint, second: Checkpoint, prefix: str = "") -> Iterator[Difference]:
-    """Yield tensors that differ in presence, shape, dtype or any bit, sorted by name. prefix: only tensors whose names
-    have this prefix are compared."""
+    """Yield the differences between two checkpoints (missing tensor, shape, dtype or any bit), sorted by name. prefix:
+    compare only tensors whose names have this prefix."""
     for key in sorted(key for key in {*first.tensors, *second.tensors} if key.startswith(prefix)):
         if key not in first.tensors or key not in second.tensors:
             yield Difference(key, f"only in the {'first' if key in first.tensors else 'second'}")
@@ -137,11 +137,10 @@ def clean(
     dry_run: bool,
     report: Report,
 ) -> None:
-    """Remove the leftovers of killed saves and exports, then the checkpoints, or optimizer states, that exceed the
-    limits.
+    """Remove what killed saves and exports left, then the checkpoints or optimizer states that exceed the limits.
 
-    The leftovers of an export to `path` are next to `path`, which need not exist itself.
-    Errors: CheckpointError if there is nothing to clean, or if a conversion is writing.
+    A killed export to `path` leaves a folder next to `path`; `path` need not exist.
+    Errors: CheckpointError if there is nothing to clean, or if another process is writing to `path`.
     """
     if url_of(path) is not None:
         raise ValueError(f"{url_of(path)}: nothing is removed from object stores; use their own tools")
@@ -154,7 +153,7 @@ def clean(
         if exports:
             return
         raise CheckpointError(f"{path}: {NOTHING}")
-    with store.locked():  # a save in progress holds the lock, and its files are not leftovers
+    with store.locked():  # a save in progress holds the lock, and its files must not be removed
         for leftover in store.leftovers():
             if not dry_run:
                 remove_leftover(leftover)

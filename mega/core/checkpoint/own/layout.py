@@ -1,7 +1,7 @@
-"""The files of a layout's ranks, planned from a model's inventory: which rank writes which rectangles.
+"""Plan the files of a layout: which rank writes which rectangles of a model's tensors.
 
-The plan is computed from configurations alone. The tensors of the pieces are meta tensors; their elements are supplied
-during the save.
+The plan depends only on configurations. The tensors of the pieces are meta tensors; the elements are supplied during
+the save.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from mega.core.architecture import inventory, placement
-from mega.core.checkpoint.own.options import Layout as Layout  # plans and their layout come from one place
+from mega.core.checkpoint.own.options import Layout as Layout  # re-exported for the callers of `plan_files`
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.config.sections import ModelConfig
 from mega.core.shard import on_tensor_rank, shard
@@ -21,18 +21,19 @@ ONE = Layout()
 
 
 def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[list[Piece]]:
-    """The pieces of `tensors` for each of tp x pp ranks (tp fastest); every element is in exactly one piece.
+    """Return the pieces of `tensors` for each of the tp x pp ranks, with tp varying fastest. Every element is in
+    exactly one piece.
 
         tp 2, pp 2      rank 0: tp 0, stage 0    rank 1: tp 1, stage 0    rank 2: tp 0, stage 1    rank 3: tp 1, stage 1
 
-    Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as the
-    inventory specifies, and must hold only the model's tensors; `weights` must hold all of them. Other tensors (rows
-    and columns of factored moments, which every rank has in full) are written by rank 0.
-    Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError if the layout does
-    not divide the model.
+    Keys are `kind/logical name`. Kinds that contain the model's tensors (weights, masters, moments) are split as the
+    inventory specifies, and must contain only the model's tensors; `weights` must contain all of the model's tensors.
+    Rank 0 writes all other tensors, such as rows and columns of factored moments, which every rank has in full.
+    Errors: CheckpointError naming a tensor that is missing, unknown or of the wrong shape; ValueError if the model is
+    not divisible into the layout.
     """
     logical = {}
-    for tensor in inventory(model):  # the check also ends the loop early for a malicious config with endless layers
+    for tensor in inventory(model):  # the check also ends the loop early if a malicious config has countless layers
         if f"weights/{tensor.name}" not in tensors:
             if not tensor.trainable:  # a checkpoint of adapters names their base instead
                 continue
@@ -41,7 +42,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
     placed, tp = placement(model, layout.pp, layout.chunks, layout.stage_layers), layout.tp
     for tensor in logical.values():
         if tensor.cut():
-            shard(tensor, on_tensor_rank(0, tp))  # raises if the dim does not divide
+            shard(tensor, on_tensor_rank(0, tp))  # raises if the dim is not divisible by tp
     kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
     files: list[list[Piece]] = [[] for _ in range(tp * layout.pp)]
     for key, (shape, dtype) in tensors.items():
@@ -65,5 +66,5 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
 def planned(
     key: str, whole: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
 ) -> Piece:
-    """A piece without memory, whose elements `save_all` requests when it writes them."""
+    """Return a piece whose tensor is a meta tensor. `save_all` requests the elements when it writes the piece."""
     return Piece(key, whole, start, torch.empty(size, dtype=dtype, device="meta"))

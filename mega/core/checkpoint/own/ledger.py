@@ -1,5 +1,5 @@
-"""Counts the elements that a conversion moves, and checks the counts at the end. This module uses only names and sizes
-of tensors."""
+"""Count the elements that a conversion moves, and check the counts at the end. This module uses only names and sizes of
+tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConversionReport:
     tensors: int
     """Number of tensors written."""
     elements: int
-    """Number of elements written, each of which comes from exactly one element of the source."""
+    """Number of elements written. Each comes from exactly one element of the source."""
     bytes: int
     """Number of bytes written."""
     path: Path
@@ -27,12 +27,13 @@ class ConversionReport:
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     losses: tuple[str, ...] = ()
-    """Messages about settings of the source that the target format cannot express."""
+    """Messages about settings of the source checkpoint that the target format cannot express."""
 
 
 class Ledger:
-    """Counts moved elements. The store checks that target rectangles tile their tensors, and each rectangle is read
-    from the same position of the source. If the counts agree, every element was therefore read and written once."""
+    """A count of moved elements per tensor. The store checks that the written rectangles tile their tensors, and each
+    rectangle is read from the same position in the source. Every element was therefore read and written exactly once if
+    the counts agree."""
 
     def __init__(self, expected: Mapping[str, int]) -> None:
         self.expected = expected
@@ -49,7 +50,7 @@ class Ledger:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A message for the user if moved tensors hold a NaN or an infinity; such values are copied unchanged."""
+        """A message for the user if a moved tensor contains NaN or infinity. These values are copied unchanged."""
         if not self._not_finite:
             return ()
         first, count = min(self._not_finite), len(self._not_finite) - 1
@@ -57,7 +58,7 @@ class Ledger:
         return (f"{first}{suffix} of the source held a NaN or an infinity, and so does what was written",)
 
     def close(self) -> None:
-        """Errors: CheckpointError naming the first tensor that was not moved exactly once."""
+        """Check the counts. Errors: CheckpointError naming the first tensor that was not moved exactly once."""
         for key in sorted({*self.expected, *self._moved}):
             if self._moved[key] != self.expected.get(key, 0):
                 raise CheckpointError(

@@ -1,8 +1,10 @@
-"""The manifest of a published checkpoint: all files' sizes and hashes, all tensors' rectangles, plain state.
+"""The manifest of a published checkpoint: sizes and hashes of all files, the rectangles of all tensors, and plain
+state.
 
-The manifest is JSON. It is written last, and its own hash is stored in `manifest.json.sha256`, in the format of
-`sha256sum -c`. The reader does not trust the manifest: the reader checks each field's type and range, refuses file
-names that leave the directory, and requires that rectangles tile their tensors and their files exactly.
+The manifest is a JSON file that is written last. The hash of the manifest is stored in `manifest.json.sha256`, the
+seal, in the format of `sha256sum -c`. The manifest is not trusted: reading it checks each field's type and range,
+refuses file names that lead out of the directory, and requires that rectangles tile their tensors and their files
+exactly.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from mega.core.untrusted import Json
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHTS_ONLY = "weights-only"
-"""A file that marks a checkpoint whose optimizer state was removed on purpose; a copy of the seal."""
+"""Name of a file, a copy of the seal, that marks a checkpoint whose optimizer state was removed on purpose."""
 STATE_FILE = re.compile(r"rank-\d{5}\.state\.safetensors")
 LIMIT = 256 << 20
-"""Maximum number of bytes of a manifest or sidecar. A trillion-parameter run on 1024 ranks needs about a tenth of this
+"""Maximum size of a manifest or sidecar in bytes. A trillion-parameter run on 1024 ranks needs about a tenth of this
 limit."""
 
 _ATTACHMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -39,7 +41,7 @@ _LARGEST = 1 << 62
 
 @dataclass(frozen=True)
 class Attached:
-    """The size and sha256 of a small file kept along with the tensors (tokenizer, configuration)."""
+    """The size and sha256 of a small file stored with the tensors (tokenizer, configuration)."""
 
     size: int
     digest: str
@@ -47,7 +49,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that `manifest.json` records."""
+    """The content of `manifest.json`."""
 
     step: int
     """The step that was saved."""
@@ -56,27 +58,27 @@ class Manifest:
     containers: Mapping[str, Container]
     """Rank file name -> the file's contents."""
     attachments: Mapping[str, Attached]
-    """File name -> size and hash."""
+    """File name -> size and hash, for small files stored with the tensors."""
     meta: Mapping[str, Json]
     """The plain state of the run."""
     leaving: frozenset[str] = frozenset()
-    """Files of optimizer state that were, or are being, removed on purpose; verification ignores these files."""
+    """Names of optimizer state files that were, or are being, removed on purpose. Verification ignores these files."""
     digest: str = ""
-    """The sha256 of the manifest file, which covers everything above; empty before the manifest is written."""
+    """The sha256 of the manifest file, which covers all other fields; empty before the manifest is written."""
 
     @property
     def names(self) -> set[str]:
-        """The names of all files that must exist. Files of `leaving` may exist too, but no other files."""
+        """The names of all files that must exist. The only other files that may exist are those in `leaving`."""
         return {MANIFEST, SEAL, *self.containers, *self.attachments, *([WEIGHTS_ONLY] if self.leaving else [])}
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file with a rank's weights and its tensors without a kind."""
+    """Name of the file with a rank's weights, and with tensors that are not optimizer state."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def state_file(rank: int) -> str:
-    """The name of the file with a rank's optimizer state, if the rank has any."""
+    """Name of the file with a rank's optimizer state, if the rank has any."""
     return f"rank-{rank:05d}.state.safetensors"
 
 
@@ -90,7 +92,8 @@ def is_state(key: str) -> bool:
 
 
 def check_attachment_name(name: str) -> None:
-    """Errors: CheckpointError unless `name` is a plain file name that the format does not use for its own files."""
+    """Check the name of an attachment. Errors: CheckpointError unless `name` is a plain file name that the checkpoint
+    format does not use itself."""
     if not _ATTACHMENT.fullmatch(name) or name.startswith(("rank-", MANIFEST, WEIGHTS_ONLY)):
         raise CheckpointError(
             f"attachment {name!r}: letters, digits, '.', '_' and '-' only, and neither rank-*, {MANIFEST}* "
@@ -119,7 +122,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def mark_weights_only(directory: Path) -> None:
-    """Mark a published checkpoint permanently, so that its files of optimizer state no longer count as a part of it."""
+    """Permanently mark a published checkpoint as one without optimizer state, so that its optimizer state files may be
+    deleted."""
     mark = directory.parent / f"{WEIGHTS_ONLY}.tmp"
     mark.unlink(missing_ok=True)
     with new_file(mark) as descriptor:
@@ -129,20 +133,21 @@ def mark_weights_only(directory: Path) -> None:
 
 
 def write_sidecar(path: Path, containers: Mapping[str, Container]) -> None:
-    """Write a rank's contribution to the manifest; rank 0 merges the contributions."""
+    """Write a rank's sidecar, which is the rank's contribution to the manifest. Rank 0 merges all sidecars."""
     with new_file(path) as descriptor:
         write_all(descriptor, _encode({name: container_fields(container) for name, container in containers.items()}))
 
 
 def read_sidecar(path: Path, rank: int) -> dict[str, Container]:
-    """File name -> the container that `rank` wrote."""
+    """Read a sidecar, and return file name -> container for the files that `rank` wrote."""
     containers = _containers(parse_json(read_file(path, LIMIT), path), path)
     assert containers.keys() <= {rank_file(rank), state_file(rank)}, containers.keys()
     return containers
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a published checkpoint, and check it against its seal and every field against its rule."""
+    """Read the manifest of a published checkpoint. Check its hash against the seal, and every field's type and
+    range."""
     path = directory / MANIFEST
     seal = read_file(directory / SEAL, 200)
     text = read_file(path, LIMIT)
@@ -188,7 +193,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_tiling(manifest: Manifest, path: Path) -> None:
-    """Errors: CheckpointError naming a tensor with gaps, overlaps, or two shapes or dtypes."""
+    """Check that rectangles tile every tensor. Errors: CheckpointError naming a tensor with gaps, overlaps, or several
+    shapes or dtypes."""
     boxes: dict[str, list[Box]] = {}
     first: dict[str, Entry] = {}
     for container in manifest.containers.values():
@@ -206,7 +212,8 @@ def check_tiling(manifest: Manifest, path: Path) -> None:
 
 
 def container_fields(container: Container) -> dict[str, Json]:
-    """A container as JSON. Entries are rows without keys, because a large run has hundreds of thousands of entries."""
+    """Return a container as JSON. Entries are lists without keys, because a large run has hundreds of thousands of
+    entries."""
     rows: list[Json] = [
         [entry.key, entry.dtype, entry.whole, entry.box.start, entry.box.size, entry.offset, entry.digest]
         for entry in container.entries

@@ -1,5 +1,5 @@
-"""The model of a checkpoint, read from its plain state and checked option by option. Only this module reads the model
-from that state."""
+"""Read the model section from a checkpoint's plain state, and check it option by option. No other module reads the
+model section from plain state."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from mega.core.config.toml import unfit
 from mega.core.untrusted import Json, below
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
-"""Sizes that every resolved model section contains."""
+"""Names of sizes that every resolved model section contains."""
 
 
 def check_model(model: ModelConfig, where: str) -> None:
-    """Errors: CheckpointError naming an option of a foreign model whose value is out of range for a run."""
+    """Check the model section of another program's checkpoint. Errors: CheckpointError naming an option whose value is
+    out of range."""
     model_of({"config": {"model": dataclasses.asdict(model)}}, where)
 
 
 def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
-    """The model section of a checkpoint. Errors: CheckpointError naming the option that is missing, unknown or
+    """Return the model section of a checkpoint. Errors: CheckpointError naming the option that is missing, unknown or
     invalid."""
     fields = below(meta, "config", "model")
     if not fields:
@@ -50,7 +51,7 @@ def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
-    if values.get("qkv_bias") is None:  # resolved as for a model whose options were typed by the user
+    if values.get("qkv_bias") is None:  # resolved as in command-line options
         values["qkv_bias"] = values.get("bias", entries()["bias"].default)
     model = ModelConfig(**values)
     stacks = FAMILY_DEFAULTS[model.family].stacks
@@ -60,9 +61,10 @@ def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
 
 
 def check_size(model: ModelConfig, tensors: Tensors, where: str) -> None:
-    """Errors: CheckpointError if the files hold far fewer elements than the model has, as a malicious config may claim.
+    """Check that the files contain about as many elements as the model. A malicious config may describe a model that
+    does not fit into memory.
 
-    Without this check the model's tensors might not fit into memory.
+    Errors: CheckpointError if the files contain far fewer elements than the model.
     """
     elements = sum(prod(shape) for shape, _ in tensors.values())
     if model.layers > len(tensors) or parameters(model) > 4 * elements:

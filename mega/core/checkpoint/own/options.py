@@ -1,4 +1,4 @@
-"""The layout of a checkpoint's files, as options of the verbs that write checkpoints. This module does not import
+"""The layout of a checkpoint's files, as options of the commands that write checkpoints. This module does not import
 torch."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from mega.core.untrusted import Json
 
 @dataclass(frozen=True)
 class Layout(VerbSection):
-    """The ranks for which tensors are cut into files: `tp` tensor ranks of `pp` stages, each stage with `chunks` model
-    chunks."""
+    """The layout for which tensors are split into files: `tp` tensor ranks and `pp` pipeline ranks, each with `chunks`
+    model chunks."""
 
     title: ClassVar[str] = "Layout"
 
@@ -22,11 +22,11 @@ class Layout(VerbSection):
     pp: int = option(1, "pipeline stages", megatron="--target-pipeline-parallel-size")
     chunks: int = option(1, "model chunks per pipeline rank")
     stage_layers: tuple[int, ...] = option((), "blocks of each stage, if they differ")
-    """One number for each global stage, as in `stage_layers` of plan/layers.py."""
+    """Number of blocks of each global stage, as in `stage_layers` of plan/layers.py."""
 
     @property
     def flags(self) -> dict[str, Json]:
-        """The flags of a conversion that request this layout, with their values."""
+        """Flag of a conversion command -> the value that requests this layout."""
         return {
             "--target-tensor-parallel-size": self.tp,
             "--target-pipeline-parallel-size": self.pp,
@@ -36,5 +36,5 @@ class Layout(VerbSection):
 
     @property
     def section(self) -> dict[str, Json]:
-        """This layout in the form in which a checkpoint records it in `config.parallel`."""
+        """This layout, as recorded in a checkpoint's `config.parallel`."""
         return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}

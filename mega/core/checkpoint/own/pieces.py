@@ -1,5 +1,5 @@
-"""Rectangles of logical tensors: which rectangles a rank holds, where two rectangles overlap, whether several tile a
-tensor.
+"""Rectangles of logical tensors: the rectangles that a rank stores, the intersection of two rectangles, and whether
+several rectangles tile a tensor.
 
 This module handles shapes and dtypes, and does not depend on files or ranks.
 """
@@ -24,37 +24,37 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names of the dtypes that a mega checkpoint may hold."""
+"""safetensors name -> dtype, for the dtypes that a mega checkpoint may contain."""
 
 FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
-"""The dtypes that foreign files may hold."""
+"""safetensors name -> dtype, for the dtypes that files of other programs may contain."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """dtype -> its name in safetensors."""
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name -> shape and dtype."""
+"""Tensor name -> (shape, dtype)."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be trusted or does not fit; the message names the file or the tensor.
+    """Raised if a checkpoint cannot be trusted or does not fit. The message names the file or the tensor.
 
-    elsewhere: whether another rank failed, whose error has the details.
+    elsewhere: whether the failure was on another rank, whose error has the details.
     """
 
     elsewhere = False
 
 
 class UnreadableError(CheckpointError, OSError):
-    """A checkpoint that a disk or a file server cannot read at present, so that a run that is started again may
-    succeed.
+    """Raised if a disk or a file server cannot currently read a checkpoint. A run that is started again may succeed.
 
-    This error is for failures of the machine, not for mistakes of the user: an absent file is a `CheckpointError`.
+    This error is for failures of the machine, not for mistakes of the user. If a file does not exist, `CheckpointError`
+    is raised.
     """
 
     @classmethod
     def of(cls, place: object, error: OSError) -> CheckpointError:
-        """The error for a file, chosen by the error that the system reports.
+        """Return a CheckpointError or UnreadableError for a file, depending on the operating system's `error`.
 
         >>> named, passing = FileNotFoundError(2, "No such file or directory"), OSError(116, "Stale file handle")
         >>> UnreadableError.of("a", named), UnreadableError.of("a", passing)
@@ -70,7 +70,7 @@ _LINKED = errno.ELOOP, errno.ENAMETOOLONG
 
 @contextmanager
 def naming(where: object) -> Iterator[None]:
-    """Prefix `where` to a CheckpointError raised within."""
+    """Add the prefix `where` to the message of a CheckpointError raised in the `with` block."""
     try:
         yield
     except CheckpointError as error:
@@ -79,17 +79,17 @@ def naming(where: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rectangle of one logical tensor, and the memory that holds the rectangle's elements."""
+    """A rectangle of a logical tensor, together with a tensor for the rectangle's elements."""
 
     key: str
     """The tensor's name in the checkpoint ("weights/model.norm.weight", "moment1/...")."""
     whole: tuple[int, ...]
     """Shape of the logical tensor."""
     start: tuple[int, ...]
-    """The position at which the rectangle begins, one number per dim."""
+    """Index of the rectangle's first element in the logical tensor, one number per dim."""
     tensor: torch.Tensor
-    """The rectangle's elements, in its shape, with any strides, on CPU or CUDA. A rectangle without elements is
-    ignored."""
+    """The rectangle's elements, a tensor of the rectangle's shape with any strides, on CPU or CUDA. A rectangle without
+    elements is ignored."""
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -104,7 +104,8 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
     def check_source(self, path: object, stored: tuple[tuple[int, ...], torch.dtype], cast: bool) -> None:
-        """Errors: CheckpointError if `stored`, shape and dtype of the tensor at `path`, differ from this piece's.
+        """Check that this piece fits the stored tensor. stored: (shape, dtype) of the tensor at `path`. Errors:
+        CheckpointError if they differ from the shape and dtype of this piece.
 
         cast: whether the caller converts dtypes, so that dtypes may differ.
         """
@@ -115,7 +116,7 @@ class Piece:
             raise CheckpointError(f"{path}: {self.key} is {dtype}, expected {self.tensor.dtype}")
 
     def check(self) -> None:
-        """Errors: CheckpointError if dims, bounds or dtype are invalid."""
+        """Check that the piece is valid. Errors: CheckpointError if dims, bounds or dtype are invalid."""
         if self.tensor.dtype not in NAMES:
             raise CheckpointError(f"{self.key}: dtype {self.tensor.dtype} (valid: {', '.join(DTYPES)})")
         if not self.box.within(self.whole):
@@ -126,7 +127,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle: its start and its size, one number per dim."""
+    """A rectangle in a tensor, given by start and size, with one number per dim."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -142,7 +143,7 @@ class Box:
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """The intersection of two rectangles of one tensor; None if it is empty.
+        """Return the intersection of two rectangles in one tensor; None if they do not overlap.
 
         >>> Box((0, 0), (4, 3)).intersection(Box((2, 1), (9, 9)))
         Box(start=(2, 1), size=(2, 2))
@@ -168,9 +169,9 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def tiling_fault(whole: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover a tensor of shape `whole` exactly once; None if they do.
+    """Explain why `boxes` do not cover a tensor of shape `whole` exactly once; None if they do.
 
-    Elements are counted first. If the count is right, any gap implies an overlap, so the function searches only for
+    Elements are counted first. If the count is right, any gap implies an overlap, so it is enough to search for
     overlaps, among rectangles whose rows intersect.
 
     >>> tiling_fault((4, 2), [Box((0, 0), (3, 2))])

@@ -1,7 +1,7 @@
-"""The plain state of a run, stored as a manifest's `meta`: every value used in computation has a type and a range.
+"""Check the plain state of a run, stored as `meta` in the manifest: every value used in computation must have a valid
+type and range.
 
-This module defines the valid names, not how a run uses the values; the code that needs a value checks that it is
-present.
+This module defines the valid names. The code that uses a value checks that the value is present.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGEST = 1 << 62
 
 class _Rule(NamedTuple):
     holds: Callable[[object], bool]  # whether a value is valid
-    words: str  # the rule in words that follow "must be"
+    words: str  # the rule, a phrase to follow "must be"
 
 
 def _number(value: object) -> TypeGuard[int | float]:
@@ -45,7 +45,7 @@ _SCALER = {"scale": _SCALE, "clean": _WHOLE, "patience": _WHOLE}
 
 
 def check_plain_state(meta: Mapping[str, Json], where: str) -> None:
-    """Errors: CheckpointError naming the file `where`, the value and its rule."""
+    """Check the plain state `meta`. Errors: CheckpointError naming the file `where`, the value and the rule."""
     for name, rule in _VALUES.items():
         if name in meta:
             _check(meta[name], rule, where, f"meta.{name}")
@@ -64,7 +64,7 @@ def check_plain_state(meta: Mapping[str, Json], where: str) -> None:
 
 
 def _check_config(config: Mapping[str, Json], where: str) -> None:
-    """Check the numeric options. model.py reads the model's options, with stricter rules."""
+    """Check the numeric options, except those of the model, for which model.py has stricter rules."""
     for section, values in config.items():
         for name, value in _object(values, where, f"config.{section}").items():
             entry = entries().get(name)

@@ -1,8 +1,9 @@
-"""One published checkpoint, read in any layout. Only the requested bytes are read; requesting a tensor that was not
-stored is an error.
+"""Read a published checkpoint in any layout. Only the requested bytes are read; requesting a tensor that is not stored
+is an error.
 
-The manifest is checked before it is used. An open checkpoint holds a shared lock on the manifest, so that retention
-does not remove a checkpoint that is being read. This module does not depend on ranks; a layout is a list of pieces.
+The manifest is checked before it is used. An open checkpoint has a shared lock on the manifest, so that retention does
+not remove a checkpoint that is being read. This module does not depend on ranks; the caller passes the list of pieces
+to read.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Piece,
 
 
 class Checkpoint:
-    """One published checkpoint, opened for reading.
+    """A published checkpoint, opened for reading.
 
-    step: the saved step. world: number of ranks that saved it. meta: its plain state. tensors: key -> (whole shape,
-    dtype).
-    digest: sha256 of the manifest, which covers all of the above and every stored byte.
+    step: the saved step. world: number of ranks that saved the step. meta: plain state of the run. tensors: key ->
+    (whole shape, dtype). digest: sha256 of the manifest, which covers these values and every stored byte.
     Errors of the constructor: CheckpointError naming the file at fault.
     """
 
@@ -55,14 +55,14 @@ class Checkpoint:
         self._sound: set[tuple[str, int]] = set()
 
     def _lock(self) -> None:
-        """Take a shared lock for the lifetime of this object, if the file system supports locks."""
+        """Take a shared lock on the manifest for the lifetime of this object, if the file system supports locks."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             weakref.finalize(self, os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _file(self, name: str) -> Path:
-        """The local path of a file of the checkpoint."""
+        """Return the local path of one of the checkpoint's files."""
         return self.path / name
 
     def _size(self, name: str) -> int:
@@ -70,7 +70,7 @@ class Checkpoint:
             return size
 
     def _present(self) -> Iterable[str]:
-        """The names of all existing files. Errors: CheckpointError if the directory cannot be read."""
+        """The names of all files in the directory. Errors: CheckpointError if the directory cannot be read."""
         try:
             return [entry.name for entry in os.scandir(self.path)]
         except OSError as error:
@@ -86,11 +86,11 @@ class Checkpoint:
         return sum(container.size for container in self._manifest.containers.values())
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `pieces` in place; they may have been saved in any layout.
+        """Fill the tensors of `pieces` in place. The checkpoint may have been saved in any layout.
 
-        cast: whether to convert values where dtypes differ, instead of refusing. verify: whether to hash every stored
-        rectangle that overlaps a piece, once, before it is read; otherwise only the needed bytes are read.
-        Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
+        cast: whether to convert values where dtypes differ; otherwise an error is raised. verify: whether to hash,
+        once, every stored rectangle that overlaps a piece before reading it; otherwise only the required bytes are
+        read. Errors: CheckpointError naming the tensor (unknown key, wrong shape or dtype) or the damaged file.
         """
         parts: dict[tuple[str, int], list[tuple[Entry, Box, torch.Tensor]]] = {}
         size = 0
@@ -132,7 +132,7 @@ class Checkpoint:
             self._sound.add((name, entry.offset))
 
     def verify(self) -> None:
-        """Hash every byte. Errors: CheckpointError naming the first damaged file, and the tensor."""
+        """Hash every byte of the checkpoint. Errors: CheckpointError naming the first damaged file, and the tensor."""
         present = set(self._present())
         for name in sorted((present - self._manifest.leaving) ^ self._manifest.names):
             fault = "does not belong here" if name in present else "is missing"
@@ -147,8 +147,8 @@ class Checkpoint:
 
     @cached_property
     def attachments(self) -> Mapping[str, Path]:
-        """File name -> path of each small file, after its hash is checked. Errors: CheckpointError naming a damaged
-        file."""
+        """File name -> path of the small files stored with the tensors. Their hashes are checked. Errors:
+        CheckpointError naming a damaged file."""
         self._check_attachments()
         return {name: self.path / name for name in self._manifest.attachments}
 

@@ -1,13 +1,13 @@
-"""Checkpoints in an object store (S3, or any other that fsspec supports), with the same files and manifest as on a
-disk.
+"""Checkpoints in an object store (S3, or any other store that fsspec supports), with the same files and manifest as on
+a disk.
 
-An object store cannot rename directories. A checkpoint is published when its seal, `manifest.json.sha256`, exists, so
-the seal is written after all files that it covers; the pointer is written last. Files are written and read through a
-local folder of this process (in $TMPDIR), one rank's files at a time. Containers are downloaded when they are first
-needed and hashed as usual; the local copies are deleted with the store's object.
+An object store cannot rename directories. A checkpoint counts as published when its seal, `manifest.json.sha256`,
+exists. The seal is therefore written after all other files of the checkpoint, and before the pointer. Files are written
+and read through a local folder of this process (in $TMPDIR), one rank's files at a time. Containers are downloaded when
+they are first needed, and hashed as on a disk. The local copies are deleted when the store object is garbage collected.
 
-Operations that an object store cannot perform are refused: replacing a checkpoint atomically, and removing old ones
-under a reader's lock.
+An object store can neither replace a checkpoint atomically nor lock a checkpoint against removal, so saving a step
+again and removing old steps are refused.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from mega.core.untrusted import Json
 
 
 class _Files:
-    """A file system of fsspec. Its errors become one-line OSErrors that name the URL; FileNotFoundError remains
-    unchanged."""
+    """A wrapper for an fsspec file system. Errors are raised as one-line OSErrors that name the URL, except
+    FileNotFoundError, which is raised unchanged."""
 
     def __init__(self, files: Any, url: str) -> None:
         self._files, self._url = files, url
@@ -45,7 +45,7 @@ class _Files:
                 return act(*args, **kwargs)
             except FileNotFoundError:
                 raise
-            except Exception as error:  # the library of each store raises its own classes
+            except Exception as error:  # each store's library raises different classes
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise OSError(f"{self._url}: cannot be reached ({name}): {reason}") from error
 
@@ -55,7 +55,7 @@ class _Files:
 class RemoteSteps(TrustedSteps):
     """The steps under a URL such as s3://bucket/run or memory://run.
 
-    Errors of the constructor: ValueError if fsspec, or the library for this kind of URL, is not installed.
+    Errors of the constructor: ValueError if fsspec, or the library for this URL's protocol, is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -111,7 +111,7 @@ class RemoteSteps(TrustedSteps):
         self._files.pipe_file(f"{self._root}/{name}", data)
 
     def _recover(self) -> None:
-        """Do nothing, because an object store has no moves that could be interrupted."""
+        """Do nothing, because a save in an object store uses no renames that could be interrupted."""
 
     def _at(self, step: int, name: str = "") -> str:
         return f"{self._root}/{self.path(step).name}/{name}".rstrip("/")
@@ -123,7 +123,7 @@ class RemoteSteps(TrustedSteps):
         self._files.put_file(str(path), self._at(step, path.name))
 
     def fetch(self, step: int, name: str) -> Path:
-        """The local path of a file of a checkpoint, downloaded if necessary."""
+        """Return the local path of a checkpoint's file, after downloading the file if necessary."""
         path = self.path(step) / name
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -137,14 +137,14 @@ class RemoteSteps(TrustedSteps):
         return path
 
     def sizes(self, step: int) -> Mapping[str, int]:
-        """The files of a checkpoint in the object store -> their number of bytes."""
+        """File name -> size in bytes, for a checkpoint's files in the object store."""
         self._files.invalidate_cache()
         files = self._files.ls(self._at(step), detail=True)
         return {str(file["name"]).rsplit("/", 1)[-1]: int(file["size"] or 0) for file in files}
 
 
 class RemoteStore(RemoteSteps, CheckpointStore):
-    """The checkpoints under a URL, for reading and saving."""
+    """The checkpoints under a URL, which can be read and saved."""
 
     def _prepare(self, working: Path) -> None:
         step = int(working.stem.removeprefix("step-"))
@@ -157,7 +157,7 @@ class RemoteStore(RemoteSteps, CheckpointStore):
         self._files.makedirs(self._at(step), exist_ok=True)
 
     def _unpublish_suspect(self, step: int) -> None:
-        """Unpublish a suspect step that a resumed run skipped and has now reached again."""
+        """Unpublish a suspect step, which a resumed run skipped and now saves again."""
         verdict = self.verdicts().get(step)
         if verdict is not None and (verdict.status, verdict.manifest) == ("suspect", self.digest(step)):
             self._files.rm_file(self._at(step, SEAL))
@@ -181,12 +181,13 @@ class RemoteStore(RemoteSteps, CheckpointStore):
             self._put(working / name, step)
         for path in sidecars:
             self._files.rm_file(self._at(step, path.name))
-        self._put(working / SEAL, step)  # this publishes the checkpoint
+        self._put(working / SEAL, step)  # publishes the checkpoint
         self._files.pipe_file(f"{self._root}/{POINTER}", f"{self.path(step).name}\n".encode())
         shutil.rmtree(working)
 
     def _clear(self) -> None:
-        """Remove the local files of a failed save. Its uploaded files are ignored, and the next save removes them."""
+        """Remove the local files of a failed save. Files that were already uploaded are ignored by readers, and the
+        next save removes them."""
         for folder in self.directory.glob("*.tmp"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -195,8 +196,8 @@ class RemoteStore(RemoteSteps, CheckpointStore):
 
 
 class RemoteCheckpoint(Checkpoint):
-    """A checkpoint whose files are downloaded when they are first needed; the local copies are deleted with the
-    store."""
+    """A checkpoint whose files are downloaded when they are first needed. The local copies are deleted together with
+    the store object."""
 
     def __init__(self, store: RemoteSteps, step: int) -> None:
         self.store, self._number, self._sizes = store, step, store.sizes(step)

@@ -1,7 +1,8 @@
-"""Converts a mega checkpoint to a mega checkpoint in another layout: weights, masters, moments and all other tensors.
+"""Convert a mega checkpoint to a different layout: weights, masters, moments and all other tensors.
 
-Any layout can be loaded into any other without this conversion, which is for users who want files that fit their ranks.
-Only a few blocks are in memory at a time, and a ledger checks that no element was lost or duplicated.
+A checkpoint of any layout can be loaded in any other layout without this conversion. The conversion is for users who
+want one file per rank of the new layout. Only a few blocks are in memory at a time, and a ledger checks that no element
+was lost or duplicated.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.untrusted import Json, below
 
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes done and the total number of bytes."""
+"""Called with the number of bytes written so far and the total number of bytes."""
 
 
 def reshard(
     load_dir: Path, save_dir: Path, layout: Layout, progress: Progress = lambda done, total: None
 ) -> ConversionReport:
-    """Write the checkpoint at `load_dir` (a step's directory, or a run's directory for its newest step) into
-    `save_dir`.
+    """Write the checkpoint at `load_dir` into `save_dir`. load_dir: a step's directory, or a run's directory for the
+    run's newest step.
 
-    Errors: ValueError naming the flag, file or tensor; `save_dir` then has no new checkpoint.
+    Errors: ValueError naming the flag, file or tensor. After an error, `save_dir` has no new checkpoint.
     """
     source = locate(load_dir)
     if source.path.parent.resolve() == save_dir.resolve():
@@ -65,7 +66,7 @@ def reshard(
 
 
 def _with_layout(source: Checkpoint, layout: Layout) -> dict[str, Json]:
-    """The source's plain state, with the layout of the new files in its parallel section."""
+    """Return the source's plain state, with the new layout in the parallel section."""
     config = below(source.meta, "config")
     if isinstance(parallel := config.get("parallel"), dict):
         config = {**config, "parallel": {**parallel, **layout.section}}

@@ -1,9 +1,9 @@
-"""Determines which checkpoints of a run are kept, with or without optimizer state. This module handles steps and locks,
-not tensors.
+"""Decide which checkpoints of a run are kept, with or without optimizer state, and remove the others. This module
+handles steps and locks, and does not interpret tensors.
 
-A checkpoint is unpublished by one rename before its files are deleted, so a kill in between leaves the same kind of
-leftover as a killed save, which the next save or `clean` removes. A checkpoint is marked before its optimizer state is
-removed, so that files being removed are never mistaken for lost files.
+A checkpoint is unpublished by one rename before its files are deleted. If the process is killed in between, the next
+save or `clean` removes the remaining directory, as after a killed save. A checkpoint is marked before its optimizer
+state is removed, so that removed files are never mistaken for lost files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mega.core.files import locked_alone, sync_directory
 
 
 def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """The steps to remove: all except the newest `keep_last` steps and the multiples of `keep_every`.
+    """Return the steps to remove: all except the newest `keep_last` steps and the multiples of `keep_every`.
 
     >>> surplus([10, 20, 30, 40, 50], keep_last=2, keep_every=20)
     [10, 30]
@@ -35,7 +35,7 @@ def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> 
 
 
 def to_lighten(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
-    """The steps whose optimizer state is removed: all except the newest `keep_optimizer_last` steps.
+    """Return the steps whose optimizer state is to be removed: all except the newest `keep_optimizer_last` steps.
 
     >>> to_lighten([10, 20, 30], 1)
     [10, 20]
@@ -46,7 +46,7 @@ def to_lighten(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Retained:
-    """The result of retention."""
+    """The steps that retention changed."""
 
     removed: list[int]  # steps that were removed
     lightened: list[int]  # steps whose optimizer state was removed
@@ -62,22 +62,21 @@ def retain(
     damaged: Callable[[int, str], None] | None = None,
     spared: frozenset[int] = frozenset(),
 ) -> Retained:
-    """Remove checkpoints that exceed the limits. Only one process calls this function, after a save.
+    """Remove checkpoints that exceed the limits. Only one process may call this function, after a save.
 
     In addition to the checkpoints that the limits keep, the newest good checkpoint, the checkpoint with the lowest
     validation loss and the checkpoints in `spared` are kept whole. Only checkpoints that can be opened count towards
     the limits, so a damaged checkpoint never displaces an intact one. A checkpoint that is currently being read is not
     changed.
-    damaged: if given, all checkpoints to be kept are read before any is removed. `damaged` is then called for each step
-    whose bytes differ from the saved bytes, with the step and the reason; such a step does not count towards the
-    limits.
+    damaged: if given, all checkpoints to be kept are verified before any checkpoint is removed. For each damaged step,
+    `damaged` is called with the step and the reason. A damaged step does not count towards the limits.
     """
     if keep_last is keep_every is keep_optimizer_last is None:
         return Retained([], [])
     whole = [step for step in store.steps() if _opens(store, step)]
 
     def chosen() -> tuple[list[int], frozenset[int]]:
-        """The steps to remove, and the steps that are kept although they exceed the limits."""
+        """Return (steps to remove, steps that are kept even if they exceed the limits)."""
         exempt = spared | good(store, whole) | best(store, whole)
         return [step for step in surplus(whole, keep_last, keep_every) if step not in exempt], exempt
 
@@ -89,7 +88,7 @@ def retain(
             sound.add(unread[-1])
         except CheckpointError as error:
             damaged(unread[-1], str(error))
-            whole.remove(unread[-1])  # it counts towards no limit, so the steps are chosen again
+            whole.remove(unread[-1])  # a damaged step does not count, so choose again
             doomed, exempt = chosen()
     heavy = [step for step in to_lighten(whole, keep_optimizer_last) if step not in exempt and step not in doomed]
     heavy = [step for step in heavy if _states(store.path(step))]
@@ -100,7 +99,7 @@ def retain(
 
 
 def good(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
-    """The newest of `steps` that is known to be good, if there is one."""
+    """The newest step of `steps` whose verdict is good, if there is one."""
     verdicts = attempt(store.verdicts)[0] or {}
     good_verdicts = {step: verdict for step, verdict in verdicts.items() if verdict.status == "good"}
     good_steps = (
@@ -110,7 +109,8 @@ def good(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
 
 
 def best(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
-    """The step with the lowest validation loss among those of `steps` that were validated and are not suspect."""
+    """The step with the lowest validation loss. Only steps of `steps` that were validated and are not suspect are
+    considered."""
     verdicts = attempt(store.verdicts)[0] or {}
     losses = {
         step: verdict.valid_loss
@@ -137,12 +137,11 @@ def _opens(store: CheckpointStore, step: int) -> bool:
 
 
 def _unless_read(path: Path, act: Callable[[Path], None]) -> bool:
-    """Call `act` for one checkpoint unless a reader has locked the checkpoint or it is write-protected; return whether
-    `act` was called.
+    """Call `act` for a checkpoint unless it is write-protected or locked by a reader. Return whether `act` was called.
 
-    If the file system does not support locks, readers have no locks either, and `act` is called.
+    If the file system does not support locks, `act` is called.
     """
-    try:  # opened for writing, although nothing is written: NFS grants exclusive locks only to such descriptors
+    try:  # opened for writing, because NFS grants exclusive locks only to writable descriptors
         descriptor = os.open(path / MANIFEST, os.O_RDWR | os.O_NOFOLLOW)
     except PermissionError:
         return False
@@ -165,7 +164,7 @@ def _remove(path: Path) -> None:
 
 
 def _lighten(path: Path) -> None:
-    """Mark a checkpoint, then delete its files of optimizer state."""
+    """Mark a checkpoint as one without optimizer state, then delete its optimizer state files."""
     mark_weights_only(path)
     for file in _states(path):
         file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The interface through which weights are read, in any format, and a checkpoint as the source of conversions."""
+"""The interface for reading weights of any format, and an adapter that makes a checkpoint a source for conversions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mega.core.untrusted import Json
 
 
 class Readable(Protocol):
-    """Tensors under the project's names, whose rectangles can be read."""
+    """An object with tensors under the project's names, from which rectangles can be read."""
 
     @property
     def path(self) -> Path: ...
@@ -25,10 +25,10 @@ class Readable(Protocol):
 
 
 class StoredWeights(Readable, Protocol):
-    """A mega checkpoint, a checkpoint of adapters with its base, or foreign weights.
+    """A mega checkpoint, a checkpoint of adapters combined with its base, or weights of another program's format.
 
-    foreign: whether these are foreign weights, which have no optimizer state and no progress. meta: the plain state of
-    the run that saved the weights. attachments: small files stored with the weights, by name.
+    foreign: whether the weights have another program's format, without optimizer state and progress. meta: the plain
+    state of the run that saved the weights. attachments: file name -> path of small files stored with the weights.
     """
 
     @property
@@ -51,7 +51,7 @@ class StoredWeights(Readable, Protocol):
 
 
 def read_part(checkpoint: StoredWeights, key: str, box: Box) -> torch.Tensor:
-    """A rectangle of the tensor `key`. Errors: CheckpointError naming the damaged file."""
+    """Read the rectangle `box` of the tensor `key`. Errors: CheckpointError naming the damaged file."""
     whole, dtype = checkpoint.tensors[key]
     tensor = torch.empty(box.size, dtype=dtype)
     checkpoint.read([Piece(key, whole, box.start, tensor)])
@@ -59,7 +59,7 @@ def read_part(checkpoint: StoredWeights, key: str, box: Box) -> torch.Tensor:
 
 
 class OwnSource:
-    """The tensors of a mega checkpoint as a source of conversions: its weights, or some kinds of tensors."""
+    """A mega checkpoint as a source for conversions, restricted to the weights or to some kinds of tensors."""
 
     def __init__(self, checkpoint: StoredWeights, kinds: Sequence[str] = ("weights",)) -> None:
         self._checkpoint = checkpoint

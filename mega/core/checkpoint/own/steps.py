@@ -1,10 +1,10 @@
-"""The steps under a directory, each in its own directory, and the small files next to them.
+"""The steps of a run, each in a subdirectory of the run's directory, and the small files next to them.
 
     runs/a/latest                       the newest step's directory name
     runs/a/step-0000010/                one published checkpoint (directory.py)
-    runs/a/step-0000010.tmp/            an unfinished save; with .old, a checkpoint that is being replaced
+    runs/a/step-0000010.tmp/            an unfinished save; .old instead of .tmp: a checkpoint that is being replaced
 
-This module finds the steps that exist. directory.py saves steps; trusted.py determines which steps a run may trust.
+This module lists the existing steps. directory.py saves steps, and trusted.py determines which steps a run may trust.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ _LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
 class StepFolder:
-    """The steps of one run, under one directory."""
+    """The steps of one run, stored under one directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
         self.place = str(directory)
-        """The directory as the user named it."""
+        """The directory, as given by the user."""
 
     def path(self, step: int) -> Path:
-        """The path of a published step, whether or not the step exists."""
+        """Return the path that a published step has, whether or not the step exists."""
         return self.directory / f"step-{step:07d}"
 
     def steps(self) -> list[int]:
-        """Published steps, oldest first. Published means renamed into place; the bytes are verified only by
-        `newest`."""
+        """Published steps, oldest first. A step counts as published if it was renamed to its final name; its bytes are
+        not verified."""
         if not self.directory.is_dir():
             return []
         matches = (STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
         return sorted(int(match[1]) for match in matches if match)
 
     def _linked(self) -> list[int]:
-        """Steps that are only links, which are not followed; `find` reports such links."""
+        """Steps whose directories are symbolic links. They cannot be opened, and `find` reports them."""
         entries = os.scandir(self.directory) if self.directory.is_dir() else ()
         matches = (STEP.fullmatch(entry.name) for entry in entries if entry.is_symlink())
         return [int(match[1]) for match in matches if match]
 
     def existing(self, steps: Iterable[int]) -> set[int]:
-        """The given steps that have not been removed."""
+        """Return those of the given steps that still exist."""
         return {step for step in steps if self.path(step).is_dir()}
 
     def leftovers(self) -> list[Path]:
-        """The leftovers of killed saves and removals. A leftover is not a checkpoint."""
+        """Directories and files that killed saves and removals left. They are not checkpoints."""
         candidates = [path for end in ("tmp", "old") for path in self.directory.glob(f"*.{end}")]
         return sorted(path for path in candidates if _LEFTOVER.fullmatch(path.name) and not _only_copy(path))
 
     def open(self, step: int) -> Checkpoint:
-        """Read and check the manifest of one step. Errors: CheckpointError naming the fault."""
+        """Open one step: read and check its manifest. Errors: CheckpointError naming the fault."""
         path = self.path(step)
         try:
             linked, exists = path.is_symlink(), path.is_dir()
@@ -87,8 +87,8 @@ class StepFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory for one process that writes or removes. Nothing is locked if the file system does not
-        support locks.
+        """Lock the directory for a process that writes or removes steps. If the file system does not support locks,
+        there is no lock.
 
         Errors: CheckpointError if another process holds the lock.
         """
@@ -132,7 +132,7 @@ class StepFolder:
                 try:
                     os.rename(entry.path, final)
                 except FileNotFoundError:
-                    continue  # another rank was faster
+                    continue  # another rank already renamed it
 
 
 def remove_leftover(path: Path) -> None:
@@ -143,7 +143,7 @@ def remove_leftover(path: Path) -> None:
 
 
 def _only_copy(path: Path) -> bool:
-    """Whether this checkpoint was moved aside for a replacement that was never published."""
+    """Whether `path` is an old checkpoint that was renamed to .old for a replacement that was never published."""
     return path.suffix == ".old" and not path.with_suffix("").exists()
 
 

@@ -1,4 +1,4 @@
-"""Opens the checkpoint at a path or URL that a user gives."""
+"""Open the checkpoint at a path or URL given by the user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def store_at(place: Path | str) -> CheckpointStore:
-    """The checkpoints under a directory or a URL. Errors: ValueError for a URL that cannot be reached."""
+    """Return the store of checkpoints under a directory or URL. Errors: ValueError for a URL that cannot be reached."""
     url = url_of(place)
     if url is None:
         return CheckpointStore(Path(os.path.abspath(place)))
@@ -41,11 +41,11 @@ def _warn(line: str) -> None:
 
 
 def locate(place: Path | str, report: Callable[[str], None] = _warn, exchange: JsonExchange = alone) -> Checkpoint:
-    """Open the checkpoint that a user names: a step's directory, a run's directory (its newest step), or a URL of
+    """Open a checkpoint given by a step's directory, by a run's directory (for the run's newest step), or by the URL of
     either.
 
     report: called with a message for every newer checkpoint that is skipped because it is damaged or suspect.
-    exchange: the exchange between ranks that call this function together; all ranks open the same checkpoint.
+    exchange: the exchange between the ranks that call this function together. All ranks open the same checkpoint.
     Errors: CheckpointError, on all ranks, if no checkpoint is found.
     """
     path = Path(place if url_of(place) else os.path.abspath(place))

@@ -1,4 +1,4 @@
-"""Tables about checkpoints in the terminal, and the progress bar of a long conversion."""
+"""Print tables about checkpoints in the terminal, and show the progress bar of a long conversion."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mega.core.untrusted import Json
 
 @contextlib.contextmanager
 def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, called with the number of bytes done and the total; it does nothing if stderr is not a
-    terminal."""
+    """Show a progress bar on stderr, and yield a function to be called with the number of bytes done and the total.
+    Nothing is shown if stderr is not a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -48,8 +48,8 @@ def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], Non
 def show_checkpoint(
     path: Path, tensors: bool, meta: bool, about: Callable[[Checkpoint], dict[str, Json]], *, as_json: bool = False
 ) -> None:
-    """Print the contents of a checkpoint. about: returns facts to print first; passed in because higher packages
-    compute them. If stdout is not a terminal, names are printed in full and lines are not wrapped."""
+    """Print the contents of a checkpoint. about: returns values to print first; it is an argument because higher-level
+    packages compute these values. If stdout is not a terminal, names are printed in full and lines are not wrapped."""
     checkpoint = locate(path)
     console = Console()
     if meta:
@@ -76,7 +76,7 @@ def show_checkpoint(
 
 
 def _summary(checkpoint: Checkpoint, tensors: bool, about: dict[str, Json]) -> dict[str, Json]:
-    """The printed facts as one JSON object."""
+    """Return the printed values as one JSON object."""
     summary: dict[str, Json] = {
         "path": str(checkpoint.path),
         "step": checkpoint.step,
@@ -101,7 +101,7 @@ def _tensor_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
 
 
 def _place(key: str) -> tuple[bool, list[tuple[int, str]]]:
-    """The sort key of a tensor: weights first, blocks by index."""
+    """Return a sort key for tensors that puts weights first and orders blocks by index."""
     return not key.startswith("weights/"), [
         (int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")
     ]
@@ -122,8 +122,8 @@ def _print_plainly(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def show_differences(first: Path, second: Path, *, weights: bool = False) -> bool:
-    """Print the tensors that differ and a summary; return whether any tensor differs. weights: whether to compare only
-    weights."""
+    """Print the tensors that differ between two checkpoints and a summary. Return whether any tensor differs. weights:
+    whether to compare only weights."""
     first_checkpoint, second_checkpoint = locate(first), locate(second)
     differences = list[inspect.Difference]()
     for difference in inspect.diff(first_checkpoint, second_checkpoint, "weights/" if weights else ""):

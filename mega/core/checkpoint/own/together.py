@@ -1,9 +1,9 @@
-"""An action that several ranks perform on the same path, with one outcome for all of them. The exchange between ranks
-is a callable, because this package does not depend on how ranks communicate. A single process is the only rank.
+"""Run an action on several ranks so that it succeeds or fails on all ranks together. The exchange between ranks is a
+callable, because this package does not depend on how ranks communicate.
 
 Ranks on several hosts may see different files if a mount is stale, a disk fails, or two hosts have different folders
-under one path. A failure on one rank therefore raises an error on every rank, with one text that names the ranks and
-reasons, so that no rank waits for a rank that has ended.
+under one path. A failure on one rank therefore raises an error on every rank, so that no rank waits for a rank that has
+ended. The error's message is the same on all ranks, and names the ranks and reasons.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Result = TypeVar("Result")
 
 
 class JsonExchange(Protocol):
-    """Takes this rank's plain JSON value and returns the values of all ranks, in the order of ranks. All ranks call the
-    exchange together."""
+    """A collective function that takes this rank's plain JSON value and returns the values of all ranks, in the order
+    of ranks."""
 
     def __call__(self, value: Result, /) -> list[Result]: ...
 
 
 class _Fault(TypedDict):
-    """The error of a rank, in the form in which it is sent to the other ranks."""
+    """One rank's error, as sent to the other ranks."""
 
     fault: str  # "" if the rank succeeded
-    foreseen: bool  # whether a mistake of the user or a failure of the machine
-    passing: bool  # whether a failure of the machine
+    foreseen: bool  # whether the cause is a mistake of the user or a failure of the machine; True without error
+    passing: bool  # whether the cause is a failure of the machine; True without error
 
 
 LIMIT = 2000
@@ -37,16 +37,17 @@ LIMIT = 2000
 
 
 def alone(value: Result) -> list[Result]:
-    """The exchange of a single rank."""
+    """The exchange for a single rank."""
     return [value]
 
 
 def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
-    """Return the result of `act`, if it succeeded on every rank.
+    """Call `act` on every rank, and return this rank's result if all ranks succeeded.
 
-    Errors: CheckpointError on all ranks if `act` failed on any rank, naming ranks and reasons; an UnreadableError,
-    which is also an OSError, if the machine caused all failures. An error that neither the user nor the machine caused
-    is raised unchanged on the rank where it occurred. With the exchange `alone`, `act` raises its own errors.
+    Errors: CheckpointError on all ranks if `act` failed on any rank, naming ranks and reasons. The error is an
+    UnreadableError, which is also an OSError, if all failures were failures of the machine (OSError). A rank on which
+    `act` raised an error other than ValueError or OSError raises this error unchanged. With the exchange `alone`, all
+    errors of `act` are raised unchanged.
     """
     if exchange is alone:
         return act()
@@ -65,21 +66,22 @@ def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
 
 
 def gathered(act: Callable[[], Result], exchange: JsonExchange) -> list[Result]:
-    """The results of `act` from all ranks, on every rank. Results are plain JSON. Errors: as for `together`."""
+    """Call `act` on every rank, and return the results of all ranks. Results must be plain JSON. Errors: as for
+    `together`."""
     result = together(act, exchange)
     return exchange(result)
 
 
 def attempt(act: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """The result of `act`, or its error."""
+    """Call `act`, and return (result, None) or (None, error)."""
     try:
         return act(), None
-    except Exception as error:  # of any class, because the other ranks wait for this rank
+    except Exception as error:  # any class, because other ranks wait for this rank
         return None, error
 
 
 def reason_of(error: Exception) -> str:
-    """An error in words, with the name of the file that caused it.
+    """Return the error's message, including the name of the file that caused the error.
 
     >>> reason_of(OSError(116, "Stale file handle", "runs/a"))
     'runs/a: Stale file handle'
@@ -94,8 +96,8 @@ def reason_of(error: Exception) -> str:
 
 
 def describe(faults: Sequence[str]) -> str:
-    """The errors of all ranks in one text. faults: one text per rank; "" means no error. An error common to all ranks
-    is stated once, without ranks.
+    """Join the errors of all ranks into one message. faults: one message per rank; "" means no error. An error common
+    to all ranks is given once, without ranks.
 
     >>> describe(["no such file", "no such file"])
     'no such file'
@@ -112,7 +114,7 @@ def describe(faults: Sequence[str]) -> str:
 
 
 def disagreement(identities: Sequence[str]) -> str:
-    """How the identities of the objects opened by the ranks differ; "" if all are equal.
+    """Describe how the ranks' identities of an opened object differ; "" if all are equal.
 
     >>> disagreement(["1b", "1b", "7f"])
     'ranks see different ones: 1b on ranks 0, 1; 7f on rank 2'

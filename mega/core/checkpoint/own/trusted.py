@@ -1,8 +1,8 @@
-"""Finds the step that a run may trust: a step that is intact, the same on every rank, and not suspect.
+"""Find the step that a run may trust: a step that is intact, the same on every rank, and not suspect.
 
-A step is published by one rename, so it is intact unless the disk damaged it later. verdicts.py records what later
-steps showed about a step. The exchange between ranks is a callable, because this package does not depend on how ranks
-communicate.
+A step is published by one rename, so a published step is intact unless the disk damaged it later. A step is suspect if
+the run diverged soon after it (verdicts.py). The exchange between ranks is a callable, because this package does not
+depend on how ranks communicate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mega.core.files import POINTER
 
 
 class _View(TypedDict):
-    """The steps and verdicts that one rank sees."""
+    """The steps and verdicts that one rank read."""
 
     steps: list[int]  # published steps
     pointer: bool  # whether the pointer file exists
@@ -38,10 +38,10 @@ class _View(TypedDict):
 
 
 class TrustedSteps(StepFolder):
-    """The steps under a directory, from which all ranks choose the same step."""
+    """The steps under a directory. All ranks choose the same step from them."""
 
     def newest(self, *, verify: bool = True, report: Callable[[str], None] = lambda line: None) -> int | None:
-        """The step number of the checkpoint that `find` returns for a single rank. Errors: as for `find`."""
+        """The step number of the checkpoint that `find` returns on a single rank. Errors: as for `find`."""
         checkpoint = self.find(verify=verify, report=report)
         return None if checkpoint is None else checkpoint.step
 
@@ -52,19 +52,19 @@ class TrustedSteps(StepFolder):
         report: Callable[[str], None] = lambda line: None,
         exchange: JsonExchange = alone,
     ) -> Checkpoint | None:
-        """Find and open the newest published checkpoint that every rank trusts, the same one on all ranks.
+        """Find and open the newest published checkpoint that every rank trusts. All ranks open the same checkpoint.
 
-            1 every rank lists what it sees    and reads the verdicts
+            1 every rank lists the steps       and reads the verdicts
             2 newest first, every rank opens   its manifest, and all sizes; with `verify` every byte is hashed
             3 ranks compare what they opened   by the manifest's hash, which covers run, plain state and tensors
 
-        A step is skipped if any rank cannot open it or sees a different checkpoint, or if the step is suspect
+        A step is skipped if any rank cannot open it, if ranks find different checkpoints, or if the step is suspect
         (verdicts.py).
-        report: called with a message for every skipped step, with the ranks and their reasons, and with a message if
-        the pointer names another step. Returns None only if nothing was ever published.
+        report: called with a message for every skipped step, which names ranks and reasons, and with a message if the
+        pointer names a different step. Return None only if no step was ever published.
         Errors: CheckpointError, on all ranks, if there are checkpoints or a pointer but no checkpoint can be trusted,
-        so that a run never silently restarts from scratch; also if a rank cannot list the directory. If a file could
-        not be read at present, the error is an UnreadableError.
+        so that a run never silently restarts from scratch; also if a rank cannot list the directory. The error is an
+        UnreadableError if a later attempt may succeed.
         """
         # 1
         views = gathered(self._view, exchange)
@@ -95,7 +95,7 @@ class TrustedSteps(StepFolder):
         return None
 
     def _view(self) -> _View:
-        """Collect what this rank sees."""
+        """Return the steps and verdicts that this rank can read."""
         self._recover()
         verdicts, fault = attempt(self.verdicts)
         suspects = {str(step): [v.manifest, v.reason] for step, v in (verdicts or {}).items() if v.status == "suspect"}
@@ -104,10 +104,10 @@ class TrustedSteps(StepFolder):
         return {"steps": steps, "pointer": self._pointer() is not None, "suspects": suspects, "fault": unread}
 
     def _look(self, step: int, verify: bool, suspect: Sequence[str] | None) -> tuple[Checkpoint | None, str, bool]:
-        """(the opened step or None, why it is skipped, whether a later attempt may succeed). suspect: the manifest's
-        hash and the reason, from a verdict that the step is suspect.
+        """Open a step, and return (checkpoint or None, why the step is skipped, whether a later attempt may succeed).
+        suspect: the manifest's hash and the reason, from a verdict that the step is suspect.
 
-        Errors: OSError if an object store cannot be reached, because this failure proves nothing about the step.
+        Errors: OSError if an object store cannot be reached, because this failure is not the step's fault.
         """
         try:
             checkpoint = self.open(step)
@@ -122,10 +122,9 @@ class TrustedSteps(StepFolder):
     def open_named(
         self, step: int, report: Callable[[str], None] = lambda line: None, exchange: JsonExchange = alone
     ) -> Checkpoint:
-        """Open the step that the user names, the same on all ranks. report: called with a message if the step is
-        suspect.
+        """Open the step that the user names, on all ranks. report: called with a message if the step is suspect.
 
-        Errors: CheckpointError, on all ranks, if any rank cannot open the step or sees a different checkpoint.
+        Errors: CheckpointError, on all ranks, if any rank cannot open the step or ranks find different checkpoints.
         """
         checkpoint = together(partial(self.open, step), exchange)
         if differ := disagreement(exchange(_identity(checkpoint))):
@@ -141,13 +140,13 @@ class TrustedSteps(StepFolder):
         return {} if data is None else decode(data, self.directory / VERDICTS)
 
     def set_verdicts(self, verdicts: Mapping[int, StepVerdict]) -> None:
-        """Replace the verdicts on all steps at once; only one process calls this method. Errors: OSError,
+        """Replace the verdicts on all steps. Only one process may call this method. Errors: OSError,
         CheckpointError."""
         self._set_note(VERDICTS, encode(verdicts))
 
 
 def _identity(checkpoint: Checkpoint | None) -> str:
-    """The identity of an opened checkpoint, which ranks compare."""
+    """A description of an opened checkpoint, which ranks compare; "" for None."""
     if checkpoint is None:
         return ""
     return f"manifest {checkpoint.digest[:16]}{' without optimizer state' if checkpoint.weights_only else ''}"

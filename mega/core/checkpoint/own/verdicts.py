@@ -1,22 +1,21 @@
-"""Verdicts on saved steps, reached after they were saved: whether a run that resumes from a step can be expected to
-train.
+"""Verdicts on saved steps, which say whether a run that resumes from a step can be expected to train.
 
-A step is published when every byte of it is on the disk and every number is finite. Bad weights are noticed only later,
-because a run that is about to diverge saves finite weights until the loss is NaN. `verdicts.json`, next to the steps,
-records for each step what the run observed after that step:
+A step is published when all its bytes are on the disk and all its values are finite. Bad weights are noticed only
+later, because a run that is about to diverge saves finite weights until the loss is NaN. The file `verdicts.json`, next
+to the steps, therefore records one of these verdicts for each step:
 
-    unproven    too few steps were taken since then; every step without an entry is unproven too
-    good        --good-after sound steps were taken since then, or the run reached its last step
-    suspect     the run diverged before the step was good; the reason is recorded
+    unproven    too few steps were taken since the save; also every step without an entry
+    good        --good-after sound steps were taken since the save, or the run reached its last step
+    suspect     the run diverged before the verdict was good; the reason is recorded
 
-A sound step is one that was applied with a finite loss below the limit in `training/saves/proving.py`.
+A step is sound if its update was applied and its loss is finite and below the limit in `training/saves/proving.py`.
 
-A run resumes from the newest intact step that is not suspect. Unproven steps count, so that a killed run loses nothing.
-A step is skipped only for a reason, which is reported. Retention never removes the newest good step.
+A run resumes from the newest intact step that is not suspect. Unproven steps are accepted, so that a killed run loses
+no progress. For every skipped step, the reason is reported. Retention never removes the newest good step.
 
-An entry holds the hash of the step's manifest, so an entry for a step that was replaced later has no effect. The file
-is next to the steps and not in them, because steps are sealed. If the file is absent or damaged, every step is
-unproven.
+An entry contains the hash of the step's manifest, so an entry for a step that was replaced later has no effect.
+Verdicts are not stored in the steps' directories, because a published step does not change. If `verdicts.json` is
+absent or damaged, every step is unproven.
 """
 
 from __future__ import annotations
@@ -42,27 +41,28 @@ class StepVerdict:
     """The verdict on one step."""
 
     manifest: str
-    """The hash of the manifest that the step had when the verdict was reached."""
+    """The hash of the step's manifest at the time of the verdict."""
     status: Status = "unproven"
-    """unproven, good or suspect, as above."""
+    """unproven, good or suspect."""
     sound_steps: int = 0
     """Number of sound steps taken since the step was saved."""
     reason: str = ""
-    """Why the step is suspect, in words that follow "step N is passed over: "."""
+    """Why the step is suspect; a phrase to follow "step N is passed over: "."""
     valid_loss: float | None = None
-    """The validation loss at that step, if there was a validation; retention keeps the step with the lowest validation
-    loss."""
+    """The validation loss at the step; None if the step was not validated. Retention keeps the step with the lowest
+    validation loss."""
 
 
 def encode(verdicts: Mapping[int, StepVerdict]) -> bytes:
-    """The content of the file for these verdicts."""
+    """Return the content of `verdicts.json` for these verdicts."""
     steps = {str(step): asdict(verdict) for step, verdict in sorted(verdicts.items())}
     text = json.dumps({"format": "mega verdicts", "format_version": FORMAT_VERSION, "steps": steps}, indent=1)
     return f"{text}\n".encode()
 
 
 def decode(data: bytes, path: Path) -> dict[int, StepVerdict]:
-    """Step -> verdict. Fields that later versions add are ignored. Errors: CheckpointError naming the file."""
+    """Parse `verdicts.json` into step -> verdict. Fields that later versions add are ignored. Errors: CheckpointError
+    naming the file."""
     fields = parse_json(data, path)
     try:
         match fields:

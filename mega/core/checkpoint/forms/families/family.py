@@ -1,8 +1,8 @@
-"""A family of decoders in Hugging Face's form: keys of its config.json, fixed values, names of its tensors.
+"""A family of decoders in Hugging Face's format: keys of config.json, fixed option values, and tensor names.
 
-A `HubFamily` is used in both directions: a config.json becomes the options of a model, and the options become a
-config.json; `weights/<name>` of every logical tensor is some rows of a tensor of the folder. A key that a family does
-not list is refused. This module does not depend on files.
+A `HubFamily` converts config.json to the options of a model, and back. It also maps every logical tensor to rows of a
+tensor in the folder. A key of config.json that the family does not list is refused. This module does not depend on
+files.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 Rows = Callable[[ModelConfig], Sequence[range]]
-"""The rows of a stored tensor that make up one logical tensor, in order."""
+"""Returns the rows of a stored tensor that form one logical tensor, in the order of the logical tensor."""
 
 
 @dataclass(frozen=True)
 class StoredModule:
-    """Some or all rows of a stored module. transposed: whether the module's matrix is stored as [in, out]."""
+    """All rows, or the given rows, of a stored module. transposed: whether the module's matrix is stored as [in,
+    out]."""
 
     module: str
     rows: Rows | None = None
@@ -34,23 +35,23 @@ class StoredModule:
 
 
 EXPERT = re.compile(r"(?<=\.experts)\.(\d+)\.")
-"""Matches an expert's index in the name of one of its modules."""
+"""Matches the expert index in the name of an expert's module."""
 
 FUSED = ".gate_up_proj.weight"
-"""Suffix of the name of an expert's gate and up projections, stored as one matrix."""
+"""Suffix of a tensor name for an expert's gate and up projections, stored as one matrix."""
 
 LLAMA_NAMES: Mapping[str, str | StoredModule] = {
     "model.embed_tokens": "embed_tokens",
     "model.norm": "norm",
     "lm_head": "lm_head",
 }
-"""The project's modules outside the layers -> the names in Llama's relatives. Modules inside a layer have the same
-names in both."""
+"""The project's names of modules outside the layers -> the names in Llama-like families. Modules inside a layer have
+equal names in both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubFamily:
-    """One `model_type` of a config.json."""
+    """A family of decoders, identified by `model_type` in config.json."""
 
     model_type: str
     """The value of `model_type`."""
@@ -59,30 +60,30 @@ class HubFamily:
     words: str
     """The family's name in messages."""
     values: Mapping[str, object]
-    """Options that all models of the family have."""
+    """Values of options that are the same in all models of the family."""
     keys: Mapping[str, Key]
-    """Keys of the family's config.json, in addition to `COMMON`."""
+    """Key of config.json -> its meaning, in addition to `COMMON`."""
     names: Mapping[str, str | StoredModule] = field(default_factory=lambda: LLAMA_NAMES)
-    """The project's modules -> stored modules. Modules of a layer are listed by their names within the layer, with {}
-    for an expert's index. Modules that are not listed have the same name in the folder."""
+    """The project's module -> stored module. Modules of a layer are listed by their names within the layer, with {} for
+    the expert index. Modules that are not listed have equal names in the folder."""
     fused: Mapping[str, str | StoredModule] | None = None
-    """`names` for a folder whose experts are stacked (mixtures.py)."""
+    """`names` for a folder that stacks the experts' matrices (mixtures.py)."""
     prefix: str = "model."
-    """Prefix of all names."""
+    """Prefix of all stored names."""
     layer: str = "layers.{}."
-    """Prefix of a layer's names, after `prefix`."""
+    """Prefix of names in a layer, following `prefix`."""
     outside: Collection[str] = ("lm_head",)
-    """Stored modules without the prefix."""
+    """Stored modules whose names have no prefix."""
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
-    """Suffixes of tensors that are not parameters."""
+    """Suffixes of stored tensors that are not parameters and are ignored."""
 
     # config.json
 
     def model_from_config(self, config: Mapping[str, object], where: str, names: Collection[str] = ()) -> ModelConfig:
-        """The resolved model section that a config.json describes. names: names of the folder's tensors; not used by a
-        family of decoders.
+        """Return the resolved model section that config.json describes. names: names of the folder's tensors; not used
+        by a family of decoders.
 
-        Errors: CheckpointError naming a key that is unknown, or whose value has no counterpart.
+        Errors: CheckpointError naming a key that is unknown, or whose value is not supported.
         """
         keys = {**COMMON, **self.keys}
         known_keys = {*keys, *(name for key in keys.values() for name in key.names)}
@@ -100,9 +101,10 @@ class HubFamily:
         return model
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
-        """A config.json for `AutoModelForCausalLM`. dtype: torch's name of the weights' dtype ("bfloat16").
+        """Return the content of config.json for `AutoModelForCausalLM`. dtype: torch's name of the weights' dtype, such
+        as "bfloat16".
 
-        Errors: CheckpointError naming an option that this family does not have.
+        Errors: CheckpointError naming an option that the family does not support.
         """
         config: dict[str, Json] = {"architectures": [self.architecture], "model_type": self.model_type}
         for name, key in self.keys.items():
@@ -116,10 +118,10 @@ class HubFamily:
     # Tensors
 
     def stored(self, name: str, prefix: str | None = None) -> tuple[str, StoredModule]:
-        """The name of the stored tensor that contains a logical tensor, and the part of the stored module that the
-        logical tensor is.
+        """Return (name of the stored tensor that contains a logical tensor, the stored module with the rows of the
+        logical tensor).
 
-        prefix: prefix of all names; default: the family's prefix.
+        prefix: prefix of all stored names; by default the family's prefix.
         """
         prefix = self.prefix if prefix is None else prefix
         module, _, kind = name.rpartition(".")
@@ -137,12 +139,12 @@ class HubFamily:
 
     @property
     def renames_linears(self) -> bool:
-        """Whether linears of the layers are fused, or stored under names other than the project's."""
+        """Whether linears of the layers are fused or have names that differ from the project's."""
         return any("_proj" in module for module in self.names)
 
     def table(self, options: ModelConfig, names: Collection[str] = ()) -> Table:
-        """The table for `weights/<name>` of every logical tensor. names: names of the folder's tensors, which may lack
-        the prefix."""
+        """Return the table that makes `weights/<name>` of every logical tensor. names: names of the folder's tensors,
+        which may lack the prefix."""
         if self.fused is not None and any(name.endswith(FUSED) for name in names):
             return replace(self, names=self.fused, fused=None).table(options, names)
         prefixed = not names or any(name.startswith(self.prefix) for name in names)
@@ -174,8 +176,8 @@ class HubFamily:
 
 
 def concatenated_qkv(which: str) -> Rows:
-    """The rows of query, key or value ("q", "k", "v") in a matrix that holds all queries, then all keys, then all
-    values.
+    """Return the rows of query, key or value ("q", "k", "v") in a matrix that consists of all queries, then all keys,
+    then all values.
 
     q of all heads | k of all kv heads | v of all kv heads
     """
@@ -190,7 +192,8 @@ def concatenated_qkv(which: str) -> Rows:
 
 
 def interleaved_qkv(which: str) -> Rows:
-    """The rows of query, key or value in a matrix that holds query, key and value of each head, head after head.
+    """Return the rows of query, key or value in a matrix that consists of query, key and value of the first head, then
+    of the second head, and so on.
 
     q of head 0 | k of head 0 | v of head 0 | q of head 1 | ...
     """
@@ -203,15 +206,15 @@ def interleaved_qkv(which: str) -> Rows:
 
 
 def gate_then_up(which: str) -> Rows:
-    """The rows of "gate" or "up" in a matrix that holds the gate above the up projection."""
+    """Return the rows of "gate" or "up" in a matrix that consists of the gate projection, then the up projection."""
     position = ("gate", "up").index(which)
     return lambda model: [range(position * model.ffn, (position + 1) * model.ffn)]
 
 
 def rotary_pairs(model: ModelConfig) -> Sequence[range]:
-    """Query or key rows of a family that rotates neighbours (2i, 2i + 1) together, in the order of the project, which
-    rotates rows of the two halves together: for each head, the even rotating rows, the odd rotating rows, then the
-    rest."""
+    """Return the query or key rows, in the project's order, of a family that rotates adjacent rows (2i, 2i + 1)
+    together. The project rotates rows of the two halves together, so the order for each head is the even rotated rows,
+    the odd rotated rows, then the rows without rotation."""
     width, turning = model.head_dim, int(model.head_dim * model.rope_fraction)
     return [
         run

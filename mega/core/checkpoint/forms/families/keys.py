@@ -1,6 +1,6 @@
-"""Kinds of keys of a config.json: how a value becomes options of a model, and how options become a value.
+"""Classes for the keys of config.json, which convert a key's value to options of a model and back.
 
-The default of an absent key is that of transformers; each family states it. This module does not depend on the model
+Each family gives the default of an absent key, which is that of transformers. This module does not depend on the model
 family or on files.
 """
 
@@ -16,33 +16,34 @@ from mega.core.config.sections import ModelConfig
 
 Config = Mapping[str, object]
 Values = dict[str, Any]
-"""Options by name, or keys of a config.json with their values."""
+"""Option -> value, or key of config.json -> value."""
 
 
 class Key(Protocol):
-    """One key, or several keys that belong together; `name` is the first key."""
+    """One key of config.json, or several related keys. name: the first key."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Keys of a config.json that are read in addition to the first key."""
+        """Keys of config.json that are read in addition to the first key."""
 
     def read(self, config: Config, name: str, where: str) -> Values:
-        """The options that the key determines. Errors: CheckpointError naming the key."""
+        """Return the options that the key determines. Errors: CheckpointError naming the key."""
 
     def write(self, model: ModelConfig, name: str) -> Values:
-        """The keys that express these options of a model."""
+        """Return the keys of config.json that express the model's options."""
 
 
 @dataclass(frozen=True)
 class _Alone:
-    """A key that is read without any other key."""
+    """A key that does not depend on other keys."""
 
     names = ()
 
 
 @dataclass(frozen=True)
 class Whole(_Alone):
-    """A positive whole number. default: computes the value of an absent or null key; None if the key is required."""
+    """A key whose value is a positive integer. default: computes the value of an absent or null key; None if the key is
+    required."""
 
     option: str
     default: Callable[[Config], int] | None = None
@@ -57,7 +58,7 @@ class Whole(_Alone):
 
 @dataclass(frozen=True)
 class Number(_Alone):
-    """A number. optional: whether null means that the option is unset."""
+    """A key whose value is a number. optional: whether null is allowed and leaves the option unset."""
 
     option: str
     default: float | None = None
@@ -74,7 +75,7 @@ class Number(_Alone):
 
 @dataclass(frozen=True)
 class Flag(_Alone):
-    """True or false; null means false. on, off: the options for true and for false."""
+    """A key whose value is true or false; null means false. on, off: the options for true and for false."""
 
     default: bool
     on: Config
@@ -91,13 +92,14 @@ class Flag(_Alone):
 
 
 def flag(option: str, default: bool = False) -> Flag:
-    """A key for a single option."""
+    """A key that determines a single option."""
     return Flag(default, {option: True}, {option: False})
 
 
 @dataclass(frozen=True)
 class Word(_Alone):
-    """A word -> the option's value. If several words have the same meaning, the first is written."""
+    """A key whose value is a word. values: word -> the option's value. If several words have the same meaning, the
+    first is written."""
 
     option: str
     values: Mapping[str, str]
@@ -116,7 +118,7 @@ class Word(_Alone):
 
 @dataclass(frozen=True)
 class Only(_Alone):
-    """A key that may have only the listed values; the first is written. absent: whether the key may be absent."""
+    """A key that may have only the listed values. The first value is written. absent: whether the key may be absent."""
 
     values: tuple[object, ...]
     absent: bool = True
@@ -134,7 +136,7 @@ class Only(_Alone):
 
 @dataclass(frozen=True)
 class Unread(_Alone):
-    """A key that does not change what the model computes."""
+    """A key that does not affect the model's computation."""
 
     def read(self, config: Config, name: str, where: str) -> Values:
         return {}
@@ -144,18 +146,18 @@ class Unread(_Alone):
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two values are equal and both or neither are bool, so that 1 is not equal to True."""
+    """Whether two values are equal. Unlike with ==, 1 and True are different."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _held(model: ModelConfig, option: str) -> object:
-    """An option of a model, derived if it is unset."""
+    """Return the value of a model's option, derived if the option is unset."""
     value = getattr(model, option)
     return model.bias if option == "out_bias" and value is None else value
 
 
 NULL = Only((None, False))
-"""A switch that must be off."""
+"""A key that must be false."""
 
 COMMON: Mapping[str, Key] = dict.fromkeys(
     (
@@ -196,4 +198,5 @@ COMMON: Mapping[str, Key] = dict.fromkeys(
     "per_layer_config": Only((None, {})),
     "use_return_dict": Unread(),
 }
-"""Keys that every config.json may have. `quantization_config` is read with the weights (block_scaled.py)."""
+"""Keys that every config.json may contain. `quantization_config` is handled when the weights are read
+(block_scaled.py)."""

@@ -1,8 +1,8 @@
-"""Keys of a config.json about individual layers: which layers have a window, which have rotary positions, and the base
-of these.
+"""Keys of config.json for individual layers: which layers have an attention window, which have rotary positions, and
+the RoPE base per kind of layer.
 
-Options hold patterns: 0 or 1 for each of the first layers, repeated for the following layers. This module does not
-depend on the model family.
+Options contain these properties as patterns: 0 or 1 for each of the first layers, repeated for the following layers.
+This module does not depend on the model family.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYERS = "num_hidden_layers"
 
 
 def pattern(layers: Sequence[object]) -> tuple[int, ...]:
-    """The shortest pattern that yields these layers, 1 for true; () if all are true.
+    """Return the shortest pattern of 0 and 1 that, when repeated, gives the flags `layers`; () if all flags are true.
 
     >>> pattern([1, 1, 0, 1, 1, 0, 1]), pattern([1, 1])
     ((1, 1, 0), ())
@@ -40,7 +40,8 @@ def unrolled(pattern: tuple[int, ...], layers: int) -> list[bool]:
 
 
 Rule = Callable[[Config, int], list[str]]
-"""Returns the kind of each of the given number of layers, for a config.json that does not list the kinds."""
+"""Function of (config, number of layers) that returns the kind of each layer, for a config.json without
+`layer_types`."""
 
 
 def all_slide(config: Config, layers: int) -> list[str]:
@@ -48,8 +49,8 @@ def all_slide(config: Config, layers: int) -> list[str]:
 
 
 def every(full: int | str, default: int = 0) -> Rule:
-    """Every `full`th layer has full attention. If `full` is a key, its value is the step; if the key is absent,
-    `default` is the step."""
+    """Return the rule by which every `full`th layer has full attention. full: the step, or a key of config.json whose
+    value is the step. default: the step if the key is absent."""
 
     def kinds(config: Config, layers: int) -> list[str]:
         step = full if isinstance(full, int) else whole_in(config, full, "config.json", default)
@@ -59,7 +60,7 @@ def every(full: int | str, default: int = 0) -> Rule:
 
 
 def from_layer(config: Config, layers: int) -> list[str]:
-    """Qwen's rule: layers from `max_window_layers` on have the window."""
+    """Apply Qwen's rule: layers with index `max_window_layers` and above have the window."""
     first_window = config.get("max_window_layers", 28)
     if type(first_window) is not int or first_window < 0:
         raise CheckpointError(f"config.json: max_window_layers {first_window!r}: must be a whole number of at least 0")
@@ -67,30 +68,30 @@ def from_layer(config: Config, layers: int) -> list[str]:
 
 
 def full_with_rope(config: Config, layers: int) -> list[str]:
-    """SmolLM3's rule: layers without rotary positions have the window."""
+    """Apply SmolLM3's rule: layers without rotary positions have the window."""
     has_rope = WithoutRope().listed(config, "no_rope_layers", "config.json")
     return [FULL if each else SLIDING for each in has_rope]
 
 
 @dataclass(frozen=True)
 class Window:
-    """`sliding_window`, with the keys that determine which layers have a window."""
+    """The key `sliding_window`, together with the keys that determine which layers have a window."""
 
     default: int | None = None
-    """The window if the key is absent; a null key always means no window."""
+    """The window if the key is absent. A value of null always means no window."""
     rule: Rule = all_slide
-    """The kinds of layers if `layer_types` is absent."""
+    """Determines the kinds of layers if `layer_types` is absent."""
     switch: bool = False
     """Whether the window applies only if `use_sliding_window` is true."""
     listed: bool = False
-    """Whether the family reads `layer_types`."""
+    """Whether the family uses `layer_types`."""
     others: tuple[str, ...] = ()
-    """Keys that the rule reads."""
+    """Additional keys that the rule reads."""
     local: bool = False
-    """Whether layers with a window have their own rotary positions; a window is then kept even if it covers all
+    """Whether layers with a window have a separate RoPE base. The window is then kept even if it covers all
     positions."""
     masked_anyway: bool = False
-    """Whether transformers masks the listed layers even if the switch is off."""
+    """Whether transformers applies the window to the layers in `layer_types` even if `use_sliding_window` is false."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,11 +132,12 @@ class Window:
 
 @dataclass(frozen=True)
 class RopeByKind:
-    """Rotary positions of layers with and without a window: `rope_parameters` by the kind of layer.
+    """Keys for rotary positions that differ between layers with and without a window: `rope_parameters` by kind of
+    layer.
 
     A family lists this object under the key `max_position_embeddings`. full: keys for layers without a window; old
-    files have only these keys. local_base: default base of layers with a window. local_key: the name of that base in
-    old files; None if layers with a window use the base of the other layers, without scaling.
+    files have only these keys. local_base: default RoPE base of layers with a window. local_key: the key for this base
+    in old files; None if old files have no such key.
     """
 
     full: RopeKeys
@@ -167,7 +169,7 @@ class RopeByKind:
             raise CheckpointError(
                 f"{where}: rope_parameters {parameters!r:.60}: must be objects of numbers by kind of layer"
             )
-        # Later entries take precedence. As in transformers, the old key wins over the new key.
+        # Later entries take precedence. As in transformers, old keys override new keys.
         full = {"rope_theta": config.get("rope_theta"), **(parameters.get(FULL) or {}), **old_scaling}
         options = self.full.read({**other_keys, "rope_scaling": None, "rope_parameters": full}, name, where)
         sliding = parameters.get(SLIDING) or {}
@@ -183,7 +185,7 @@ class RopeByKind:
         return {**options, "local_rope_base": _unless_same(local_base, options)}
 
     def _local(self, config: Config, options: Values, where: str) -> float | None:
-        """The base of layers with a window, from an old file."""
+        """The RoPE base of layers with a window, from an old file."""
         if self.local_key is not None:
             return _unless_same(number_in(config, self.local_key, where, self.local_base), options)
         if options["rope_base"] != self.full.base:
@@ -201,15 +203,15 @@ class RopeByKind:
 
 
 def _unless_same(local: float, full: Values) -> float | None:
-    """The base of layers with a window; None if it equals the base of the other layers and they are not scaled."""
+    """The option `local_rope_base`: None if the other layers have the same base and no scaling, otherwise `local`."""
     unscaled = full.get("rope_interpolation", 1.0) == 1.0 and full.get("rope_scaling", "none") == "none"
     return None if unscaled and local == full["rope_base"] else local
 
 
 @dataclass(frozen=True)
 class WithoutRope:
-    """SmolLM3's `no_rope_layers`: 1 for layers with rotary positions, 0 for layers without. If the list is missing,
-    every `no_rope_layer_interval`th layer has no rotary positions."""
+    """The key `no_rope_layers` of SmolLM3: 1 for layers with rotary positions, 0 for layers without. If the list is
+    missing, every `no_rope_layer_interval`th layer has no rotary positions."""
 
     names = ("no_rope_layer_interval",)
 
