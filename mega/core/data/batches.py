@@ -1,8 +1,8 @@
-"""Microbatches of one data-parallel rank. The position in the data is one global sample index.
+"""Read the microbatches of one data-parallel rank. The position in the data is a single global sample index.
 
-Every rank reads its own rows directly from the mapped files, so no data is sent between ranks. This module uses only
-the index and the number of data-parallel ranks. With d ranks and b rows per microbatch, rank r reads in microbatch m of
-a step that begins at sample C the samples C + (m d + r) b .. C + (m d + r) b + b - 1. For d = 2 and b = 2:
+Every rank reads only its rows, directly from the memory-mapped files, so no data is sent between ranks. This module
+uses only the index and the number of data-parallel ranks. Let a step begin at sample C, with d ranks and b rows per
+microbatch. In microbatch m, rank r reads the samples C + (m d + r) b .. C + (m d + r) b + b - 1. For d = 2 and b = 2:
 
              microbatch 0    microbatch 1
     rank 0   C      C + 1    C + 4  C + 5
@@ -27,14 +27,14 @@ from mega.core.data.dataset import Dataset
 class Batches:
     """Reads a dataset in steps. `take(consumed, microbatches)` is a pure function of its two arguments.
 
-    order: "single" reads the dataset's samples in sequence; "cyclic" assigns them to the ranks once and reshuffles the
-    share of each rank every epoch, like Megatron-LM's sampler of the same name.
-    sharding: with cyclic order, each rank has its own share of the samples. If False, all samples are shuffled together
-    and distributed in turn, as with --no-data-sharding.
+    order: "single" reads the dataset's samples in sequence; "cyclic" assigns samples to ranks once, and reshuffles each
+    rank's samples every epoch, like Megatron-LM's sampler of the same name.
+    sharding: with cyclic order, whether each rank reads a fixed share of the samples. If False, all samples are
+    shuffled together and distributed round-robin, as with --no-data-sharding.
     eod: the id that ends a document; required by eod_mask_loss, reset_positions and reset_attention.
     collate: (rows of token ids, index of the first row) -> batch, to build a batch other than `DecoderBatch`. A dataset
-    whose samples are not plain token ids has its own `collate`.
-    read_ahead: prepare the next step in a background thread.
+    whose samples are not plain token ids has a method `collate`.
+    read_ahead: whether to prepare the next step in a background thread.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Batches:
         self._permutation: tuple[int, NDArray[np.int64]] | None = None
 
     def take(self, consumed: int, microbatches: int) -> list[Batch]:
-        """The microbatches of this rank for the step that begins at global sample `consumed`.
+        """Return this rank's microbatches for the step that begins at global sample `consumed`.
 
-        Raises ValueError if the dataset ends before the step does, or holds an id outside the vocabulary.
+        Raises ValueError if the dataset ends before the end of the step, or contains an id outside the vocabulary.
         """
         ready = self._ahead.pop((consumed, microbatches), None)
         batches = ready.result() if ready else self._read(consumed, microbatches)
@@ -84,11 +84,11 @@ class Batches:
         return batches
 
     def turn(self, consumed: int, size: int) -> int:
-        """The index of the first of `size` samples that are read together, for example in one validation, after
+        """Return the index of the first of the next `size` samples, for example the samples of one validation, after
         `consumed` samples.
 
-        The dataset holds as many samples as the run reads in total. A run that resumes with other sizes or intervals
-        may need more samples, and then starts again with the first sample. In cyclic order the sampler itself wraps
+        The dataset contains as many samples as the run reads in total. If a run is resumed with other sizes or
+        intervals and needs more samples, reading starts again at the first sample. In cyclic order, `take` wraps
         around.
         """
         if self._order == "cyclic":
@@ -105,7 +105,7 @@ class Batches:
         return [self._batch(begin + self._rank * self._rows, self._entries(begin)) for begin in groups]
 
     def _entries(self, begin: int) -> Sequence[int]:
-        """The dataset indices of this rank's rows in the group that begins at `begin`."""
+        """Return the dataset indices of this rank's rows in the group of samples that begins at `begin`."""
         if self._order == "cyclic":
             return self._cyclic_entries(begin)
         if begin + self._group > len(self._dataset):
@@ -135,8 +135,8 @@ class Batches:
         return [self._rank * share + entry for entry in shuffled]
 
     def _in_turn(self, epoch: int, first: int, share: int) -> Sequence[int]:
-        """One microbatch of this rank, from position `first` of the rank's share. All samples of an epoch are shuffled
-        together.
+        """Return the dataset indices of this rank's next microbatch, which begins at position `first` of the rank's
+        share. All samples of an epoch are shuffled together.
 
         share: number of samples per rank and epoch. If the remainder of an epoch fills another microbatch, a rank reads
         that microbatch first in the next epoch, as in Megatron-LM's sampler.
@@ -152,7 +152,7 @@ class Batches:
         return entries
 
     def _shuffled(self, epoch: int, count: int) -> NDArray[np.int64]:
-        """The integers below `count`, shuffled for an epoch."""
+        """Return the integers below `count`, shuffled for an epoch."""
         permutation = self._permutation  # local copy: the read-ahead thread may assign another epoch
         if permutation is None or permutation[0] != epoch:
             generator = torch.Generator()
@@ -161,7 +161,7 @@ class Batches:
         return permutation[1]
 
     def _batch(self, first: int, entries: Sequence[int]) -> Batch:
-        """A batch of the samples `entries` of the dataset. Their global indices start at `first`."""
+        """Return a batch of the samples `entries` of the dataset. The global indices of the batch start at `first`."""
         samples = [self._dataset[entry] for entry in entries]
         if self._of_tokens:
             smallest, largest = min(int(row.min()) for row in samples), max(int(row.max()) for row in samples)
@@ -173,7 +173,8 @@ class Batches:
         return self._collate(samples, first)
 
     def _left_to_right(self, rows: Sequence[NDArray[np.int64]], first: int) -> DecoderBatch:
-        """A batch from rows that have one token more than the batch, because the label of a token is the next token."""
+        """Return a batch from rows that have one token more than the batch, because the label of a token is the next
+        token."""
         text = np.stack(rows)
         tokens = np.ascontiguousarray(text[:, :-1])
         documents = None

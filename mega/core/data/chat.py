@@ -1,8 +1,8 @@
-"""Finetuning samples: whole conversations packed into rows. Only selected tokens have a loss.
+"""Build samples for finetuning: whole conversations, packed into rows. Only selected tokens contribute to the loss.
 
-Conversations are tokenized once and stored in the index cache. A row holds as many conversations as fit; a conversation
-longer than a row is cut. Conversations in a row do not attend to each other, and positions restart with each
-conversation.
+Conversations are tokenized once and stored in the index cache. A row contains as many conversations as fit; a
+conversation longer than a row is truncated. Conversations in a row do not attend to each other, and positions restart
+with each conversation.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 
 MOST_ARRAY = 1 << 30
-"""Maximum size in bytes of a file that is one JSON array, since such a file is read as a whole."""
+"""Maximum size in bytes of a file with a single JSON array, because such a file is parsed as a whole."""
 
 
 class ChatRow(NamedTuple):
-    """One packed row of s tokens."""
+    """A packed row of s tokens."""
 
     tokens: NDArray[np.int64]  # int64 [s]
     labels: NDArray[np.int64]  # int64 [s]
-    weights: NDArray[np.float32]  # float32 [s], 1 where the label is trained on
+    weights: NDArray[np.float32]  # float32 [s], 1 if the label is trained on, else 0
     documents: NDArray[np.int64]  # int64 [s], index of the conversation within the row
     positions: NDArray[np.int64]  # int64 [s], position within the conversation
 
@@ -56,7 +56,7 @@ class TrainedTexts:
         return len(self._offsets) - 1
 
     def cut(self, number: int, limit: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """The first `limit` ids of a text, and the mask of trained tokens among them."""
+        """Return the first `limit` ids of a text, and the mask of trained tokens among these ids."""
         first, end = self._offsets[number : number + 2].tolist()
         span = slice(first, min(end, first + limit))
         return self._ids[span], self._trained[span]
@@ -67,7 +67,7 @@ class TrainedTexts:
 
 
 class ChatDataset:
-    """Row i of consecutive passes over the conversations. The conversations are reshuffled in each pass.
+    """Packed rows of consecutive passes over the conversations, which are reshuffled in each pass.
 
     arrays: the arrays of `TrainedTexts`; members, the conversation indices in row order; and rows, int64 [rows + 1],
     the index of the first member of each row. Example: conversations a and b in a row of 8, with padding:
@@ -103,7 +103,7 @@ class ChatDataset:
         return ChatRow(text[:-1], text[1:], weights, documents[:-1], positions[:-1])
 
     def conversation(self, number: int) -> Labelled:
-        """The tokens of one conversation."""
+        """Return the tokens of one conversation."""
         return self._texts.whole(number)
 
     def collate(self, rows: Sequence[ChatRow], first_sample: int) -> DecoderBatch:
@@ -137,7 +137,7 @@ def chat_dataset(
 ) -> ChatDataset:
     """Build at least `samples` rows from conversations in JSON lines.
 
-    flag: the flag that named the inputs, used in messages. note: function called with messages for the user.
+    flag: the flag that names the inputs, for messages. note: function called with messages for the user.
     Raises ValueError naming file and line of an invalid conversation, or if no token is trained.
     """
     key = {
@@ -161,8 +161,7 @@ def chat_dataset(
 
 
 def digest(flag: str, inputs: Sequence[str], settings: str = "") -> str:
-    """A digest of `settings` and of the files that a flag names. Errors: ValueError if one of the inputs is standard
-    input."""
+    """Return a digest of `settings` and of the input files. Errors: ValueError if an input is standard input."""
     paths, hasher = find(inputs, flag), hashlib.sha256(settings.encode())
     if STDIN in paths:
         raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
@@ -172,20 +171,20 @@ def digest(flag: str, inputs: Sequence[str], settings: str = "") -> str:
 
 
 def filler(tokenizer: Tokenizer) -> int:
-    """The token that pads rows."""
+    """Return the id that pads rows."""
     return next(token for token in (tokenizer.pad, tokenizer.eod, 0) if token is not None)
 
 
 def truncation_note(source: str, texts: Arrays, seq_length: int, unit: str = "conversations") -> str | None:
-    """A message about conversations that are cut or have no trained token, or None if there are none. Errors:
-    ValueError if no token is trained.
+    """Return a message about conversations that are truncated or have no trained token; None if no conversation is
+    affected. Errors: ValueError if no token is trained.
 
-    Without trained tokens the loss would be 0, and only weight decay would change the model.
+    Without trained tokens, the loss would be 0, and only weight decay would change the weights.
     """
     sizes = np.diff(texts["offsets"])
     firsts = texts["offsets"][:-1]
     trained = np.flatnonzero(texts["trained"])
-    # The first token of a conversation is not a label.
+    # The first token of a conversation is never a label.
     until, since = firsts + np.minimum(sizes, seq_length + 1), firsts + 1
     barren = int((np.searchsorted(trained, until) <= np.searchsorted(trained, since)).sum())
     cut = int((sizes > seq_length + 1).sum())
@@ -223,9 +222,9 @@ def labelled(inputs: Sequence[str], chat: ChatFormat) -> Iterator[Labelled]:
 
 
 def each_line(inputs: Sequence[str], read: Callable[[object], Found]) -> Iterator[Found]:
-    """Apply `read` to each JSON value: a line, an item of a file that is one array, or a row of a table.
+    """Apply `read` to each JSON value, which is a line, an item of a file with a single array, or a row of a table.
 
-    Errors: the ValueErrors of `read`, with file and line added.
+    Errors: ValueError of `read`, with file and line added.
     """
     for location, value in chain.from_iterable(map(_values, find(inputs))):
         try:
@@ -250,7 +249,7 @@ def _values(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _array(path: Path) -> list[object] | None:
-    """The items of a .json file that is one array, such as alpaca_data.json, or None for any other file. Errors:
+    """Return the items of a .json file with a single array, such as alpaca_data.json; None for any other file. Errors:
     ValueError."""
     if path.suffix != ".json":
         return None
@@ -262,8 +261,7 @@ def _array(path: Path) -> list[object] | None:
 
 
 def arrays_of(texts: Iterable[Labelled], message: str) -> Arrays:
-    """Convert texts to the arrays of `TrainedTexts`. Errors: ValueError with the `message` if there are no
-    texts."""
+    """Convert texts to the arrays of `TrainedTexts`. Errors: ValueError with `message` if `texts` is empty."""
     ids: list[NDArray[np.int32]] = []
     trained: list[NDArray[np.bool_]] = []
     for each in texts:

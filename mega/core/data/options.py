@@ -13,7 +13,7 @@ from mega.core.config.option import REQUIRED, VerbSection, like, option
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions(VerbSection):
-    """The input texts, the output token files, and how texts are tokenized."""
+    """Options for the input texts, the output token files, and the tokenization."""
 
     title: ClassVar[str] = "Token files"
 
@@ -44,7 +44,7 @@ class PreprocessOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(VerbSection):
-    """Input and output of a merge."""
+    """Options for the input and output of a merge."""
 
     title: ClassVar[str] = "Token files"
 
@@ -56,7 +56,7 @@ class MergeOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(VerbSection):
-    """How much of a pair is printed."""
+    """Options for the output of `mega data inspect`."""
 
     title: ClassVar[str] = "Samples"
 
@@ -66,7 +66,7 @@ class InspectOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class NumpyOptions(VerbSection):
-    """Input arrays and output pair."""
+    """Options for the input arrays and the output token files."""
 
     title: ClassVar[str] = "Token files"
 
@@ -78,7 +78,7 @@ class NumpyOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions(VerbSection):
-    """Which documents are divided, and how."""
+    """Options that select the documents to divide, and the method."""
 
     title: ClassVar[str] = "Documents"
 
@@ -92,7 +92,7 @@ class SplitOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class PresplitOptions(VerbSection):
-    """Which documents are cut into sentences, and how."""
+    """Options that select the documents to cut into sentences, and the method."""
 
     title: ClassVar[str] = "Documents"
 
@@ -106,7 +106,7 @@ class PresplitOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class DetokenizeOptions(VerbSection):
-    """Which lines are detokenized, and how."""
+    """Options that select the lines to detokenize, and the method."""
 
     title: ClassVar[str] = "Lines"
 
@@ -118,7 +118,7 @@ class DetokenizeOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions(VerbSection):
-    """Input and output of line encoding."""
+    """Options for the input and output of line encoding."""
 
     title: ClassVar[str] = "Lines"
 
@@ -130,7 +130,7 @@ class EncodeOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions(VerbSection):
-    """Which samples are printed."""
+    """Options that select the samples to print."""
 
     title: ClassVar[str] = "Samples"
 

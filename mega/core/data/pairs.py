@@ -1,8 +1,9 @@
-"""Preference pairs: two answers to a prompt, one of them preferred. Each answer is a row in which only the answer's own
-tokens have a loss, and earlier assistant turns do not. Rows are padded to the longest row of their microbatch.
+"""Build preference pairs: two answers to a prompt, of which one is preferred. Each answer is a row in which only the
+tokens of this answer have a loss; earlier assistant turns have no loss. Rows are padded to the longest row of their
+microbatch.
 
-A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages (text/chat/messages.py). Without
-"prompt", both answers must be whole conversations; with "prompt", they may be.
+A line of a file is an object {"prompt", "chosen", "rejected"} of texts or lists of messages (text/chat/messages.py).
+Without "prompt", both answers must be whole conversations; with "prompt", the answers can also be whole conversations.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 KEYS = ("prompt", "chosen", "rejected")
 ANSWER_RULE = 3
-"""Version of the rule for an answer's own tokens, part of the cache key. Version 1 included the prompt's assistant
-turns. In version 2, the part shared by both answers could end inside a message; now it ends at the end of a message."""
+"""Version of the rule that determines an answer's tokens; part of the cache key. In version 1, the prompt's assistant
+turns were included. In version 2, the part shared by both answers could end inside a message; now it ends with a
+message."""
 
 
 class PairRows(NamedTuple):
@@ -39,14 +41,15 @@ class PairRows(NamedTuple):
 
 
 class PairDataset:
-    """Sample i is pair order[i]. Every pass over the pairs is shuffled separately.
+    """A dataset of pairs. Sample i is pair order[i]. Every pass over the pairs is shuffled separately.
 
     texts: all answers, each with its prompt; pair n has texts 2 n and 2 n + 1.
     order: int64 [samples].
-    digest: a digest of everything that affects the rows.
-    reference: float64 [pairs, 2], log-probabilities of both answers under the initial weights, once computed.
-    unit: a microbatch is as long as its longest row, rounded up to a multiple of unit. If None, all microbatches have
-    seq_length.
+    digest: a digest of all inputs and settings that affect the rows.
+    reference: float64 [pairs, 2], log-probabilities of both answers under the initial weights; None until they are
+    computed.
+    unit: a microbatch is as long as its longest row, rounded up to a multiple of unit. If None, the length of every
+    microbatch is seq_length.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class PairDataset:
         return self._texts.whole(row)
 
     def pair(self, number: int) -> PairRows:
-        """The two rows of one pair."""
+        """Return the two rows of one pair."""
         text = np.full((2, self._length + 1), self._filler, np.int64)
         trained = np.zeros((2, self._length + 1), np.float32)
         longest = 1
@@ -119,7 +122,7 @@ def pair_dataset(
 ) -> PairDataset:
     """Build at least `samples` pairs from JSON lines.
 
-    flag: the flag that named the inputs, used in messages. note: function called with messages for the user.
+    flag: the flag that names the inputs, for messages. note: function called with messages for the user.
     Errors: ValueError naming file and line of an invalid pair, or if no pair has two different answers.
     """
     settings = f"{tokenizer.fingerprint()} {chat.source} {seq_length} {RENDERING} {ANSWER_RULE}"
@@ -141,8 +144,8 @@ def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled,
         one, other = (conversation(each) for each in conversations(content))
         if _question(one.messages) != _question(other.messages):
             raise ValueError("the answers are to different questions")
-        # The shared messages have no loss: they cancel in the difference of the answers, but would count in the reward
-        # of each answer.
+        # The shared messages have no loss, because they cancel in the difference of the answers, but would count in the
+        # reward of each answer.
         message_pairs = zip(one.messages, other.messages, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], message_pairs))
         return chat.labelled(one, shared), chat.labelled(other, shared)
@@ -151,12 +154,12 @@ def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled,
 
 
 def _question(messages: Sequence[Message]) -> list[Message]:
-    """The messages before the assistant's first turn."""
+    """Return the messages before the assistant's first turn."""
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 def conversations(content: object) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """The two conversations of a JSON object, in the form that `conversation` takes. Errors: ValueError.
+    """Return the two conversations of a JSON object, as arguments of `conversation`. Errors: ValueError.
 
     >>> conversations({"prompt": "1 + 1", "chosen": "2", "rejected": "3"})[0]["messages"][-1]
     {'role': 'assistant', 'content': '2'}
@@ -177,7 +180,7 @@ def conversations(content: object) -> tuple[Mapping[str, object], Mapping[str, o
 
 
 def _whole(prompt: list[object], answer: list[object]) -> list[object]:
-    """The prompt followed by an answer. An answer may begin with the prompt itself, as in UltraFeedback."""
+    """Return the prompt followed by an answer. An answer may begin with a copy of the prompt, as in UltraFeedback."""
     return answer if answer[: len(prompt)] == prompt else prompt + answer
 
 

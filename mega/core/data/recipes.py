@@ -1,7 +1,8 @@
-"""Recipes that turn a part of a corpus into samples: runs of tokens for GPT, pairs of sentences for BERT, spans for T5.
+"""Define recipes that turn a part of a corpus into samples: runs of tokens for GPT, pairs of sentences for BERT, spans
+for T5.
 
 A recipe defines which units `--split` divides, how many samples one pass yields, and how a dataset is built and cached.
-It does not depend on flag values or blends.
+Recipes do not depend on flag values or blends.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ class CorpusPart:
     first: int  # Index of the first unit
     last: int  # Index after the last unit
     label: str  # Text at the start of messages about the part
-    remedy: str = ""  # Text at the end of messages about a part that is too small
+    remedy: str = ""  # Advice at the end of messages about a part that is too small
 
 
 class Recipe(Protocol):
-    """One kind of samples."""
+    """Interface of recipes, one for each type of sample."""
 
     def units(self, corpus: IndexedDataset) -> int:
-        """The number of units that `--split` divides: sequences or documents."""
+        """Return the number of units that `--split` divides: sequences or documents."""
         ...
 
     def once(self, part: CorpusPart) -> int:
-        """The approximate number of samples in one pass, which is the default weight of a corpus."""
+        """Return the approximate number of samples in one pass, which is the default weight of a corpus."""
         ...
 
     def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
-        """A dataset of at least `samples` samples. `note` is called if the dataset takes several passes. Errors:
-        ValueError if the dataset would be empty."""
+        """Return a dataset of at least `samples` samples. `note` is called with a message if the dataset takes several
+        passes. Errors: ValueError if the dataset would be empty."""
         ...
 
 
 @dataclass(frozen=True)
 class Gpt:
-    """Runs of seq_length + 1 tokens. The units of a split are sequences, as in Megatron-LM."""
+    """Recipe for samples of seq_length + 1 tokens. The units of a split are sequences, as in Megatron-LM."""
 
     seq_length: int  # Number of tokens in a sample, minus one
     seed: int  # Seed of the order
@@ -79,7 +80,7 @@ class Gpt:
             )
         if (passes := epochs(tokens, length, samples)) > 1:
             note(f"{part.label} has {tokens:,} tokens; {samples:,} samples of {length} take {passes} epochs")
-        key = {  # everything that the order depends on: runs with other corpora or seeds may share the cache folder
+        key = {  # all values on which the order depends, because different runs may share the cache folder
             "kind": "gpt",
             "corpus": part.corpus.fingerprint,
             "sequences": [part.first, part.last],
@@ -104,7 +105,7 @@ class Gpt:
 
 @dataclass(frozen=True)
 class Masked:
-    """BERT's or T5's samples of a corpus of sentences. The units of a split are documents."""
+    """Recipe for BERT or T5 samples from a corpus of sentences. The units of a split are documents."""
 
     masking: MaskingConfig
     """The masking section."""
@@ -159,7 +160,8 @@ class Masked:
             mapping = cached(cache, key, ("mapping",), compute)["mapping"]
         except ValueError as error:
             raise ValueError(f"{part.label}: {error}") from None
-        # Count the passes: the sample that begins earliest, from the first usable document, occurs once in every pass.
+        # Count the passes: the sample with the smallest start, from the first usable document, occurs once in every
+        # pass.
         if (passes := int(np.count_nonzero(mapping[:, 0] == mapping[:, 0].min()))) > 1:
             note(f"{part.label} has {len(documents) - 1:,} documents; {samples:,} samples take {passes} epochs")
         if masking.sample_kind == "bert":
@@ -193,7 +195,7 @@ def recipe(
     vocab: int | None = None,
     infill: Infill | None = None,
 ) -> Recipe:
-    """The recipe of `--sample-kind`. ValueError if the tokenizer lacks required tokens.
+    """Return the recipe for `--sample-kind`. Errors: ValueError if the tokenizer lacks required tokens.
 
     pairs: whether BERT samples have two parts. repeat_short: whether a part with fewer tokens than one GPT sample may
     be repeated. vocab: the vocabulary size of the model.
@@ -206,7 +208,7 @@ def recipe(
 
 
 def description(prefix: str, split_name: str, samples: int, seq_length: int, seed: int, split: str) -> str:
-    """Everything that decides the samples of one corpus, in the format of Megatron-LM 23.06."""
+    """Describe everything that determines the samples of one corpus, in the format of Megatron-LM 23.06."""
     return (
         f"GPT Dataset\n\nData prefix {prefix}\nDataset name {split_name}\nNumber of samples {samples}\n"
         f"Sequence length {seq_length}\nRandom seed {seed}\nSplit {split}\n"

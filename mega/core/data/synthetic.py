@@ -1,4 +1,5 @@
-"""Synthetic batches, which are functions of sample indices, for comparing layouts and measuring speed without data."""
+"""Generate synthetic batches, which depend only on sample indices, to compare layouts and to measure speed without
+data."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from mega.core.ops.counter import key, mix
 def decoder_batch(
     model: ModelConfig, length: int, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
 ) -> DecoderBatch:
-    """Rows of `length` random tokens. samples: int64 [b].
+    """Return rows of `length` random tokens. samples: int64 [b], sample indices.
 
-    ragged: the number of tokens with a loss differs between rows, from a third of the tokens to all of them, so a wrong
-    mean over ranks is detected. If False, all tokens have a loss.
-    documents: rows contain several documents that do not attend to each other.
+    ragged: whether the number of tokens with a loss differs between rows, from a third of the tokens to all tokens, so
+    that a wrong mean over ranks is detected. If False, all tokens have a loss.
+    documents: whether rows contain several documents that do not attend to each other.
     """
     columns = torch.arange(length + 1, device=samples.device)
     bits = _bits(samples, columns, seed, "synthetic")
@@ -35,7 +36,8 @@ def decoder_batch(
 
 
 def packed(batch: DecoderBatch, shortest: int = 200, longest: int = 2000) -> DecoderBatch:
-    """The same rows, divided into documents of `shortest` to `longest` tokens that do not attend to each other."""
+    """Return the same rows, divided into documents of `shortest` to `longest` tokens that do not attend to each
+    other."""
     rows, length = batch.tokens.shape
     bits = mix(mix(batch.samples.cpu() + key("packed"))[:, None] + torch.arange(length // shortest + 1))
     ends = (shortest + (bits & 0x7FFFFFFF) % (longest - shortest + 1)).cumsum(1)
@@ -46,7 +48,7 @@ def packed(batch: DecoderBatch, shortest: int = 200, longest: int = 2000) -> Dec
 def neighbour_batch(
     model: ModelConfig, length: int, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
 ) -> NeighbourBatch:
-    """Rows of `length` random tokens whose chunks have random neighbours. samples: int64 [b].
+    """Return rows of `length` random tokens whose chunks have random neighbours. samples: int64 [b], sample indices.
 
     ragged: see `decoder_batch`; in addition, about one in five neighbours is missing. documents: ignored, because a row
     is one document.
@@ -63,7 +65,8 @@ def neighbour_batch(
 def neighbour_rows(
     samples: Sequence[NDArray[np.int64]], first: int, *, model: ModelConfig | None = None
 ) -> NeighbourBatch:
-    """A batch from rows of token ids, int64 [seq_length + 1]. Every chunk is repeated as its own neighbour."""
+    """Return a batch from rows of token ids, int64 [seq_length + 1]. The neighbour of every chunk is a copy of the
+    chunk."""
     text = torch.stack([torch.from_numpy(row) for row in samples])
     tokens = text[:, :-1].contiguous()
     assert model is not None
@@ -79,8 +82,8 @@ def neighbour_rows(
 
 
 def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:
-    """A batch from ids int64 [b, s] to be continued or scored. Each row is the beginning of a text. The labels are
-    placeholders."""
+    """Return a batch from ids, int64 [b, s], to be continued or scored. Each row is the beginning of a text. The labels
+    are placeholders."""
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     weights = torch.ones(ids.shape, device=ids.device)
     return DecoderBatch(ids, ids, weights, positions, torch.arange(len(ids), device=ids.device))
@@ -89,10 +92,11 @@ def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:
 def masked_batch(
     model: ModelConfig, length: int, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
 ) -> MaskedBatch:
-    """Rows of two parts of random tokens, of which about one in seven is masked. samples: int64 [b].
+    """Return rows with two parts of random tokens, of which about one in seven is masked. samples: int64 [b], sample
+    indices.
 
-    ragged: rows are padded by up to half of their length, and the pair label of every fourth row is unknown (-1).
-    documents: ignored, because a row is one document.
+    ragged: whether rows are padded by up to half of their length, and the pair label of every fourth row is unknown
+    (-1). documents: ignored, because a row is one document.
     """
     bits = _masked_bits(samples, length, seed)
     lengths = length - (samples * 7919) % (length // 2 + 1) if ragged else torch.full_like(samples, length)
@@ -106,8 +110,8 @@ def masked_batch(
 
 
 def masked_rows(samples: Sequence[Any], first: int) -> MaskedBatch:
-    """A batch from rows of token ids, int64 [seq_length + 1], as rows of two parts. first: global index of the first
-    sample."""
+    """Return a batch from rows of token ids, int64 [seq_length + 1], each divided into two parts. first: global index
+    of the first sample."""
     tokens = torch.stack([torch.from_numpy(row[:-1]) for row in samples])
     numbers = torch.arange(first, first + len(samples))
     lengths = torch.full_like(numbers, tokens.shape[1])
@@ -115,7 +119,7 @@ def masked_rows(samples: Sequence[Any], first: int) -> MaskedBatch:
 
 
 def _masked_bits(samples: torch.Tensor, length: int, seed: int) -> torch.Tensor:
-    """int64 [b, length], random bits as a function of sample indices and columns."""
+    """Return random bits, int64 [b, length], as a function of sample indices and columns."""
     return mix(mix(samples + key(seed, "masked"))[:, None] + torch.arange(length, device=samples.device))
 
 
@@ -152,10 +156,11 @@ def encoder_decoder_batch(
     documents: bool = False,
     decoder_length: int = 0,
 ) -> EncoderDecoderBatch:
-    """Rows of `length` random tokens for the encoder, and of `decoder_length` other random tokens for the decoder.
-    samples: int64 [b].
+    """Return rows of `length` random tokens for the encoder, and of `decoder_length` other random tokens for the
+    decoder. samples: int64 [b], sample indices.
 
-    ragged: the rows of encoder and decoder are padded by a different number of tokens in every row. documents: ignored.
+    ragged: whether the rows of encoder and decoder are padded, each row by a different number of tokens. documents:
+    ignored.
     """
     columns = torch.arange(decoder_length + 1, device=samples.device)
     text = _ids(_bits(samples, columns, seed, "synthetic decoder"), model)
@@ -173,8 +178,8 @@ def encoder_decoder_batch(
 
 
 def copied_rows(samples: Sequence[Any], first: int, *, decoder_length: int = 0) -> EncoderDecoderBatch:
-    """A batch from rows that have one token more than the encoder reads. The decoder's task is to copy the row, which
-    is repeated if the decoder's row is longer."""
+    """Return a batch from rows that have one token more than the encoder reads. The decoder copies the encoder's row,
+    which is repeated if the decoder's row is longer."""
     text = torch.stack([torch.from_numpy(row) for row in samples])
     encoder_ids, lengths = text[:, :-1], torch.full((len(samples),), text.shape[1] - 1)
     decoder_ids = text[:, torch.arange(decoder_length + 1) % text.shape[1]]
@@ -190,7 +195,7 @@ def copied_rows(samples: Sequence[Any], first: int, *, decoder_length: int = 0) 
 
 
 def _bits(samples: torch.Tensor, columns: torch.Tensor, seed: int, name: str) -> torch.Tensor:
-    """int64 [b, columns], random bits as a function of sample indices and columns."""
+    """Return random bits, int64 [b, columns], as a function of sample indices and columns."""
     return mix(mix(samples + key(seed, name))[:, None] + columns)
 
 
@@ -199,8 +204,8 @@ def _ids(bits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 def _counted(samples: torch.Tensor, length: int, ragged: bool) -> torch.Tensor:
-    """int64 [b, length], 1 for the first columns of each row: for a third to all of the columns if `ragged`, else for
-    all."""
+    """Return int64 [b, length], with 1 in the first columns of each row: in a third to all of the columns if `ragged`,
+    else in all."""
     if not ragged:
         return torch.ones(len(samples), length, dtype=torch.int64, device=samples.device)
     counts = length // 3 + (samples * 7919) % (length - length // 3 + 1)

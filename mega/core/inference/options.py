@@ -30,7 +30,7 @@ NOTHING = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingLayout(VerbSection):
-    """The ranks that decode, the device, and the precision."""
+    """Options for the ranks that decode, the device, and the precision."""
 
     title: ClassVar[str] = "Layout"
 
@@ -45,7 +45,7 @@ class DecodingLayout(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(VerbSection):
-    """How an engine batches requests, caches keys and values, and computes."""
+    """Options for batching, caching and computation in an engine."""
 
     title: ClassVar[str] = "Engine"
 
@@ -89,7 +89,7 @@ class EngineOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalOptions(VerbSection):
-    """The database of neighbours for a model with a retriever."""
+    """Options for the database of neighbours of a model with a retriever."""
 
     title: ClassVar[str] = "Neighbours"
 
@@ -112,7 +112,7 @@ class RetrievalOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(VerbSection):
-    """The prompts of `mega generate`, and where its texts are written."""
+    """Options for the prompts of `mega generate` and the output file."""
 
     title: ClassVar[str] = "Texts"
 
@@ -148,7 +148,7 @@ class GenerateOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(VerbSection):
-    """The model or server of `mega chat`, and its answers."""
+    """Options for the model or server of `mega chat`, and for the answers."""
 
     title: ClassVar[str] = "Chat"
 
@@ -166,7 +166,7 @@ class ChatOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(VerbSection):
-    """How `mega generate` samples. None means that an option is not given, because beam search does not sample, and a
+    """Sampling options of `mega generate`. None means that an option is not given: beam search does not sample, and a
     server has its own defaults."""
 
     title: ClassVar[str] = "Sampling"
@@ -194,7 +194,7 @@ class SamplingOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class OtherTokenizer(VerbSection):
-    """A tokenizer that replaces the checkpoint's tokenizer."""
+    """Options for a tokenizer that replaces the checkpoint's tokenizer."""
 
     title: ClassVar[str] = "Tokenizer"
 

@@ -1,8 +1,8 @@
-"""Choose tokens from logits: penalties, temperature, top-k, top-p, min-p, draw.
+"""Choose tokens from logits with penalties, temperature, top-k, top-p, min-p, and a random draw.
 
-The result for a row depends only on this row, and, if drawn, on the number in [0, 1) given with the row; there is no
-random state. Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1; of
-min-p: Nguyen et al. 2024; of the repetition penalty: Keskar et al. 2019, section 4.1.
+The result for a row depends only on the row and, for a random draw, on the number in [0, 1) given with the row. This
+module has no random state. Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration",
+section 3.1; of min-p: Nguyen et al. 2024; of the repetition penalty: Keskar et al. 2019, section 4.1.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from mega.core.ops.counter import key
 
 @dataclass(frozen=True, eq=False)
 class Filters:
-    """The filters of m rows, tensors of [m, 1]."""
+    """The filters of m rows, as tensors [m, 1]."""
 
     temperature: torch.Tensor
-    """Is 1 for a greedy row, whose probabilities are not used."""
+    """Divisor of the logits; 1 for a greedy row, whose probabilities are not used."""
     top_k: torch.Tensor
     most_k: int
-    """The largest top_k; 0 if top-k is off in all rows."""
+    """The largest top_k; 0 if top-k is disabled in all rows."""
     top_p: torch.Tensor | None
-    """None if top-p is off in all rows."""
+    """None if top-p is disabled in all rows."""
     min_p: torch.Tensor | None
-    """None if min-p is off in all rows."""
+    """None if min-p is disabled in all rows."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits [m, vocab] in fp32 -> probabilities [m, vocab]."""
+        """Convert logits [m, vocab] in fp32 to probabilities [m, vocab]."""
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if self.most_k:
             best = logits.topk(min(self.most_k, logits.shape[-1])).values
@@ -48,7 +48,7 @@ class Filters:
 
 
 def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
-    """logits [..., vocab] -> the probabilities from which a token is drawn, [..., vocab].
+    """Convert logits [..., vocab] to the probabilities with which a token is drawn, [..., vocab].
 
     >>> probabilities(torch.tensor([0.5, 0.3, 0.2]).log(), Sampling(top_p=0.6))  # 0.5 does not reach 0.6
     tensor([0.6250, 0.3750, 0.0000])
@@ -71,13 +71,14 @@ def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
 
 
 def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-    """Make logits [m, vocab] less likely where `seen`, bool [m, vocab], is set, by penalty [m, 1]."""
+    """Apply the repetition penalty [m, 1] to logits [m, vocab], where `seen`, bool [m, vocab], is True."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 class SeenIds:
-    """Tables for adjusting the logits of requests in flight, one row per request: whether an id occurs in the text, how
-    often it occurs in the answer, and its bias. The table of biases is made for the first request with a bias."""
+    """Tables for adjusting the logits of requests in flight. A request's row contains, for each id, whether the id
+    occurs in the text, how often it occurs in the answer, and its bias. The table of biases is allocated for the first
+    request with a bias."""
 
     def __init__(self, requests: int, vocab: int, device: torch.device) -> None:
         self.seen = torch.zeros(requests, vocab, dtype=torch.bool, device=device)
@@ -90,7 +91,7 @@ class SeenIds:
                 each[rows] = 0
 
     def favour(self, pairs: torch.Tensor, bias: torch.Tensor) -> None:
-        """Set biases. pairs [b, 2]: row and id. bias [b]."""
+        """Set biases. pairs: [b, 2], row and id. bias: [b]."""
         if self.bias is None:
             self.bias = torch.zeros_like(self.counts)
         self.bias[pairs[:, 0], pairs[:, 1]] = bias.float()
@@ -108,8 +109,9 @@ class SeenIds:
         presence: torch.Tensor,
         frequency: torch.Tensor,
     ) -> torch.Tensor:
-        """Adjust logits [m, vocab]. rows [m]: rows of these tables; negative: leave the logits unchanged. penalty,
-        presence, frequency [m, 1]: as in `Sampling`; OpenAI's API reference defines the last two."""
+        """Adjust logits [m, vocab]. rows: [m], row of each request in these tables; negative to leave the logits
+        unchanged. penalty, presence, frequency: [m, 1], as in `Sampling`; OpenAI's API reference defines presence and
+        frequency penalties."""
         has_row, table_rows = (rows >= 0)[:, None], rows.clamp(min=0)
         counts = self.counts[table_rows] * has_row
         logits = penalised(logits, self.seen[table_rows] & has_row, penalty)
@@ -118,23 +120,23 @@ class SeenIds:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """In each row of [m, vocab], the first id with the largest logit, [m]."""
-    if logits.is_cpu:  # numpy takes a fifth of the time that torch takes
+    """Return the first id with the largest logit in each row of [m, vocab], as a tensor [m]."""
+    if logits.is_cpu:  # numpy is five times as fast as torch
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.max(-1).indices
 
 
 def draw(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw ids [m] from probabilities [m, vocab]. uniform: float64 numbers in [0, 1), [m, 1]; each chooses the id whose
-    interval of the cumulative distribution contains the number."""
+    """Draw ids [m] from probabilities [m, vocab]. uniform: float64 numbers in [0, 1), [m, 1]. Each number selects the
+    id whose interval of the cumulative distribution contains the number."""
     ends = shares.double().cumsum(-1)
     ids = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)[:, 0]
-    # Rounding can push the number past the last interval.
+    # Because of rounding, the number can be above the last interval.
     return torch.where(ids < shares.shape[-1], ids, shares.argmax(-1))
 
 
 def uniform(seed: int, number: int) -> float:
-    """The number in [0, 1) that decides the draw of the new token with index `number` in a request with this seed.
+    """Return the number in [0, 1) that selects the new token with index `number` in a request with this seed.
 
     >>> uniform(1, 0) == uniform(1, 0) != uniform(1, 1)
     True
@@ -143,10 +145,10 @@ def uniform(seed: int, number: int) -> float:
 
 
 def top_p_after(how: Sampling, tokens: int) -> float:
-    """Top-p after `tokens` new tokens, decayed, but not below its bound.
+    """Return top-p after `tokens` new tokens: the decayed value, but at least the bound.
 
     >>> [top_p_after(Sampling(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3), n) for n in range(3)]
     [0.8, 0.4, 0.3]
     """
     decayed = how.top_p * math.pow(how.top_p_decay, tokens) if how.top_p_decay else how.top_p
-    return max(decayed, how.top_p_bound, TINY)  # 0 would keep no token
+    return max(decayed, how.top_p_bound, TINY)  # with 0, no token would be kept

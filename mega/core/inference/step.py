@@ -75,7 +75,7 @@ class Step:
     seen: Integers
     """int64 [m], row of `SeenIds` for the penalties; -1 for no penalties."""
     requests: Integers
-    """int64 [m], index of the request whose last token is chosen from this row; -1 if there is none."""
+    """int64 [m], index of the request whose last token is chosen from this row, or -1."""
     marks: Integers
     """int64 [p, 2], (row of `SeenIds`, id to add to the row); id -1 clears the row."""
     biases: NDArray[np.float64]

@@ -283,8 +283,8 @@ class Worker:
             self._keep(None if each.found is None else each.found[:, 0], each.step)
 
     def _keep(self, ids: torch.Tensor | None, step: Step) -> None:
-        """Store the last tokens of requests on the ranks of the first stage. `ids` is None on all ranks except the
-        first tensor rank of the first stage."""
+        """Store the last tokens of requests on the ranks of the first stage. ids: given only on the first tensor rank
+        of the first stage."""
         if not (step.requests >= 0).any():
             return
         tp, indices = self.mesh.tp, np.where(step.requests < 0, self.requests, step.requests)

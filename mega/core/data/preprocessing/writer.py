@@ -1,7 +1,8 @@
 """Write token files atomically, in bounded memory. An interrupted writer can be resumed.
 
-During writing the pair consists of three files: `<prefix>.bin.tmp`, the sequence lengths, and the sequences per
-document. The .idx is built from the last two files at the end. This module does not depend on texts or tokenizers.
+While a pair is written, it consists of three temporary files: `<prefix>.bin.tmp`, the sequence lengths, and the
+sequences per document. At the end, the .idx is built from the last two files. This module does not depend on texts or
+tokenizers.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class IndexedWriter:
         with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
             writer.add([[10, 11], [12]])     # one document of two sequences
 
-    Memory is bounded: lengths and documents are stored in files, not in lists. A second writer on the same prefix is
-    refused with ValueError.
+    Memory is bounded: lengths and documents are stored in files, not in lists. Raises ValueError if another writer uses
+    the same prefix.
 
-    keep: after an error, keep the temporary files. A later writer that is given the last `state()` resumes from these
-    files. If False, remove the temporary files.
-    noted: additional entries of the note, such as the tokenizer. The writer does not interpret these entries.
+    keep: whether to keep the temporary files after an error. With the last `state()`, a later writer resumes from these
+    files.
+    noted: additional entries of the note, such as the tokenizer, which the writer does not interpret.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class IndexedWriter:
                 for path in self._paths:
                     path.unlink(missing_ok=True)
             for file in self._files:
-                with contextlib.suppress(OSError):  # data that a full disk rejected was never counted
+                with contextlib.suppress(OSError):  # data that could not be written to a full disk was never counted
                     file.close()
 
     @property
@@ -98,7 +99,7 @@ class IndexedWriter:
         return self._bin, self._lengths, self._counts
 
     def state(self) -> dict[str, Json]:
-        """Flush everything to the disk, and return the sizes that a later writer can resume from."""
+        """Flush all data to the disk, and return the sizes from which a later writer can resume."""
         with self._named():
             for file in self._files:
                 file.flush()
@@ -117,8 +118,8 @@ class IndexedWriter:
         sizes = self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents
         with self._named():
             if self.tokens and not os.fstat(self._bin.fileno()).st_size and bin_path(self.prefix).exists():
-                # The writer was killed between the two renames of `_publish`: the .bin already has its final name, so
-                # rename it back.
+                # The writer was killed between the two renames of `_publish`, when the .bin already had its final name,
+                # so rename the .bin back.
                 idx_path(self.prefix).unlink(missing_ok=True)
                 os.replace(bin_path(self.prefix), self._paths[0])
                 self._bin.close()
@@ -132,13 +133,13 @@ class IndexedWriter:
                     self._digest.update(block)
 
     def add(self, document: Sequence[Sequence[int]]) -> None:
-        """Add one document: its sequences, without empty ones."""
+        """Add one document, without its empty sequences."""
         lengths = [len(sequence) for sequence in document if len(sequence)]
         ids = [token for sequence in document for token in sequence]
         self.extend(np.array(ids, np.int64), np.array(lengths, np.int64), np.array([len(lengths)]))
 
     def extend(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
-        """Add many documents: all ids, the lengths of all sequences, and the number of sequences per document.
+        """Add many documents, given by all ids, the lengths of all sequences, and the number of sequences per document.
 
         Raises ValueError for an id that the dtype cannot hold.
         """
@@ -191,7 +192,7 @@ class IndexedWriter:
         return (self._range or (0, 0))[1]
 
     def _publish(self) -> None:
-        """Remove the old index, then put ids, note and index in place, in this order."""
+        """Remove the old index, then move ids, note and index to their final names, in this order."""
         self._bin.flush()
         os.fsync(self._bin.fileno())
         for old in (idx_path(self.prefix), note_path(self.prefix)):
@@ -233,7 +234,7 @@ class IndexedWriter:
 
 
 def _stored(file: BinaryIO, dtype: str) -> Iterator[NDArray[np.integer]]:
-    """The numbers of a temporary file from its beginning, in blocks."""
+    """Yield the numbers in a temporary file, from the beginning, in blocks."""
     file.seek(0)
     while data := file.read(_BLOCK * np.dtype(dtype).itemsize):
         yield np.frombuffer(data, dtype)
@@ -246,7 +247,7 @@ def _open_exclusively(path: Path) -> BinaryIO:
         if not locked_alone(file.fileno()):
             file.close()
             raise ValueError(f"{path}: another process is writing this output")
-        # Another writer may have renamed or removed this file between open and lock: check, and try again.
+        # Another writer may have renamed or removed this file between open and lock, so check and try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file

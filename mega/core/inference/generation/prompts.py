@@ -1,6 +1,6 @@
-"""`mega generate` on one rank: a single prompt, a file of prompts, new documents, or prompts from the terminal.
+"""Run `mega generate` on one rank, for a single prompt, a file of prompts, new documents, or prompts from the terminal.
 
-Rank 0 reads and writes; the other ranks follow its engine. Flags are named only in messages.
+Rank 0 reads prompts and writes texts; the other ranks run the steps of rank 0's engine.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Json, parse_json
 
 BLOCK = 1024
-"""Number of prompts whose rows are written to the file at once."""
+"""Number of prompts whose rows are written to the file together."""
 ASK = "Context prompt (stop to exit) >>> "
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationPlan:
-    """What to generate, and with which model."""
+    """The model, prompts and options of a call of `mega generate`."""
 
     texts: GenerateOptions
     layout: DecodingLayout = field(default_factory=DecodingLayout)
@@ -56,13 +56,13 @@ class GenerationPlan:
     interactive: bool = False
     """Whether to read prompts from the terminal."""
     retriever: OpenRetriever | None = None
-    """Opens the retriever of neighbours in `retro`."""
+    """Opens the retriever that finds neighbours in `retro`."""
     retro: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
-    """Options of a tokenizer that is used instead of the model's own; empty: use the model's."""
+    """Options of a tokenizer that replaces the model's tokenizer; empty to use the model's tokenizer."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    """Name -> directory. Prompts of --input that name no adapter use the first one."""
+    """Name -> directory. Prompts of --input that do not name an adapter use the first adapter."""
 
     @property
     def load(self) -> Path:
@@ -84,13 +84,13 @@ class TextPrompt(NamedTuple):
 
 
 class GenerationInputs(NamedTuple):
-    """Everything that is opened before any rank starts."""
+    """All inputs that are opened before any rank starts."""
 
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
     tokenizer: Tokenizer
     stop_ids: Mapping[str | None, frozenset[int]]  # adapter (None: the base model) -> ids that end an answer
-    prompts: list[TextPrompt]  # of --input
+    prompts: list[TextPrompt]  # Prompts from --input
 
 
 def open_inputs(plan: GenerationPlan) -> GenerationInputs:
@@ -129,7 +129,8 @@ def open_inputs(plan: GenerationPlan) -> GenerationInputs:
 def _prompt_notes(
     plan: GenerationPlan, opened: OpenedModel, tokenizer: Tokenizer, prompts: Sequence[TextPrompt]
 ) -> Iterator[str]:
-    """Messages about prompts that spell special tokens, and about texts that exceed the model's positions."""
+    """Yield messages about prompts that contain names of special tokens, and about texts that are longer than the
+    model's positions."""
     texts = [each.text for each in prompts] or [plan.texts.prompt or ""]
     special_tokens = Spelled(tokenizer.special_tokens())
     name = next(filter(None, map(special_tokens.first_in, texts)), None)
@@ -145,7 +146,7 @@ def _prompt_notes(
 def _ends(
     opened: OpenedModel, adapters: Sequence[OpenedAdapter], tokenizer: Tokenizer
 ) -> dict[str | None, frozenset[int]]:
-    """The ids that end texts of the model and of each adapter. Errors: CheckpointError."""
+    """Return the ids that end texts of the model and of each adapter. Errors: CheckpointError."""
     ends_of: dict[str | None, frozenset[int]] = {None: opened.ends(tokenizer)}
     for each in adapters:
         ends = declared_ends(each.source.attachments, opened.architecture.input.vocab)
@@ -160,7 +161,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[TextPrompt]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--input {path}: cannot be read as UTF-8 text ({error})") from None
-    for number, line in enumerate(io.StringIO(text), start=1):  # not splitlines: a prompt may contain U+2028 and others
+    for number, line in enumerate(io.StringIO(text), start=1):  # splitlines would also split at U+2028
         line = line.removesuffix("\n")
         if path.suffix != ".jsonl":
             yield TextPrompt(line, first)
@@ -180,7 +181,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[TextPrompt]:
 
 
 def write_texts(plan: GenerationPlan) -> int:
-    """Generate texts on this rank and write them. Errors: ValueError naming flag, file or tensor; LostRank."""
+    """Generate texts with this rank and write them. Errors: ValueError naming flag, file or tensor; LostRank."""
     model, adapters, tokenizer, stop_ids, prompts = open_inputs(plan)
     world, device, groups = connect(plan.layout.device)
     mesh = decoding_mesh(plan.layout, world.rank, groups)
@@ -221,7 +222,7 @@ class TextGenerator:
     """Digest of the model's weights."""
 
     def ids(self, prompt: str) -> list[int]:
-        """Encode a prompt; an empty one begins a document."""
+        """Encode a prompt; an empty prompt is replaced with the token that begins a document."""
         start = self.tokenizer.start
         return self.tokenizer.encode(prompt) or ([start] if start is not None else [])
 
@@ -231,20 +232,21 @@ class TextGenerator:
         return next(iter(self.plan.adapters), None)
 
     def text(self, prompt: TextPrompt, ids: Sequence[int], new: Sequence[int]) -> str:
-        """The text that `new` adds to a prompt."""
+        """Return the text that `new` adds to a prompt."""
         stream, ends = TextStream(self.tokenizer, ids if prompt.text else []), self.stop_ids[prompt.adapter]
         pieces = [stream.push(token) for token in new if token not in ends]
         return "".join(pieces) + stream.finish()
 
     def continue_one(self, prompt: str, out: TextIO, stopped: Callable[[], bool] = lambda: False) -> int:
-        """Print a prompt and, as it arrives, its continuation, until `stopped()`. Return the number of new tokens."""
+        """Print a prompt, and print its continuation as tokens arrive, until `stopped()`. Return the number of new
+        tokens."""
         plan, ids, count = self.plan, self.ids(prompt), 0
         print(prompt, end="", flush=True, file=out)
         if plan.texts.beams:
             (best, *_), _ = self._beams(ids)
             print(self.text(TextPrompt(prompt, self.adapter), ids, best.ids), file=out)
             return len(best.ids)
-        # Decoders drop the blank before a text's first piece, so the stream needs the prompt's ids as context, unless
+        # Decoders drop the space before a text's first token, so the stream needs the prompt's ids as context, unless
         # the prompt is empty.
         stream = TextStream(self.tokenizer, ids if prompt else [])
         ends = self.stop_ids[self.adapter]
@@ -277,7 +279,7 @@ class TextGenerator:
         raise AssertionError("a request has an end")
 
     def _request(self, ids: Sequence[int], number: int, adapter: str | None) -> Request:
-        """The request for the prompt with index `number`, with its own seed and as many new tokens as fit.
+        """Return the request for the prompt with index `number`, with a separate seed and as many new tokens as fit.
 
         Errors: RequestError.
         """
@@ -298,13 +300,13 @@ class TextGenerator:
         )
 
     def answers(self, prompts: Sequence[TextPrompt]) -> list[dict[str, Json]]:
-        """Continue prompts, many at a time, and return one row per prompt with "prompt", "text", "finish" and "tokens".
-        Errors: ValueError naming the prompt that cannot be continued."""
+        """Continue prompts, many at the same time, and return one row per prompt with "prompt", "text", "finish" and
+        "tokens". Errors: ValueError naming the prompt that cannot be continued."""
         return self._rows(prompts, list(self._requests(prompts)), 0)
 
     def answer_all(self, prompts: Sequence[TextPrompt]) -> None:
-        """Continue all prompts, many at a time, and write one JSON line per prompt, in order. A file is written in
-        blocks, and an interrupted call resumes after the last block."""
+        """Continue all prompts, many at the same time, and write one JSON line per prompt, in order. A file is written
+        in blocks, so that a call can resume after the last complete block of an interrupted call."""
         requests = list(self._requests(prompts))
         if self.plan.texts.output is None:
             for begin in range(0, len(prompts), BLOCK):
@@ -317,7 +319,7 @@ class TextGenerator:
         file.close()
 
     def _about(self, prompts: Sequence[TextPrompt]) -> dict[str, Json]:
-        """The settings that affect the rows by more than rounding."""
+        """Return the settings that change the rows by more than rounding errors."""
         plan, texts = self.plan, hashlib.sha256()
         for prompt in prompts:
             texts.update(json.dumps(prompt).encode())
@@ -338,7 +340,7 @@ class TextGenerator:
                 raise ValueError(f"{location}{flag_line(error)}") from None
 
     def _rows(self, prompts: Sequence[TextPrompt], requests: Sequence[Request], begin: int) -> list[dict[str, Json]]:
-        """The rows of prompts; the first prompt has index `begin`."""
+        """Return the rows for `prompts`. begin: index of the first prompt."""
         numbers = {self.engine.add(request): number for number, request in enumerate(requests)}
         new: list[list[int]] = [[] for _ in prompts]
         ends: list[str] = [""] * len(prompts)
@@ -369,8 +371,8 @@ class TextGenerator:
 
     def converse(self) -> None:
         """Read prompts from the terminal until `stop` or the end of the input. With one rank, Ctrl-C during an answer
-        ends the answer; at a prompt, Ctrl-C ends the program. This method opens the terminal itself, because a rank
-        among several has no standard input."""
+        ends the answer; at a prompt, Ctrl-C ends the program. The method opens the terminal directly, because with
+        several ranks no rank has a standard input."""
         from rich.console import Console
 
         console = Console(highlight=False)
@@ -398,8 +400,8 @@ class TextGenerator:
 
 @contextlib.contextmanager
 def ctrl_c_flag(heeded: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed. Ctrl-C then has no other effect. If not `heeded`,
-    Ctrl-C keeps its usual effect, and the function returns False."""
+    """Yield a function that returns whether Ctrl-C was pressed. If `heeded` is True, Ctrl-C has no other effect; if
+    False, Ctrl-C keeps its usual effect, and the function returns False."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number)) if heeded else None
     try:

@@ -146,8 +146,9 @@ class AdapterChoice:
     """The adapter of each token of a step, for all linears of a stage.
 
     kept: bool [tokens, columns], whether a column of A x belongs to the token's adapter. scales: fp32 [tokens,
-    columns], the factors of these columns. Both are None if no token of the step uses an adapter. always: whether to
-    set both fields in every step, so that the computation for a token does not depend on other tokens.
+    columns], the factors of these columns. In a step whose tokens use no adapter, both fields have the value None.
+    always: whether to set both fields in every step, so that the computation for a token does not depend on other
+    tokens.
     """
 
     def __init__(self, adapters: Sequence[OpenedAdapter], device: torch.device, *, always: bool) -> None:

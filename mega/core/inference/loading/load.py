@@ -113,11 +113,11 @@ class OpenedModel:
         self.weights.read(wanted, cast=True)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that came with the weights. Errors: ValueError if there is none."""
+        """The tokenizer that came with the weights. Errors: ValueError if the tokenizer is missing."""
         return load_tokenizer(self)
 
     def tokenizer_section(self) -> dict[str, Json] | None:
-        """The options of the tokenizer that came with the weights; None if there is no tokenizer."""
+        """The options of the tokenizer that came with the weights; None if the tokenizer is missing."""
         return tokenizer_section(self)
 
     def stop_ids(self) -> frozenset[int]:
@@ -294,7 +294,7 @@ def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
 def load_tokenizer(source: StoredWeights | OpenedModel) -> Tokenizer:
     """Load the tokenizer that a run trained with, or that came with the weights, from the files next to the weights.
 
-    Errors: ValueError if there is no tokenizer.
+    Errors: ValueError if the tokenizer is missing.
     """
     section = tokenizer_section(source)
     if section is None:
@@ -306,7 +306,7 @@ def load_tokenizer(source: StoredWeights | OpenedModel) -> Tokenizer:
 
 
 def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | None:
-    """Return the arguments of `build` for the tokenizer that came with the weights; None if there is no tokenizer.
+    """Return the arguments of `build` for the tokenizer that came with the weights; None if the tokenizer is missing.
     Errors: CheckpointError naming the option."""
     options = below(source.meta, "config", "tokenizer")
     for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):

@@ -1,11 +1,11 @@
-"""The only thread that calls the engine, and its bounded queue. This module depends on neither text nor HTTP.
+"""Call the engine from a single thread, with a bounded queue. This module depends on neither text nor HTTP.
 
-1. A route calls `add` with its sequences. Sequences that do not fit into the queue are refused at once.
-2. The thread adds the sequences to the engine, which refuses a request that can never fit.
-3. The thread steps the engine while any sequence is in flight. Events are delivered to the tickets on the event loop.
+1. A route calls `add` with the sequences of a request. Without space in the queue, `add` fails immediately.
+2. The thread adds the sequences to the engine, which rejects a request that can never fit.
+3. The thread runs steps while any sequence is in flight. Events are delivered to the tickets on the event loop.
 4. `cancel` of a ticket removes its sequence from the engine.
-5. If a step or a cancellation fails, the engine is lost: every ticket gets EngineLost, and `on_failure` is called.
-6. `lose` does the same if a step of the engine will never end, because another rank does not answer.
+5. If a step or a cancellation fails, the engine is lost. Every ticket receives EngineLost, and `on_failure` is called.
+6. `lose` also marks the engine as lost. It is called if a step cannot end because another rank does not answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NOT_FINITE = 3
 """Number of consecutive requests without finite logits after which the model is considered broken."""
 
 ENDING = 1.0
-"""Seconds to wait for the thread of a lost engine, which may be waiting for a stopped rank."""
+"""Seconds to wait for the thread of a lost engine, which may be blocked by a rank that has stopped."""
 
 
 class QueueFull(Exception):
-    """The queue has no room for a request now; a later attempt may succeed."""
+    """The queue is full now; a later attempt may succeed."""
 
 
 class EngineLost(Exception):
@@ -38,7 +38,8 @@ class EngineLost(Exception):
 
 @dataclass(eq=False)
 class Ticket:
-    """One sequence in flight. events: the engine's events, up to an event with a finish, or EngineLost."""
+    """One sequence in flight. events: the engine's events for the sequence; the last event has a `finish`, or is
+    EngineLost."""
 
     number: int
     _cancel: Callable[[Ticket], None]
@@ -52,10 +53,10 @@ class Ticket:
 
 
 class Driver:
-    """Runs the engine on its own thread.
+    """Runs the engine on a separate thread.
 
-    waiting: number of sequences that may wait in addition to those that the engine runs at once. on_failure: called
-    once, on the event loop, with the exception of the failed step.
+    waiting: maximum number of waiting sequences, in addition to the sequences that the engine runs at the same time.
+    on_failure: called once, on the event loop, with the exception of the failed step.
     """
 
     def __init__(self, engine: Engine, waiting: int, on_failure: Callable[[BaseException], None]) -> None:
@@ -68,11 +69,12 @@ class Driver:
         self.in_flight = 0
         self.failure: BaseException | None = None
         self.not_finite = 0
-        """Number of requests since the last token or vector that failed because numbers were not finite."""
+        """Number of requests that have failed since the last token or vector, because logits were not finite."""
 
     @property
     def unhealthy(self) -> str | None:
-        """Why requests fail: the engine is lost, or the last requests had no finite logits. Otherwise None."""
+        """The reason why requests fail: the engine is lost, or the last requests had no finite logits. None if requests
+        do not fail."""
         if self.failure is not None:
             return _reason(self.failure)
         return LOGITS_NOT_FINITE if self.not_finite >= NOT_FINITE else None
@@ -95,7 +97,7 @@ class Driver:
         self._calls.put(lambda: self._add(requests, accepted))
         try:
             return await asyncio.shield(accepted)
-        except asyncio.CancelledError:  # the client disconnected; cancel once the engine has the sequences
+        except asyncio.CancelledError:  # the client disconnected; cancel the sequences when the engine has added them
             accepted.add_done_callback(_cancel_all)
             raise
 
@@ -107,17 +109,18 @@ class Driver:
             raise QueueFull(f"{self.in_flight} of at most {self.most} sequences are in flight; try later")
 
     def close(self) -> None:
-        """Stop the thread, and wait until it ends; do not wait longer than `ENDING` if the engine is lost."""
+        """Stop the thread, and wait until it ends. If the engine is lost, wait at most `ENDING` seconds."""
         self._calls.put(None)
         if self._thread is not None:
             self._thread.join(None if self.failure is None else ENDING)
 
     def lose(self, error: BaseException) -> None:
-        """Mark the engine as lost: fail the sequences in flight and all later calls. May be called from any thread."""
+        """Mark the engine as lost, so that the sequences in flight and all later calls fail. May be called from any
+        thread."""
         self._later(partial(self._spread, error))
 
     def abandon(self, reason: str) -> None:
-        """End all sequences in flight, whose tickets get EngineLost with this reason."""
+        """End all sequences in flight. Their tickets receive EngineLost with this reason."""
         for ticket in list(self._tickets.values()):
             ticket.cancel()
             self._end(ticket, EngineLost(reason))
@@ -127,11 +130,11 @@ class Driver:
     def _run(self) -> None:
         try:
             self._drive()
-        except BaseException as error:  # no other thread would see the exception
+        except BaseException as error:  # no other thread would receive the exception
             self._fail(error)
 
     def _drive(self) -> None:
-        """Call the engine until `close`. Errors: those of the engine, which is then lost."""
+        """Call the engine until `close`. Errors: any error of the engine, which is then lost."""
         while True:
             try:
                 while (call := self._calls.get(block=self.engine.idle)) is not None:
@@ -218,7 +221,7 @@ def _cancel_all(added: asyncio.Future[list[Ticket]]) -> None:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The message for clients. It names a lost rank, but gives no details about other errors."""
+    """Return the message for clients. The message names a lost rank, but contains no details about other errors."""
     if isinstance(error, LostRank | TimeoutError):  # the part before the details that a library adds
         return f"the model has failed: {str(error).split(': ')[0]}"
     return "the model has failed"

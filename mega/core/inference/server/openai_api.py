@@ -639,7 +639,7 @@ def _chat_chunk(
 
 def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[Json]:
     """For each token of the prompt, in vLLM's format: a map id -> log-probability, with the token itself and the most
-    likely tokens. The entry of the first token is None."""
+    likely tokens. The first token has the entry None."""
     entries: list[Json] = []
     tops = done.prompt_top or ((),) * len(done.prompt)
     for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):

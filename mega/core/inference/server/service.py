@@ -1,6 +1,7 @@
 """The state that all routes share: the model's names, tokenizer, chat template, grammars, limits and engine driver.
 
-It also converts texts to requests to the engine, and bodies to JSON. It does not depend on routes or answer formats.
+This module also converts texts to engine requests, and request bodies to JSON. It does not depend on routes or answer
+formats.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
 
 _DISCARDED = 8
-"""The connection is closed when a body exceeds this multiple of the maximum size; before that, bytes above the maximum
-are read and discarded."""
+"""If a body exceeds this multiple of the maximum size, the connection is closed. Otherwise, bytes above the maximum
+size are read and discarded."""
 _SHORT = 1 << 10
 """Texts of at most this many characters are encoded on the event loop's thread."""
 _LARGE = 1 << 16
@@ -39,8 +40,8 @@ _LARGE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """The chat template and end tokens of a model or an adapter. chat: None if the model cannot chat; `no_chat` is the
-    reason. stop_ids: end tokens in addition to the tokenizer's."""
+    """The chat template and end tokens of a model or an adapter. chat: None if the model cannot chat; `no_chat` then
+    gives the reason. stop_ids: end tokens in addition to the tokenizer's end token."""
 
     chat: ChatFormat | None = None
     no_chat: str = ServerOptions.no_chat
@@ -52,7 +53,7 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """One served model. draining: whether new requests are refused. busy: number of requests in progress. manners: name
+    """A served model. draining: whether new requests are rejected. busy: number of requests in progress. manners: name
     of an adapter with its own template or end tokens -> its `Manner`."""
 
     def __init__(
@@ -83,7 +84,7 @@ class Service:
         return self.driver.failure is None and not self.draining
 
     async def off_loop(self, work: Callable[[*Given], Result], *given: *Given) -> Result:
-        """Run `work(*given)` on the text thread, which keeps the event loop responsive."""
+        """Run `work(*given)` on the text thread, so that the event loop stays responsive."""
         return await asyncio.get_running_loop().run_in_executor(self._text, work, *given)
 
     # --- bodies ---------------------------------------------------------------------------------------------------
@@ -102,7 +103,8 @@ class Service:
                     if size <= self.options.limits.max_body:
                         data += part
                         self.body_bytes += len(part)
-                    # An excess is read and discarded, because a client that is still writing would not read the error.
+                    # The excess is read and discarded, because a client that is still writing would not read the error
+                    # response.
                     elif size > _DISCARDED * self.options.limits.max_body:
                         break
                     self._check_bodies()
@@ -127,21 +129,21 @@ class Service:
     # --- prompts --------------------------------------------------------------------------------------------------
 
     def check_queue(self, count: int) -> None:
-        """Refuse a request early, before any work, if the queue is full. Errors: QueueFull, EngineLost."""
-        if count <= self.driver.most:  # `add` refuses a larger count, which can never fit
+        """Reject a request early, before any work, if the queue is full. Errors: QueueFull, EngineLost."""
+        if count <= self.driver.most:  # `add` rejects a larger count, which can never fit
             self.driver.check_room(count)
 
     async def encode(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
-        """The ids of a prompt. An empty prompt becomes the token that begins a document. special: whether special
-        tokens that the text spells become tokens. Errors: BadField."""
+        """Return the ids of a prompt. An empty prompt becomes the token that begins a document. special: whether names
+        of special tokens in the text are parsed as these tokens. Errors: BadField."""
         return await self.ids_of(name, text, special) or (self.start(name),)
 
     async def ids_of(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
-        """The ids of a text; an empty text may have no ids. special: as for `encode`. Errors: BadField."""
+        """Return the ids of a text; an empty text may have no ids. special: as for `encode`. Errors: BadField."""
         if len(text) > self.characters:
             raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
         try:
-            # For a short text, the change of threads costs more than the encoding.
+            # For a short text, switching to another thread takes longer than encoding.
             short = len(text) <= _SHORT
             encode = self.tokenizer.encode_special if special else self.tokenizer.encode
             ids = encode(text) if short else await self.off_loop(encode, text)
@@ -150,12 +152,12 @@ class Service:
         return self.checked(name, ids)
 
     def framed(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids of a text as the model reads them; a BERT reads them between [CLS] and [SEP]."""
+        """Return the ids of a text as the model reads them. A BERT reads a text between [CLS] and [SEP]."""
         roles = self.tokenizer.roles if self.options.vector_width else None
         return tuple(ids) if roles is None else (roles.cls, *ids, roles.sep)
 
     def checked(self, name: str, ids: Iterable[object]) -> tuple[int, ...]:
-        """Check the ids of a prompt, given by a client or the tokenizer. Errors: BadField."""
+        """Check ids of a prompt that come from a client or from the tokenizer. Errors: BadField."""
         token_ids: list[int] = []
         for token in ids:
             if isinstance(token, float) and token.is_integer():  # JSON Schema counts 1.0 as an integer
@@ -168,14 +170,15 @@ class Service:
         return tuple(token_ids)
 
     def start(self, name: str) -> int:
-        """The token that begins a document. Errors: BadField if the tokenizer has none."""
+        """Return the token that begins a document. Errors: BadField if the tokenizer has no such token."""
         start = self.tokenizer.start
         if start is None:
             raise BadField(name, f"{name}: must not be empty: this tokenizer has no token that begins a text")
         return start
 
     def token_text(self, token: int) -> str:
-        """A single token in OpenAI's notation: its text, `bytes:...` for part of a character, or a name."""
+        """Return the text of a token in OpenAI's notation, `bytes:...` for a part of a character, or the token's
+        name."""
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode() if data else self.tokenizer.piece(token)
@@ -196,7 +199,8 @@ class Service:
     # --- requests of the engine -----------------------------------------------------------------------------------
 
     def sampling(self, given: Mapping[str, Any], index: int = 0) -> Sampling:
-        """The sampling of sequence `index` of a request; each sequence has its own seed. Errors: BadField."""
+        """Return the sampling options for sequence `index` of a request; each sequence uses a different seed. Errors:
+        BadField."""
         defaults = {name: getattr(self.options, name) for name in ("temperature", "top_k", "top_p", "seed")}
         overrides = {name: given[name] for name in Sampling.__dataclass_fields__ if given.get(name) is not None}
         merged = defaults | overrides
@@ -210,7 +214,8 @@ class Service:
             raise BadField(error.field, str(error)) from None
 
     def adapter(self, model: str | None) -> str | None:
-        """The adapter that `model` names; None for the model itself. Errors: BadField if the name is not served."""
+        """Return the adapter that `model` names; None for the model itself. Errors: BadField if no model of this name
+        is served."""
         if model is None or model == self.options.name or model in self.options.served_model_name:
             return None
         if model in self.options.adapters:
@@ -225,7 +230,7 @@ class Service:
         return tuple(dict.fromkeys((options.name, *options.served_model_name, *options.adapters)))
 
     def manner(self, adapter: str | None) -> Manner:
-        """The `Manner` of an adapter; the model's if the adapter does not have its own."""
+        """Return the `Manner` of an adapter, or the model's `Manner` if the adapter has no separate one."""
         options = self.options
         whole = Manner(chat=self.chat, no_chat=options.no_chat, stop_ids=options.stop_ids)
         return whole if adapter is None else self.manners.get(adapter, whole)
@@ -242,7 +247,7 @@ class Service:
         return tickets
 
     async def continuations(self, requests: Sequence[Request], **how: Any) -> list[Continuation]:
-        """Add requests and follow their text. how: arguments of `Continuation`. Errors: those of `add`."""
+        """Add requests and follow their text. how: arguments of `Continuation`. Errors: as for `add`."""
         tickets = await self.add(requests)
         return [
             Continuation(ticket, self.tokenizer, request.prompt, self.metrics, **how)
@@ -250,19 +255,20 @@ class Service:
         ]
 
     def ends(self, ignore: bool = False, adapter: str | None = None) -> frozenset[int]:
-        """Tokens after which an answer ends."""
+        """Return the tokens after which an answer ends."""
         return frozenset() if ignore else text_ends(self.tokenizer, self.manner(adapter).stop_ids, self.known)
 
     async def allowed(
         self, wanted: Mapping[str, object] | None, ends: frozenset[int], count: int, field: str
     ) -> list[Allowed | None]:
-        """Mask functions for `count` sequences under a response_format; None if unconstrained. Errors: BadField."""
+        """Return mask functions for `count` sequences under a response_format; None for unconstrained sequences.
+        Errors: BadField."""
         if wanted is None or wanted.get("type") == "text":
             return [None] * count
         grammar = await self.off_loop(self.grammars.compile, wanted, field)
         return [grammar.start(ends) for _ in range(count)]
 
     async def calling(self, wanted: str, ends: frozenset[int], count: int) -> list[Allowed | None]:
-        """Mask functions for `count` sequences under a grammar of tools.py. Errors: BadField."""
+        """Return mask functions for `count` sequences under a grammar of tools.py. Errors: BadField."""
         grammar = await self.off_loop(self.grammars.lark, wanted)
         return [grammar.start(ends) for _ in range(count)]
