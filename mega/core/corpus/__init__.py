@@ -1,6 +1,6 @@
-"""Build a corpus from raw web text: steps drop, repair and cut documents, and count the reasons.
+"""Builds a corpus from raw web text: steps drop, repair and cut documents, and count why.
 
-A step (`documents.CorpusStep`) is a function over documents. `run.process` applies it to files, part by part, in any
+A step (`documents.CorpusStep`) is a function of documents. `run.process` applies a step to files, part by part, in any
 number of processes. The output bytes do not depend on the number of processes, and an interrupted run can be resumed.
 This package does not depend on token files or torch.
 

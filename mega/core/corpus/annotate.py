@@ -1,4 +1,4 @@
-"""Give every document a score for each attribute, such as toxicity. A document that cannot be scored gets null.
+"""Adds to every document a score for each attribute, such as toxicity. If a document cannot be scored, null is stored.
 
 Source: Megatron-LM 23.06, examples/detxoify_lm/annotations/perspective_api_annotate.py.
 """
@@ -15,20 +15,20 @@ from mega.core.corpus.scorers import Scorer, ScorerOptions, cleaned, make_scorer
 
 _TOGETHER = 256
 PART_BYTES_ASKED = 1 << 17
-"""Bytes of text per part when a server scores the texts. At most one part is sent again after an interruption."""
+"""Bytes of text per part if a server scores the texts. After an interruption, at most one part is sent again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Annotate:
-    """Write each document with its scores under `score_key`. End-of-document marks are removed from the text."""
+    """Adds the scores to each document under `score_key`, and removes end-of-document marks from the text."""
 
     name: ClassVar[str] = "annotate"
     scorer: str
-    """The scorer of the texts, see `scorers`."""
+    """The scorer, as in `ScorerOptions.scorer`."""
     key: str = "text"
     """Key of the text."""
     score_key: str = "score"
-    """Key that the scores are written to."""
+    """Key under which the scores are stored."""
     most_bytes: int = 20480
     """Maximum number of bytes of a text that are scored."""
     how: ScorerOptions = field(metadata={"setting": False})
@@ -41,12 +41,12 @@ class Annotate:
 
     @property
     def one_process(self) -> str:
-        """The reason why the step must run in one process, or "" if several processes are allowed."""
+        """Reason why the step must run in one process; "" if several processes are allowed."""
         return "a server is asked by --connections of one process" if self.how.is_server else ""
 
     def check(self, document: CorpusDocument) -> None:
-        """A document must be a JSON object with a text, since a plain line has no place for scores. Errors:
-        ValueError."""
+        """Check that a document is a JSON object with a text, because scores cannot be stored in a line of plain text.
+        Errors: ValueError."""
         if document.plain:
             raise ValueError("a line of text has no place for scores; must be JSON lines")
         _ = document.text

@@ -1,9 +1,10 @@
-"""Group near duplicates on disk, from the bands of all documents. Only one number per document is kept in memory.
+"""Groups near duplicates from the band keys of all documents. Data is on disk, and memory has only one number per
+document.
 
     1 pairs_of_bands   band keys are distributed over files by value and sorted; documents with equal keys form a
                        bucket; the pairs of all buckets are distributed and sorted in turn, and duplicates removed
     2 (elsewhere)      the shingles of the paired documents are written, in the order of the documents
-    3 groups           documents that overlap enough are grouped; the first document of a group is kept
+    3 groups           documents that overlap enough are grouped, and the first document of a group is kept
 
 This module does not depend on texts or signatures.
 """
@@ -25,12 +26,13 @@ _ROWS_TOGETHER = 1 << 21
 _MOST_FILES = 512
 _MOST_PAIRWISE = 64
 """Number of documents of a bucket that are all compared with each other. Any further document is compared only with the
-first document of the bucket and with its predecessor, so a large bucket does not need a quadratic number of
-comparisons."""
+first document of the bucket and with the preceding document. The number of comparisons is therefore not quadratic for
+large buckets."""
 
 
 class Distributed:
-    """Rows of two numbers, distributed over files by an owner number. Each file is sorted when it is read."""
+    """A table with two numbers per row, distributed over files by an owner number. Each file is sorted when it is
+    read."""
 
     def __init__(self, folder: Path, name: str, expected: int) -> None:
         count = min(max(1, -(-expected // _ROWS_TOGETHER)), _MOST_FILES)
@@ -50,7 +52,8 @@ class Distributed:
             file.write(rows[bounds[i] : bounds[i + 1]].tobytes())
 
     def sorted(self) -> Iterator[Numbers]:
-        """Yield the rows of each file, sorted by their first and then their second number, and delete the file."""
+        """Yield the rows of each file, sorted by the first and then by the second number, and delete the file
+        afterwards."""
         self._stack.close()
         for path in self._paths:
             rows = np.fromfile(path, np.uint64).reshape(-1, 2)
@@ -59,10 +62,11 @@ class Distributed:
 
 
 def pairs_of_bands(folder: Path, bands: Iterator[tuple[int, NDArray[np.uint64]]], documents: int, count: int) -> int:
-    """Write `pairs.bin`: sorted, distinct rows of two document indices. Returns the number of rows.
+    """Write `pairs.bin`, which contains the candidate pairs as sorted, distinct rows of two document indices. Returns
+    the number of pairs.
 
-    bands: for each block of documents, the index of the first document and the keys [documents, count]. NO_KEY marks a
-    missing key.
+    bands: for each block of documents, the index of the block's first document, and the keys [documents in the block,
+    count]. NO_KEY marks a missing key.
     """
     keyed = Distributed(folder, "bands", documents * count)
     for first, keys in bands:
@@ -87,11 +91,11 @@ def pairs_of_bands(folder: Path, bands: Iterator[tuple[int, NDArray[np.uint64]]]
 
 
 NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
-"""The key of a document that has no key for a band."""
+"""Placeholder for the key of a document that has no key for a band."""
 
 
 def _pairs(rows: Numbers) -> Iterator[Numbers]:
-    """Yield the pairs of all buckets. A bucket is a run of rows with equal keys."""
+    """Yield the candidate pairs of all buckets. A bucket consists of consecutive rows with equal keys."""
     keys, numbers = rows[:, 0], rows[:, 1]
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(rows) else np.zeros(0, np.int64)
     sizes = np.diff(np.append(starts, len(rows)))
@@ -108,7 +112,7 @@ def _pairs(rows: Numbers) -> Iterator[Numbers]:
 
 
 class ShingleFile:
-    """The shingles of documents, in ascending order of document index, read one document at a time."""
+    """A file with the shingles of documents in ascending order of document index, read one document at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._numbers = np.fromfile(folder / "shingles.numbers", np.uint64)
@@ -129,7 +133,8 @@ class ShingleFile:
         return np.frombuffer(os.pread(self._file, 8 * (end - begin), 8 * begin), np.uint64)
 
     def keep(self, number: int) -> Numbers:
-        """Like `of`, but cache the result, since the next pairs share this document."""
+        """Return the shingles of a document like `of`, but cache them, because the next pairs contain the same
+        document."""
         shingles = self.of(number)
         self._last = (number, shingles)
         return shingles
@@ -162,8 +167,8 @@ class Pair(NamedTuple):
 def similar_pairs(
     folder: Path, compare: Callable[[Numbers, Numbers], float], least: float, skip: Callable[[int, int], bool]
 ) -> Iterator[Pair]:
-    """Yield the pairs of `pairs.bin` with a similarity of at least `least`, in order. `skip` excludes pairs from
-    comparison."""
+    """Yield the pairs of `pairs.bin` whose similarity is at least `least`, in order. Pairs for which `skip` returns
+    True are not compared."""
     shingles = ShingleFile(folder)
     with open(folder / "pairs.bin", "rb") as file:
         while len(rows := np.fromfile(file, np.uint64, 2 * _ROWS_TOGETHER).reshape(-1, 2)):
@@ -183,7 +188,7 @@ class DocumentGroups:
         self._parent = np.arange(documents, dtype=np.uint64)
 
     def root(self, number: int) -> int:
-        """The first document of the group that a document belongs to."""
+        """Return the first document of the group to which a document belongs."""
         parent = self._parent
         while (above := int(parent[number])) != number:
             parent[number] = parent[above]
@@ -200,7 +205,7 @@ class DocumentGroups:
         self._parent[other] = one
 
     def members(self) -> dict[int, list[int]]:
-        """The groups of two or more documents, keyed by their first document."""
+        """Return a dict: first document -> all documents, for each group of two or more documents."""
         others_of: dict[int, list[int]] = {}
         for number in np.flatnonzero(self._parent != np.arange(len(self._parent), dtype=np.uint64)).tolist():
             others_of.setdefault(self.root(number), []).append(number)
@@ -208,5 +213,6 @@ class DocumentGroups:
 
 
 def begins_of(sizes: Sequence[int]) -> list[int]:
-    """The begin offset of each run, followed by the end of the last run."""
+    """Return the begin offset of each of several consecutive runs of these sizes, followed by the end of the last
+    run."""
     return [0, *np.cumsum(np.array(sizes, np.int64)).tolist()]

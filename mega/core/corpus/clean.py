@@ -1,4 +1,4 @@
-"""Repair texts, and drop documents that are too short or in another language: the tasks of Megatron-LM's two clean-up
+"""Repairs texts, and drops documents that are too short or in another language, like Megatron-LM's two clean-up
 scripts.
 
     ftfy_fix_text            repair mojibake, HTML entities, ligatures, curled quotes and line ends with ftfy
@@ -36,19 +36,21 @@ DEFAULT_TASKS: tuple[CleanTask, ...] = ("ftfy_fix_text", "language", "min_tokens
 _FIX_TASKS = get_args(CleanTask)[3:]
 _BYTES_A_TOKEN = 4
 _CHARACTERS_A_TOKEN = 8
-"""A text with more characters per required token than this has enough tokens and is not tokenized."""
+"""A text with more than this number of characters per required token is assumed to have enough tokens and is not
+tokenized."""
 
 _UNTOUCHED = re.compile(r"[\t\n\x20-\x25\x27-\x7e]*")
-"""ASCII without control characters and without the & of HTML entities. ftfy does not change such text."""
+"""Matches ASCII text without control characters and without `&`, which ftfy does not change."""
 _BLANKS = re.compile(r"  +|\b\n+ |\b\n+")
 
 
 Task = Callable[[str], "str | None"]
-"""Maps a text to the new text, or to None to drop the document."""
+"""Maps a text to a new text, or to None if the document must be dropped."""
 
 
 def fixer() -> Callable[[str], str]:
-    """ftfy's repair, applied only to lines that ftfy can change. Errors: ValueError."""
+    """Return a function that repairs texts with ftfy. Lines that ftfy cannot change are skipped. Errors: ValueError if
+    ftfy is not installed."""
     try:
         import ftfy
     except ImportError:
@@ -62,7 +64,7 @@ def fixer() -> Callable[[str], str]:
             return text
         lines, config = _lines(text), escaped
         for number, line in enumerate(lines):
-            if "<" in line:  # ftfy keeps entities from here on, because "<" suggests HTML
+            if "<" in line:  # after "<", ftfy keeps HTML entities, because the text may be HTML
                 config = unescaped
             if not untouched(line):
                 lines[number] = ftfy.fix_text(line, config)
@@ -94,9 +96,9 @@ class Clean:
     min_tokens: int = 128
     """Minimum number of tokens in a document, including the end-of-document token."""
     tokenizer: tuple[tuple[str, Any], ...] = ()
-    """Names and values of the tokenizer section. If empty, four bytes count as a token."""
+    """Names and values of the options in the tokenizer section. If empty, every four bytes count as a token."""
     as_megatron: bool = False
-    """After ftfy_fix_text, skip the tasks of cleanup_fix_dataset.py, as that script does."""
+    """Whether to skip the tasks of cleanup_fix_dataset.py that follow ftfy_fix_text, as Megatron-LM's script does."""
 
     def load(self) -> Work:
         """Load the libraries of all tasks. Errors: ValueError if a library is not installed."""
@@ -158,7 +160,7 @@ class Clean:
         return task
 
     def reason(self, task: CleanTask) -> str:
-        """The reason that a task gives for dropping a document."""
+        """Return the reason that is recorded if a task drops a document."""
         return {
             "language": f"not in {self.language}",
             "min_tokens": f"fewer than {self.min_tokens} tokens",

@@ -1,7 +1,7 @@
-"""N-grams of benchmark questions, and a search for them in texts.
+"""Collects the n-grams of benchmark questions, and searches texts for these n-grams.
 
-A question with fewer than `shortest` words is left out. A question with at most `longest` words is one n-gram. In a
-longer question, each run of `longest` words is an n-gram. Source: Megatron-LM 23.06,
+A question with fewer than `shortest` words is ignored. A question with at most `longest` words is one n-gram. For a
+longer question, every window of `longest` words is an n-gram. Source: Megatron-LM 23.06,
 tools/openwebtext/filter_ngrams.py.
 """
 
@@ -31,7 +31,7 @@ QUESTION_KEYS = {
     "coqa": ("questions",),
     "piqa": ("goal",),
 }
-"""Task -> JSON keys of the questions in its files."""
+"""Task -> JSON keys under which the task's files store questions."""
 ANY_KEYS = ("question", "questions", "text", "prompt")
 _MARKS = ".!?"
 _WORD = re.compile(r"\w+")
@@ -45,7 +45,8 @@ class WordPositions(NamedTuple):
 
 
 def words_of(text: str, *, as_megatron: bool = False) -> WordPositions:
-    """The words of a text. as_megatron: offsets refer to the lower-cased text, which may be longer.
+    """Return the words of a text with their offsets. as_megatron: offsets refer to the lower-cased text, which may be
+    longer than the text.
 
     >>> words_of("İt is").begins, words_of("İt is", as_megatron=True).begins
     ([0, 3], [0, 2, 4])
@@ -55,9 +56,10 @@ def words_of(text: str, *, as_megatron: bool = False) -> WordPositions:
 
 
 def questions(task: str, path: Path) -> Iterator[str]:
-    """The questions in a task's file or folder: JSON, JSON lines, or lines of a .txt file, which may be packed as .gz.
+    """Yield the questions in a task's file or folder. Files are JSON, JSON lines, or .txt with one question per line,
+    optionally compressed as .gz.
 
-    Errors: ValueError naming the file if the file holds no question.
+    Errors: ValueError naming the file if it contains no question.
     """
     paths = sorted(inside for inside in path.rglob("*") if inside.is_file()) if path.is_dir() else [path]
     count = 0
@@ -111,7 +113,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def ngrams(texts: Iterable[str], shortest: int, longest: int) -> dict[str, int]:
-    """Map each n-gram of the questions to its number of words."""
+    """Return a dict: n-gram -> number of its words, for all n-grams of the questions."""
     sizes: dict[str, int] = {}
     for text in texts:
         words = words_of(text).words
@@ -124,7 +126,7 @@ def ngrams(texts: Iterable[str], shortest: int, longest: int) -> dict[str, int]:
 
 
 class Hit(NamedTuple):
-    """An n-gram in a text, and its offset."""
+    """An n-gram found in a text, with its offset."""
 
     begin: int
     ngram: str
@@ -132,16 +134,16 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True)
 class Finder:
-    """Find the first n-gram of a text. At each word the longest n-grams are tried first.
+    """Finds the first n-gram in a text. At each word, the longest n-grams are tried first.
 
-    A text with fewer than `longest` words is not searched. Shorter n-grams at the very end of a text are found only if
-    the text has more than `longest` words.
+    A text with fewer than `longest` words is not searched. Shorter n-grams in the last words of a text are found only
+    if the text has more than `longest` words.
     """
 
     ngrams: dict[str, int]
     """n-gram -> number of words in it."""
     longest: int
-    """Number of words in the longest n-gram."""
+    """Number of words of the longest n-gram."""
     as_megatron: bool = False
     """Whether offsets refer to the lower-cased text."""
 
@@ -157,15 +159,16 @@ class Finder:
         return [ngram for ngram, word_count in self.ngrams.items() if word_count == size]
 
     def may_have(self, text: str) -> bool:
-        """Fast test of whether a text may contain an n-gram. The answer False is always right; True is rarely wrong."""
-        is_ascii = text.isascii()  # for ASCII text both functions find the same words, and `words_of_text` is faster
+        """Test quickly whether a text may contain an n-gram. False is always correct; True is wrong only for few
+        texts."""
+        is_ascii = text.isascii()  # for ASCII text, `words_of_text` gives the same words and is faster
         words = words_of_text(text) if is_ascii else words_of(text, as_megatron=self.as_megatron).words
         codes = word_codes(words)
         hashes_of_size: dict[int, NDArray[np.uint64]] = self._hashes  # type: ignore[attr-defined]
         return any(_any_match(_runs(codes, size), hashes) for size, hashes in hashes_of_size.items())
 
     def first(self, text: str) -> Hit | None:
-        """The first n-gram of a text, or None."""
+        """Return the first n-gram in a text, or None."""
         words, begins = words_of(text, as_megatron=self.as_megatron)
         lengths: list[int] = self._lengths  # type: ignore[attr-defined]
         last = len(words) - self.longest
@@ -190,8 +193,8 @@ def _runs(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
 
 
 def _any_match(runs: NDArray[np.uint64], sorted_hashes: NDArray[np.uint64]) -> bool:
-    """Whether any run is in `sorted_hashes`. `np.isin` would be slow, since `sorted_hashes` is far longer than
-    `runs`."""
+    """Whether any element of `runs` is in `sorted_hashes`, by binary search. `np.isin` would be slow, because
+    `sorted_hashes` is much longer than `runs`."""
     if not len(sorted_hashes):
         return False
     positions = np.minimum(np.searchsorted(sorted_hashes, runs), len(sorted_hashes) - 1)
@@ -204,7 +207,8 @@ def _hashes(texts: Iterable[str]) -> NDArray[np.uint64]:
 
 
 def before_and_after(text: str, hit: Hit, margin: int) -> tuple[str, str]:
-    """The text before and after an n-gram, cut at sentence ends at least `margin` characters away from the n-gram.
+    """Return the text before and the text after an n-gram, each cut at a sentence end that is at least `margin`
+    characters away from the n-gram.
 
     >>> before_and_after("One. Two. what is it. Three. Four.", Hit(10, "what is it"), 1)
     ('One. Two.', ' Four.')

@@ -1,4 +1,4 @@
-"""A step for datatrove pipelines: runs on a cluster any `mega corpus` step that processes one document at a time.
+"""Runs any `mega corpus` step that processes one document at a time as a step of a datatrove pipeline, on a cluster.
 
     from datatrove.executor import SlurmPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -9,7 +9,7 @@
     steps = [JsonlReader("raw"), CorpusFilter(Clean(language="de")), JsonlWriter("clean")]
     SlurmPipelineExecutor(steps, tasks=64, time="10:00:00", partition="cpu").run()
 
-No other module imports this module, since datatrove must be installed: pip install '.[datatrove]' in a clone.
+This module needs datatrove (`pip install '.[datatrove]'` in a clone), so no other module imports it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mega.core.data.sources import parsed
 
 
 class CorpusFilter(PipelineStep):  # type: ignore[misc]
-    """Apply a step to datatrove's documents. Reasons and counts become datatrove's statistics.
+    """Applies a step to datatrove's documents. Reasons and counts are added to datatrove's statistics.
 
-    A document's metadata becomes the other keys of its line. If a step cuts a document into pieces, each piece becomes
-    a document.
+    The metadata of a document is passed to the step as further keys of the JSON line. If a step cuts a document into
+    pieces, each piece becomes a separate document.
     """
 
     type = "FILTER"

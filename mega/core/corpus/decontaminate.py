@@ -1,6 +1,6 @@
-"""Cut benchmark questions out of a corpus, together with the text around them.
+"""Cuts benchmark questions out of a corpus, together with the text around each question.
 
-    survey    count each n-gram; an n-gram that occurs `common` times or more is a common phrase and is kept
+    survey    count each n-gram; an n-gram that occurs `common` times or more is a common phrase and is not cut
     judge     cut each document at the remaining n-grams, and keep the pieces that are long enough
 
 Source: Megatron-LM 23.06, tools/openwebtext/filter_ngrams.py.
@@ -27,8 +27,8 @@ _DICTIONARY = "dictionary.json"
 
 
 class Pieces(NamedTuple):
-    """The remaining pieces of a document. trimmed: whether there is exactly one piece, and it is shorter than the
-    document."""
+    """The pieces of a document that remain after cutting. trimmed: whether exactly one piece remains and is shorter
+    than the document."""
 
     texts: list[str]
     trimmed: bool
@@ -49,7 +49,7 @@ class Decontaminate:
     longest: int = 13
     """Maximum number of words in an n-gram; a longer question has several n-grams."""
     common: int = 10
-    """An n-gram that occurs this often is a common phrase and is kept."""
+    """An n-gram that occurs at least this often in the corpus is a common phrase and is not cut."""
     least: int = 200
     """A piece with this many characters or fewer is dropped."""
     margin: int = 200
@@ -57,14 +57,14 @@ class Decontaminate:
     most_pieces: int = 10
     """A document cut into more pieces than this is dropped."""
     save: str = ""
-    """File to write the n-grams and their counts to."""
+    """File to which the n-grams and their counts are written; "" writes no file."""
     load: str = ""
     """File of n-grams and counts to use in place of tasks."""
     as_megatron: bool = False
-    """Whether every document gets a split_id and offsets refer to the lower-cased text."""
+    """Whether every document gets a split_id and offsets refer to the lower-cased text, as in Megatron-LM."""
 
     def ngrams(self) -> dict[str, int]:
-        """The n-grams of all tasks, or of the file `load`, with the number of words in each n-gram. Errors:
+        """Return a dict: n-gram -> number of its words, for the n-grams of all tasks or of the file `load`. Errors:
         ValueError."""
         if not self.load:
             texts = (text for task, path in self.tasks for text in questions(task, Path(path)))
@@ -75,7 +75,7 @@ class Decontaminate:
         return {ngram: ngram.count(" ") + 1 for ngram in counts}
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Count the documents, and the n-grams unless a file with counts was loaded."""
+        """Return the survey, which counts documents, and also n-grams unless a file with counts was loaded."""
         finder = Finder(self.ngrams(), self.longest, self.as_megatron)
         numbers = {ngram: number for number, ngram in enumerate(finder.ngrams)}
 
@@ -91,7 +91,7 @@ class Decontaminate:
         return survey
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Remove common phrases from the n-grams."""
+        """Write the n-grams that are not common phrases."""
         names = list(self.ngrams())
         counts = np.zeros(len(names), np.int64)
         begins: dict[str, int] = {}
@@ -110,7 +110,7 @@ class Decontaminate:
             write_record(Path(self.save), kept_ngrams)
 
     def judge(self, folder: Path) -> Work:
-        """Cut the documents."""
+        """Return the final pass, which cuts the documents."""
         dictionary = json.loads((folder / _DICTIONARY).read_bytes())
         begins = json.loads((folder / "begins.json").read_bytes())
         finder = Finder({ngram: ngram.count(" ") + 1 for ngram in dictionary}, self.longest, self.as_megatron)
@@ -145,7 +145,7 @@ class Decontaminate:
         return {"split_id": f"{f'{old}-' if old is not None else ''}{tasks}-{number:010}-{piece:04}"}
 
     def pieces(self, text: str, finder: Finder) -> Pieces:
-        """The pieces of a text that contain no n-gram, in order."""
+        """Return the pieces of a text that contain no n-gram, in order."""
         waiting, free = [text], []
         while waiting:
             part = waiting.pop(0)
@@ -161,7 +161,7 @@ class Decontaminate:
 
 
 def occurrences(text: str, finder: Finder) -> Counter[str]:
-    """Count each n-gram of a text. The search continues after each match."""
+    """Count each n-gram in a text. After a match, the search continues behind the match."""
     counts: Counter[str] = Counter()
     while (hit := finder.first(text)) is not None:
         counts[hit.ngram] += 1

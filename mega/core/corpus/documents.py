@@ -1,4 +1,4 @@
-"""A document of a corpus, the result of a step for it, and its serialization. The module does not access files.
+"""Defines a corpus document, its serialization, and the interface of a step. This module does not access files.
 
 A step that processes one document at a time is written as follows:
 
@@ -14,8 +14,8 @@ A step that processes one document at a time is written as follows:
         def shortest(self, document: CorpusDocument) -> Result:
             return drop_document("short") if len(document.text) < self.least else keep_document(document)
 
-The fields of a step are its settings. Earlier work is resumed only if its settings are equal, so everything that
-affects the result must be a field.
+The fields of a step are its settings. An interrupted run is resumed only by a step with equal settings, so every
+setting that affects the result must be a field.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NOT_EXACT = re.compile(rb"\d{18}|NaN|Infinity|\d[eE][+]?\d\d")
-"""Matches a line with numbers that orjson may round, or write as null."""
+"""Matches a line with a number that orjson may round, or may write as null."""
 
 
 class CorpusDocument:
@@ -44,7 +44,7 @@ class CorpusDocument:
     key: key of the text
     plain: whether the line is the text itself, not JSON
     part: name of the input part that contains the line
-    index: index of the document in the part, from 0; blank lines do not count
+    index: index of the document in the part, from 0; blank lines are not counted
     number: line number in the part, from 1
     locate: maps a line number to "file:number", for messages
     """
@@ -66,7 +66,7 @@ class CorpusDocument:
 
     @property
     def where(self) -> str:
-        """File and line number. The file may have to be read to count lines."""
+        """File and line number, for messages. The file may be read to count lines."""
         return self._locate(self.number)
 
     @property
@@ -79,7 +79,7 @@ class CorpusDocument:
 
     @property
     def fields(self) -> dict[str, object]:
-        """All keys and values. Errors: ValueError with the reason if the line does not hold a document."""
+        """All keys and values of the document. Errors: ValueError with the reason if the line is not a document."""
         if self._fields is None:
             self._fields = self._plain_fields() if self.plain else _object(self.line)
         return self._fields
@@ -95,18 +95,18 @@ class CorpusDocument:
         raise ValueError(f'no key "{self.key}"; {describe_keys(self.fields, "--json-key")}')
 
     def with_text(self, text: str, **changes: object) -> bytes:
-        """The line of this document with a new text, and new values of other keys."""
+        """Serialize this document with a new text and new values of the keys in `changes`."""
         if self.plain:
             return text.encode()
         return as_line(self._exact_fields() | {self.key: text} | changes)
 
     def with_fields(self, **changes: object) -> bytes:
-        """The line of this document with new values of some keys."""
+        """Serialize this document with new values of the keys in `changes`."""
         return as_line(self._exact_fields() | changes)
 
     def _exact_fields(self) -> dict[str, object]:
-        """The fields, with every number exactly as written. The fast parser is used if the line has no critical
-        number."""
+        """The fields of the document, with every number exactly as in the file. A slower parser is used only if the
+        line has a number that orjson may round."""
         return json.loads(self.line) if not self.plain and _NOT_EXACT.search(self.line) else self.fields
 
     def _plain_fields(self) -> dict[str, object]:
@@ -124,7 +124,7 @@ def _object(line: bytes) -> dict[str, object]:
 
 
 def as_line(fields: Mapping[str, object]) -> bytes:
-    """Serialize a document as one JSON line, without a line end. No number is rounded.
+    """Serialize a document as one JSON line without a line end, and without rounding any number.
 
     >>> as_line({"text": "Ünder", "id": 2**70})
     b'{"text":"\\xc3\\x9cnder","id":1180591620717411303424}'
@@ -135,7 +135,7 @@ def as_line(fields: Mapping[str, object]) -> bytes:
         line = orjson.dumps(fields)
     except TypeError:
         line = b"null"
-    if b"null" in line:  # None, or NaN, or a whole number beyond 64 bits
+    if b"null" in line:  # a value is None or NaN, or orjson failed (an integer exceeds 64 bits)
         line = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     return line
 
@@ -143,8 +143,8 @@ def as_line(fields: Mapping[str, object]) -> bytes:
 class Result(NamedTuple):
     """The result of a step for one document."""
 
-    lines: Sequence[bytes]  # Replacement lines without line ends: none, the line itself, or several
-    reason: str | None = None  # Why the document is dropped, or None
+    lines: Sequence[bytes]  # Lines to write, without line ends: none, the unchanged line, or several lines
+    reason: str | None = None  # Reason why the document is dropped; None if it is kept
     counts: Mapping[str, int] = {}  # Other events to count, such as "text repaired"
     measures: Mapping[str, str] = {}  # Values for the tables of the report, such as {"language": "de"}
 
@@ -154,8 +154,8 @@ Work = Callable[[Iterable[CorpusDocument]], Iterator[Result]]
 
 
 class CorpusStep(Protocol):
-    """A step: a frozen dataclass whose fields are its settings. A step must be small, since it is sent to other
-    processes."""
+    """A step that decides about each document separately: a frozen dataclass whose fields are its settings. A step is
+    pickled and sent to worker processes, so it must be small."""
 
     @property
     def name(self) -> str:
@@ -164,14 +164,16 @@ class CorpusStep(Protocol):
 
     @property
     def key(self) -> str:
-        """Key of the text, which every document must have. If "", any JSON object is a document.
+        """Key of the text that every document must have. If the key is "", any JSON object is a document.
 
-        A step with other requirements has a method `check(document)`, which raises ValueError with the rule.
+        A step with other requirements must define a method `check(document)` that raises a ValueError with the violated
+        rule.
         """
         ...
 
     def load(self) -> Work:
-        """Load libraries and files, and return the work. Called once per process, and first in the parent.
+        """Load libraries and files, and return the function that processes documents. This method is called once per
+        process, and first in the parent.
 
         Errors: ValueError naming flag, value and rule.
         """
@@ -179,12 +181,12 @@ class CorpusStep(Protocol):
 
 
 Survey = Callable[[Iterable[CorpusDocument]], Mapping[str, "NDArray[np.generic]"]]
-"""Maps the documents of a part to notes: named arrays, which stay on disk until the work is done."""
+"""Maps the documents of a part to notes, which are named arrays. Notes are stored on disk until all work is done."""
 
 
 @runtime_checkable
 class SurveyStep(Protocol):
-    """A step that must see all documents before it can decide about any of them. A frozen dataclass like
+    """A step that must read all documents before it can decide about any document: a frozen dataclass like
     `CorpusStep`."""
 
     @property
@@ -194,57 +196,60 @@ class SurveyStep(Protocol):
 
     @property
     def key(self) -> str:
-        """See `CorpusStep.key`."""
+        """Key of the text that every document must have, as in `CorpusStep.key`."""
         ...
 
     @property
     def stages(self) -> int:
-        """The number of surveys."""
+        """Number of passes over all documents before the final pass."""
         ...
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Load libraries, and return the pass. For stage 0, this method is also called once before the folder exists.
+        """Load libraries, and return the function that surveys a part. For stage 0, this method is also called once
+        before the folder exists.
 
         Errors: ValueError naming flag, value and rule.
         """
         ...
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Read the notes of all parts, PART.npz in `stage_folder(folder, stage)`, and write files for later passes."""
+        """Read the notes of all parts (files PART.npz in `stage_folder(folder, stage)`), and write files for later
+        passes."""
         ...
 
     def judge(self, folder: Path) -> Work:
-        """The last pass over the same documents, part by part."""
+        """Return the function for the final pass, which decides about the documents of each part."""
         ...
 
 
 def stage_folder(folder: Path, stage: int) -> Path:
-    """The folder with the notes of a survey."""
+    """Return the folder that contains the notes of a survey."""
     return folder / f"stage-{stage}"
 
 
 def each(function: Callable[[CorpusDocument], Result]) -> Work:
-    """Build the work of a step that processes one document at a time."""
+    """Convert a function of one document to a function of the documents of a part."""
     return lambda documents: map(function, documents)
 
 
 def keep_document(document: CorpusDocument, **counts: int) -> Result:
-    """Keep the document unchanged, byte for byte."""
+    """Return a result that keeps the document unchanged, byte for byte."""
     return Result((document.line,), counts=counts)
 
 
 def drop_document(reason: str, **counts: int) -> Result:
-    """Drop the document. `reason` is a few words, equal for all documents that are dropped by the same rule."""
+    """Return a result that drops the document. reason: a few words, equal for all documents that the same rule
+    drops."""
     return Result((), reason, counts)
 
 
 Check = Callable[[CorpusDocument], None]
-"""Raises ValueError with the rule if a line does not hold a document."""
+"""Raises a ValueError with the violated rule if a line is not a document."""
 
 
 def check_of(step: CorpusStep | SurveyStep) -> Check:
-    """The method `check` of a step, if it has one. Without this method, a document is a JSON object, with a text if the
-    step has a key."""
+    """Return the method `check` of a step, or a default check. By default, a document is a JSON object, which must have
+    a text if the step has a key."""
     check: Check | None = getattr(step, "check", None)
     if check is not None:
         return check
@@ -260,7 +265,7 @@ def _is_object(document: CorpusDocument) -> None:
 
 
 def check_readable(document: CorpusDocument, check: Check) -> None:
-    """Errors: BadLine with file, line number and rule."""
+    """Apply `check` to a document. Errors: BadLine with file, line number and violated rule."""
     try:
         check(document)
     except ValueError as error:

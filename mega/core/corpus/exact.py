@@ -1,4 +1,4 @@
-"""Exact duplicates of whole documents, or of paragraphs (lines) anywhere in the corpus. The first occurrence is
+"""Removes exact duplicates of whole documents, or of paragraphs (lines) anywhere in the corpus. The first occurrence is
 kept."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.corpus.repeats import keys_of, mark_repeats, repeats
 
 @dataclass(frozen=True, kw_only=True)
 class ExactDuplicates:
-    """Drop repeated documents, or cut out repeated lines."""
+    """Drops repeated documents, or cuts out repeated lines."""
 
     name: ClassVar[str] = "exact-duplicates"
     stages: ClassVar[int] = 1
@@ -26,7 +26,7 @@ class ExactDuplicates:
     least: int = 60  # Minimum number of characters in a line to compare, and in a document to keep after cutting
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Compute a key for every document or line."""
+        """Return the survey, which computes a key for every document or line."""
 
         def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             return {"keys": keys_of(item for document in documents for item in self._items(document.text))}
@@ -42,11 +42,11 @@ class ExactDuplicates:
             yield line.encode("utf-8", "surrogatepass") if len(line) >= self.least else None
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Mark the repeated items."""
+        """Mark repeated documents or lines."""
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:
-        """Drop documents, or cut out lines."""
+        """Return the final pass, which drops repeated documents or cuts out repeated lines."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             marks, item = np.zeros(0, np.bool_), 0

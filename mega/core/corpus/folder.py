@@ -1,13 +1,13 @@
-"""The output folder of a step: its files, its lock, the record of the work, and the remains of an earlier call.
+"""Manages the output folder of a step: its files, its lock, the record of the work, and files left by an earlier call.
 
-    OUT/00000-000000.jsonl ...    kept documents of each part; if no document is kept, the file is not written
-    OUT/.00000-000000.json ...    counts of the part, until all parts are done; a part that has counts is done
+    OUT/00000-000000.jsonl ...    kept documents of each part; no file if no document is kept
+    OUT/.00000-000000.json ...    counts of a finished part; removed when all parts are done
     OUT/.survey/                  notes of the first pass of a two-pass step, until all parts are done
     OUT/.work.json                identity of the unfinished work
     OUT/.corpus.json              identity of the finished work and the counts of all parts
 
-If the output is one file, OUT is a hidden folder next to it until all parts are done. This module does not depend on
-documents.
+If the output is one file, OUT is a hidden folder next to this file until all parts are done. This module does not
+depend on documents.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SURVEY = ".survey"
 _WORK = ".work.json"
 _MOST_BYTES = 1 << 28
 _LOCK_SECONDS = 20.0
-"""Number of seconds that a call waits for the workers of a killed call to exit. On a busy machine, workers need several
-seconds."""
+"""Maximum number of seconds that a call waits for the workers of a killed call to exit. On a busy machine, workers take
+several seconds to exit."""
 _PART_NAME = re.compile(r"\.?\d{5}-\d{6}\.")
 
 Packing = Literal["none", "gz", "zst"]
@@ -42,7 +42,7 @@ Packing = Literal["none", "gz", "zst"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a step is run. Only `packing`, `on_error` and `part_bytes` change the bytes that it writes."""
+    """Options for running any step. Only `packing`, `on_error` and `part_bytes` affect the bytes that are written."""
 
     output: Path
     """A folder, or a file if its name ends in .jsonl, .json, .txt, .gz or .zst."""
@@ -57,9 +57,9 @@ class RunOptions:
     shard: tuple[int, int] = (0, 1)
     """(i, n) with i in 0 .. n - 1: process share i of n."""
     on_error: Literal["stop", "skip"] = "stop"
-    """Reaction to a line that does not hold a document."""
+    """Reaction to a line that is not a document."""
     overwrite: bool = False
-    """Whether to replace the result of other work."""
+    """Whether to replace the result of other inputs or settings."""
     show_dropped: int = 5
     """Number of dropped documents per reason that are kept for the report."""
     part_bytes: int = PART_BYTES
@@ -84,7 +84,8 @@ class RunOptions:
 
     @property
     def packed(self) -> Packing:
-        """Compression of the lines. If the output is one file, its suffix decides."""
+        """Compression of the written lines. If the output is one file, the suffix of its name determines the
+        compression."""
         ends: dict[str, Packing] = {".gz": "gz", ".zst": "zst"}
         return ends.get(self.output.suffix.lower(), "none") if self.one_file else self.packing
 
@@ -132,13 +133,13 @@ def write_record(path: Path, content: object) -> None:
 
 @contextlib.contextmanager
 def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict[str, list[Path]]]:
-    """Lock the folder of the parts for this shard, record this work in it, and yield the folder's temporary files by
-    part.
+    """Lock the folder of the parts for this shard, and record this work in the folder. Yields a dict: part -> temporary
+    files.
 
     accepted: identity of this work, followed by identities of other work that may be resumed.
 
-    The temporary files are the half-written files of killed processes. Errors: ValueError if the folder holds other
-    files.
+    Temporary files are the half-written files of killed processes. Errors: ValueError if the folder contains files of
+    other work.
     """
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +164,7 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
 
 
 def wait_for_lock(descriptor: int) -> bool:
-    """Wait for the lock, since workers of a killed process hold the lock until they exit. Returns whether the lock was
+    """Wait for the lock, which workers of a killed process hold until they exit. Returns whether the lock was
     acquired."""
     until = time.monotonic() + _LOCK_SECONDS
     while not locked_alone(descriptor):
@@ -179,7 +180,8 @@ def _is_step_file(path: Path) -> bool:
 
 
 def _prepare_folder(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
-    """Remove the files of other work if allowed, record this work, and return the files in the folder.
+    """Record this work in the folder, and return the files in the folder. Files of other work are removed with
+    --overwrite, or if that work has no results.
 
     Errors: ValueError if files of other work may not be removed.
     """
@@ -194,7 +196,7 @@ def _prepare_folder(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
     if options.overwrite and (is_other or (folder / RECORD).exists()):
         names, work = _removed([*names, *_dropped_parts(options)]), None
     elif work is not None and is_other and not _anything_done(options):
-        names, work = _removed(names), None  # nothing was done, for example after an error in the first line
+        names, work = _removed(names), None  # the work has no results, for example after an error in line 1
     elif work is not None and is_other:
         raise ValueError(
             f"--output {options.output}: belongs to unfinished work with other inputs or settings; repeat its "
@@ -218,7 +220,7 @@ def _removed(paths: Sequence[Path]) -> list[Path]:
 
 
 def _anything_done(options: RunOptions) -> bool:
-    """Whether unfinished work has results, or another shard may be running."""
+    """Whether unfinished work has results, or another shard may still be running."""
     folder = options.folder
     other_locks = [path for path in folder.glob(".lock-*") if path.name != ".lock-1-of-1"]
     return bool(other_locks) or any(folder.glob(".0*.json")) or any((folder / SURVEY).rglob("*.*"))
@@ -239,7 +241,8 @@ def remove_work(options: RunOptions, paths: Sequence[Path]) -> None:
 
 
 def join_parts(folder: Path, output: Path) -> None:
-    """Concatenate the files of all parts. Concatenated .gz or .zst files are a valid file of that format."""
+    """Concatenate the files of all parts to the file `output`. A concatenation of .gz or .zst files is a valid file of
+    the same format."""
     names = sorted(path for path in folder.iterdir() if path.name[:5].isdigit() and not path.name.endswith(".tmp"))
     with whole_file(output) as whole:
         for name in names:
@@ -248,7 +251,7 @@ def join_parts(folder: Path, output: Path) -> None:
 
 
 def remove_leftovers(options: RunOptions) -> None:
-    """Remove files next to a complete output that remain from a call that was killed just before its end."""
+    """Remove the temporary files of a call that was killed after its output was complete."""
     if not options.one_file:
         locks = options.folder.glob(".lock-*")
         hidden = [*locks, *(path for path in options.folder.glob(".*") if _is_step_file(path) and path.name != RECORD)]

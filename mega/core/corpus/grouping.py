@@ -1,11 +1,11 @@
-"""Group near duplicates from a file of pairs, and remove all documents of a group except the first.
+"""Groups near duplicates from a file of pairs, and removes all documents of a group except the first.
 
     pairs    {id: [{other id: overlap}, ...]}      one object per line, from find_duplicates.py or --pairs
     groups   {"0": [id, id, ...]}                  one object per line, from group_duplicate_url.py or --groups
 
-`mega corpus near-duplicates` finds pairs, groups them and removes documents in one call. This module uses pairs and
-groups that other programs wrote. It keeps the first document in the input, whereas Megatron-LM's script keeps an
-arbitrary document. Source: Megatron-LM 23.06, tools/openwebtext.
+`mega corpus near-duplicates` finds pairs, groups them and removes documents in one call. This module also reads pairs
+and groups that other programs wrote. The first document of a group in the input is kept, whereas Megatron-LM's script
+keeps an arbitrary document. Source: Megatron-LM 23.06, tools/openwebtext.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def group_pairs(pairs: Path, groups: Path, threshold: float) -> tuple[int, int]:
     """Write the groups of documents that overlap by `threshold` or more. Returns the number of groups and the number of
     documents.
 
-    Groups and ids are in the order of their first occurrence. Errors: ValueError naming file and line.
+    Groups, and ids within a group, are written in the order of first occurrence. Errors: ValueError naming file and
+    line.
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"--threshold {threshold}: must be greater than 0 and at most 1")
@@ -66,7 +67,7 @@ def _is_overlap(entry: object) -> bool:
 
 
 def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the objects of a file with their location. Errors: ValueError naming file and line."""
+    """Yield (location, object) of each line of a file. Errors: ValueError naming file and line."""
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -102,7 +103,7 @@ class RemoveGroups:
                 groups.append(ids)
         merged_groups = DocumentGroups(len(groups))
         for number, ids in enumerate(groups):
-            for each in ids:  # a line is merged into an earlier group that has one of its ids
+            for each in ids:  # a line is merged into an earlier group if they have an id in common
                 merged_groups.join(owner.setdefault(each, number), number)
 
         def keys(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
@@ -114,7 +115,7 @@ class RemoveGroups:
         return keys
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Mark all documents of a group except the first."""
+        """Mark all documents of a group except the first in the input."""
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:

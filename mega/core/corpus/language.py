@@ -1,9 +1,9 @@
-"""Detect the language of a text: a function from a text to an ISO 639-1 code, or "" if the language is unclear.
+"""Detects the language of a text as an ISO 639-1 code, or "" if the language is unclear.
 
-`py3langid` detects 139 languages, and its model is part of the wheel. It is given 1,000 characters of a text, half of
-them from the middle, because more characters rarely change the answer and cost proportionally more time. `langdetect`,
-which Megatron-LM's scripts use, is about fifty times slower and uses random numbers (its seed is fixed here). It reads
-up to 10,000 characters. For `fasttext`, the user provides a model file.
+`py3langid` detects 139 languages, and its model is part of the wheel. Only 1,000 characters of a text are passed to
+`py3langid`, half of them from the middle, because more characters rarely change the result and take proportionally more
+time. `langdetect`, which Megatron-LM's scripts use, is about fifty times slower and uses random numbers (with a fixed
+seed here); up to 10,000 characters are passed to it. For `fasttext`, the user must provide a model file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WINDOW = 500
 
 
 def sample_of(text: str) -> str:
-    """The characters of a text that the detector reads."""
+    """Return the characters of a text that are passed to the detector."""
     if len(text) <= 2 * _WINDOW:
         return text
     middle = len(text) // 2
@@ -25,7 +25,7 @@ def sample_of(text: str) -> str:
 
 
 Detector = tuple[Callable[[str], str], Collection[str]]
-"""The function that detects the language, and all languages that it can return."""
+"""(function that detects the language of a text, all languages that the function can return)."""
 
 
 def detector(library: LanguageLibrary, model: str = "", *, language: str = "en") -> Callable[[str], str]:
@@ -62,7 +62,7 @@ def _langdetect() -> Detector:
     def detect(text: str) -> str:
         try:
             return str(langdetect.detect(text))
-        except langdetect.LangDetectException:  # the text has no features
+        except langdetect.LangDetectException:  # the text has no features, such as a text of digits only
             return ""
 
     detect("a word")  # load the language profiles
@@ -83,7 +83,7 @@ def _fasttext(model: str) -> Detector:
         labels = predict(" ".join(sample_of(text).split()))[0]
         return _language(labels[0]) if len(labels) else ""
 
-    # The threshold is below any probability, because with 0 fastText would leave out very unlikely languages.
+    # The threshold is below any probability. With a threshold of 0, fastText would leave out very unlikely languages.
     return detect, {_language(label) for label in predict("a word", k=1 << 16, threshold=-1.0)[0]}
 
 

@@ -1,8 +1,9 @@
-"""Counts of a step: documents by reason, samples of dropped documents, measures of kept documents.
+"""Counts the documents of a step: dropped documents by reason, samples of dropped documents, and measures of written
+documents.
 
     documents = kept + sum of dropped; written >= kept if a step cuts documents
 
-Counts of parts can be added in any order. This module does not depend on steps.
+The counts of parts can be added in any order. This module does not depend on steps.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any, NamedTuple
 
 SAMPLE_CHARACTERS = 400
 _MOST_VALUES = 2000
-"""Maximum number of values counted separately per measure, such as domains. Rarer values are counted as "(others)".
+"""Maximum number of values of a measure, such as domains, that are counted separately. Rarer values are counted as
+"(others)".
 """
 OTHERS = "(others)"
 _NUMBERS = ("documents", "kept", "written", "bytes")
 
 
 class DroppedSample(NamedTuple):
-    """A dropped document. `order` is a hash of its location: the lowest hashes form a sample that is equal in every
-    run."""
+    """A dropped document in a sample. `order` is a hash of its location. The documents with the lowest hashes are
+    sampled, so every run has the same sample."""
 
     order: int
     where: str
@@ -45,14 +47,14 @@ class StepCounts:
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> number of dropped documents."""
     other: Counter[str] = field(default_factory=Counter)
-    """Other events -> number of documents."""
+    """Other event, such as a repaired text -> number of documents."""
     samples: dict[str, list[DroppedSample]] = field(default_factory=dict)
-    """Reason -> some documents that were dropped for this reason."""
+    """Reason -> sample of the documents that were dropped for this reason."""
     measures: dict[str, Counter[str]] = field(default_factory=dict)
-    """Name -> value -> number of written documents, such as "language" -> "en" -> 90."""
+    """Name of a measure -> value -> number of written documents, such as "language" -> "en" -> 90."""
 
     def sample(self, reason: str, location: str, part: str, index: int, text: str, limit: int) -> None:
-        """Add a dropped document to the samples, if its hash is one of the `limit` lowest for its reason."""
+        """Add a dropped document to the samples if its hash is among the `limit` lowest hashes for `reason`."""
         if limit < 1:
             return
         order = zlib.crc32(f"{part}/{index}".encode())
@@ -81,7 +83,7 @@ class StepCounts:
             self.measures[name] = _most_common(self.measures.get(name, Counter()) + values)
 
     def as_json(self) -> dict[str, object]:
-        """JSON-compatible values, sorted so that equal counts give equal bytes."""
+        """Return the counts as JSON-compatible values, sorted so that equal counts give equal bytes."""
         return {
             **{name: getattr(self, name) for name in _NUMBERS},
             "dropped": dict(sorted(self.dropped.items())),
@@ -94,7 +96,8 @@ class StepCounts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StepCounts:
-        """The inverse of `as_json`. Errors: TypeError or KeyError if the value has a different form."""
+        """Convert the result of `as_json` back to counts. Errors: TypeError or KeyError if `content` has another
+        structure."""
         return cls(
             **{name: int(content[name]) for name in _NUMBERS},
             dropped=Counter(content["dropped"]),

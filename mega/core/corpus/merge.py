@@ -1,4 +1,4 @@
-"""Merge many files into one, and check that each line is a document."""
+"""Merges many files into one, and checks that each line is a document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mega.core.corpus.documents import Work, each, keep_document
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Keep every document. key: key of a text that each document must have. If "", any JSON object is a document."""
+    """Keeps every document. key: key of a text that each document must have; with "", any JSON object is a document."""
 
     name: ClassVar[str] = "merge"
     key: str = ""

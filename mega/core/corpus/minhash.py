@@ -1,8 +1,9 @@
-"""MinHash: a short signature whose equal entries estimate the overlap of two sets of shingles, and its bands.
+"""Computes MinHash signatures and their bands. The fraction of equal entries in two signatures estimates the overlap of
+two sets of shingles.
 
-There are two settings. `WordShingles` (the default): runs of five words, hashed by this module and permuted by rensa.
-`CharShingles` gives the signatures that Megatron-LM 23.06 computes with mattilyra/LSH: windows of five bytes,
-MurmurHash3, and minima of *signed* numbers that start at -1, so a hash whose top bit is 0 never counts.
+There are two kinds of shingles. `WordShingles` (the default) are runs of five words, hashed by this module and permuted
+by rensa. `CharShingles` gives the signatures that Megatron-LM 23.06 computes with mattilyra/LSH: windows of five bytes,
+MurmurHash3, and minima of *signed* numbers that start at -1, so a hash whose top bit is 0 is always ignored.
 Sources: Broder (1997); MurmurHash3_x86_32 (A. Appleby).
 """
 
@@ -18,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Signatures = NDArray[np.uint32]
-"""uint32 [documents, permutations]."""
+"""Signatures as uint32 [documents, permutations]."""
 Shingles = NDArray[np.uint64]
-"""Distinct hashes of a document's shingles, sorted."""
+"""Hashes of a document's shingles, sorted and without repetitions."""
 Overlap = Literal["union", "min", "max"]
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
@@ -44,7 +45,7 @@ def mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _windows(codes: NDArray[np.uint64], size: int) -> Shingles:
-    """Hashes of all runs of `size` codes."""
+    """Return the hashes of all windows of `size` consecutive codes."""
     count = max(len(codes) - size + 1, 0)
     h = np.zeros(count, np.uint64)
     for i in range(size):
@@ -66,7 +67,8 @@ class _WordHashes(dict[str, int]):
 
 @dataclass(frozen=True)
 class WordShingles:
-    """Runs of `size` words in lower case. A shorter text is one shingle, and a text without words has no shingle."""
+    """Shingles that are runs of `size` words in lower case. A shorter text has one shingle, and a text without words
+    has none."""
 
     permutations: int = 120
     size: int = 5
@@ -83,7 +85,8 @@ class WordShingles:
         return np.unique(self._hashes([words_of_text(text)])[0])
 
     def _hashes(self, texts: Sequence[list[str]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The shingles of several texts, concatenated and not deduplicated, and the offsets of each text."""
+        """Return the shingle hashes of several texts, concatenated and with repetitions, and the offset of each
+        text."""
         sizes = np.array([len(words) for words in texts], np.int64)
         size = self.size if len(texts) > 1 else min(self.size, max(int(sizes[0]), 1))
         codes = word_codes([word for words in texts for word in words])
@@ -97,7 +100,7 @@ class WordShingles:
         return mixed(h), np.concatenate([[0], np.cumsum(counts)])
 
     def signatures(self, texts: Sequence[str]) -> Signatures:
-        """Signatures [texts, permutations]. A text without shingles gets the largest number in every entry."""
+        """Compute signatures [texts, permutations]. If a text has no shingles, all entries are the largest number."""
         from rensa import RMinHash
 
         words = [words_of_text(text) for text in texts]
@@ -134,29 +137,29 @@ def words_of_text(text: str) -> list[str]:
 
 
 def word_codes(words: Sequence[str]) -> NDArray[np.uint64]:
-    """A hash of every word."""
+    """Compute a hash of every word."""
     return mixed(np.fromiter(map(_known_words.__getitem__, words), np.uint64, len(words)))
 
 
 @dataclass(frozen=True)
 class CharShingles:
-    """Megatron-LM's setting: signatures of five-byte windows, and overlap of five-character windows without the last
-    window."""
+    """Shingles as in Megatron-LM: signatures use windows of five bytes, and overlap uses windows of five characters
+    without the last window."""
 
     permutations: int = 100
     seed: int = 1234
     size: int = 5
 
     def load(self) -> None:
-        """Nothing to load."""
+        """Do nothing, because this class needs no library."""
 
     def shingles(self, text: str) -> Shingles:
-        """The windows of a text."""
+        """Return the hashes of the character windows of a text."""
         codes = np.frombuffer(text[:-1].encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
         return _windows(codes, self.size)
 
     def signatures(self, texts: Sequence[str]) -> Signatures:
-        """Signatures [texts, permutations]."""
+        """Compute signatures [texts, permutations] from byte windows."""
         return np.stack([self._signature(text.encode("utf-8", "surrogatepass")) for text in texts])
 
     def _signature(self, data: bytes) -> NDArray[np.uint32]:
@@ -170,11 +173,11 @@ class CharShingles:
 
 
 _TOGETHER = 512
-"""Number of windows per batch, chosen so that their hashes for all seeds fit in the processor's cache."""
+"""Number of windows per batch, chosen so that the hashes of a batch for all seeds fit into the processor's cache."""
 
 
 def _byte_windows(data: bytes, size: int) -> NDArray[np.uint8]:
-    """The distinct windows of `size` bytes: [windows, size]."""
+    """Return the distinct windows of `size` bytes, as an array [windows, size]."""
     if len(data) < size:
         return np.zeros((0, size), np.uint8)
     windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), size)
@@ -207,8 +210,8 @@ def _rotated(h: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
 
 
 def band_keys(signatures: Signatures, bands: int) -> NDArray[np.uint64]:
-    """A key for every band of every document, [documents, bands]. Keys are equal if all entries of the band are
-    equal."""
+    """Compute a key for every band of every document, [documents, bands]. Two keys are equal if all entries of the two
+    bands are equal."""
     documents, permutations = signatures.shape
     rows = signatures.reshape(documents, bands, permutations // bands)
     h = np.broadcast_to(np.arange(1, bands + 1, dtype=np.uint64), (documents, bands)).copy()
@@ -218,7 +221,8 @@ def band_keys(signatures: Signatures, bands: int) -> NDArray[np.uint64]:
 
 
 def overlap(first: Shingles, second: Shingles, of: Overlap = "union") -> float:
-    """The shared part of two sets, as a fraction of their union (Jaccard), or of the smaller or larger set.
+    """Return the size of the intersection of two sets, as a fraction of their union (Jaccard), or of the smaller or
+    larger set.
 
     >>> overlap(np.array([1, 2, 3], np.uint64), np.array([2, 3, 4], np.uint64))
     0.5
@@ -231,7 +235,7 @@ def overlap(first: Shingles, second: Shingles, of: Overlap = "union") -> float:
 
 
 def chance(similarity: float, bands: int, rows: int) -> float:
-    """The probability that two documents of a given similarity share a band.
+    """Return the probability that two documents with a given similarity have an equal band.
 
     >>> round(chance(0.8, 20, 6), 4), round(chance(0.8, 10, 10), 4)
     (0.9977, 0.6789)

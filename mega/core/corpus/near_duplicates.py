@@ -1,13 +1,14 @@
-"""Near duplicates: documents whose shingles overlap enough. The first document of each group is kept.
+"""Drops near duplicates, that is, documents whose shingles overlap enough. The first document of each group is kept.
 
     survey 0     compute signatures, and a key for each band of a signature
     conclude 0   two documents with an equal key are a candidate pair
     survey 1     write the shingles of the documents in candidate pairs
-    conclude 1   group pairs whose exact overlap is `threshold` or more; mark all but the first of a group
+    conclude 1   group the documents of pairs whose exact overlap is `threshold` or more; mark all but the first of each
+                 group
 
 A dropped document therefore overlaps by the threshold or more with another document of its group. A pair is missed if
-its documents share no band. With the default settings, 0.2 % of the pairs with a Jaccard similarity of 0.8 are missed.
-Documents of `against` come before all others and are not written. Source: Megatron-LM 23.06,
+its documents have no equal band. With the default settings, 0.2 % of the pairs with a Jaccard similarity of 0.8 are
+missed. Documents of `against` precede all other documents and are not written. Source: Megatron-LM 23.06,
 tools/openwebtext/find_duplicates.py, group_duplicate_url.py.
 """
 
@@ -56,11 +57,11 @@ class NearDuplicates:
     bands: int = 20  # Number of bands in a signature
     rows: int = 6  # Number of permutations in a band
     shingle_words: int = 5  # Number of words in a shingle
-    overlap_of: Overlap = "union"  # The set that the overlap is a fraction of
+    overlap_of: Overlap = "union"  # The set of which the overlap is a fraction
     as_megatron: bool = False  # Use the signatures and shingles of Megatron-LM's script
     id_key: str = "url"  # Key of a document's id in the files `groups` and `pairs`
-    groups: str = ""  # File of JSON lines {"0": [id, id, ...]}, as Megatron-LM's script writes them; "": not written
-    pairs: str = ""  # File of JSON lines {id: [{other id: overlap}, ...]}; "": not written
+    groups: str = ""  # File of JSON lines {"0": [id, id, ...]}, as in Megatron-LM; "" writes no file
+    pairs: str = ""  # File of JSON lines {id: [{other id: overlap}, ...]}; "" writes no file
 
     @property
     def shingling(self) -> WordShingles | CharShingles:
@@ -70,7 +71,8 @@ class NearDuplicates:
         return WordShingles(self.bands * self.rows, self.shingle_words)
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Stage 0 computes the keys of all bands, stage 1 the shingles of paired documents."""
+        """Return the survey of a stage: stage 0 computes the keys of all bands, and stage 1 the shingles of documents
+        in pairs."""
         self.shingling.load()
         return self._keys if stage == 0 else partial(self._shingles, folder)
 
@@ -80,7 +82,7 @@ class NearDuplicates:
         while batch := list(islice(texts, _TOGETHER)):
             signatures = shingling.signatures(batch)
             keys = band_keys(signatures, self.bands)
-            if not self.as_megatron:  # texts without words are not duplicates of each other
+            if not self.as_megatron:  # texts without words must not count as duplicates of each other
                 keys[(signatures == 0xFFFFFFFF).all(1)] = NO_KEY
             blocks.append(keys)
         return {"keys": np.concatenate(blocks)}
@@ -107,13 +109,13 @@ class NearDuplicates:
         }
 
     def _id(self, document: CorpusDocument) -> str:
-        """The id of a document in the lists. A document without an id is identified by its location, which is slow to
-        find."""
+        """Return the id of a document in the files `groups` and `pairs`. If the document has no id, its location is
+        used, which is slow to determine."""
         document_id = document.fields.get(self.id_key)
         return document.where if document_id is None else str(document_id)
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Stage 0 decides which documents are compared, stage 1 decides which documents are dropped."""
+        """Determine which documents are compared (stage 0), or which documents are dropped (stage 1)."""
         if stage == 0:
             self._conclude_pairs(folder, parts)
         else:
@@ -137,7 +139,7 @@ class NearDuplicates:
         blocks = (notes(notes_folder, part) for part in parts)
         ShingleFile.write(folder, ((block["numbers"], block["ends"], block["hashes"]) for block in blocks))
         groups = DocumentGroups(total)
-        # Documents that are already in the same group need no comparison, unless all pairs are listed.
+        # Documents that are already in the same group are compared only if all pairs must be listed.
         skip = groups.joined if not self.pairs else lambda first, second: False
         compare = partial(overlap, of=self.overlap_of)
         recorded: list[Pair] = []
@@ -173,7 +175,7 @@ class NearDuplicates:
             _write_lines(self.pairs, ({names[first]: overlaps} for first, overlaps in mains.items()))
 
     def judge(self, folder: Path) -> Work:
-        """Drop all documents of a group except the first."""
+        """Return the final pass, which drops all documents of a group except the first."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             marks = np.zeros(0, np.bool_)
@@ -196,7 +198,7 @@ def _write_marks(folder: Path, name: str, marks: NDArray[np.bool_]) -> None:
 
 
 def _marked(folder: Path, part: str, name: str) -> tuple[int, NDArray[np.bool_]]:
-    """The index of a part's first document, and the marks of the part's documents."""
+    """Return the index of a part's first document, and one mark per document of the part."""
     begins = _begins(folder)
     names = list(begins)  # in the order of the parts
     begin, end = begins[part], begins[names[names.index(part) + 1]]

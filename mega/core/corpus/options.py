@@ -43,7 +43,7 @@ class StepSettings(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class UrlOptions(StepSettings):
-    """Which URLs are dropped."""
+    """Options for dropping URLs."""
 
     json_key: str = option("url", "key of the URL in JSON lines; in .txt files the line is the URL")
     domains: Path | None = option(None, "file of domain labels to block, one per line, in place of the built-in list")
@@ -54,7 +54,7 @@ class UrlOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class CleanOptions(StepSettings):
-    """How texts are repaired, and which documents are dropped."""
+    """Options for repairing texts and dropping documents."""
 
     json_key: str = option("text", "key of the text")
     tasks: tuple[str, ...] = option((), "tasks, in this order [ftfy_fix_text language min_tokens]")
@@ -71,7 +71,7 @@ class CleanOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicateOptions(StepSettings):
-    """Which documents count as near duplicates."""
+    """Options that define near duplicates."""
 
     json_key: str = like(CleanOptions, "json_key")
     threshold: float | None = option(None, "minimum overlap of two duplicates [0.8]")
@@ -93,7 +93,7 @@ class NearDuplicateOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecontaminateOptions(StepSettings):
-    """Which questions are cut out, and how much text around them."""
+    """Options for cutting out benchmark questions and the text around them."""
 
     task_data: tuple[str, ...] = option(
         REQUIRED,
@@ -114,7 +114,7 @@ class DecontaminateOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WikipediaOptions(StepSettings):
-    """How articles become documents."""
+    """Options for converting Wikipedia articles to documents."""
 
     site: str = option("https://en.wikipedia.org/wiki", "first part of each article's URL")
     min_characters: int = option(1, "characters of the shortest article")
@@ -128,14 +128,14 @@ class WikipediaOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeCorpusOptions(StepSettings):
-    """Requirements for every document."""
+    """Options for merging: requirements for every document."""
 
     json_key: str = option("", "key of a text that every document must have")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotateOptions(StepSettings):
-    """Which texts are scored, and where the scores are written."""
+    """Options for scoring texts and storing the scores."""
 
     json_key: str = like(CleanOptions, "json_key")
     score_key: str = option("score", "key under which the scores are written")
@@ -144,7 +144,7 @@ class AnnotateOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectOptions(StepSettings):
-    """Which documents are kept by their values."""
+    """Options for keeping documents according to a value."""
 
     by: str = option("score.toxicity", "key of the value, with dots between keys")
     share: float = option(0.5, "share of all documents to keep")
@@ -154,7 +154,7 @@ class SelectOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions(VerbSection):
-    """Which pairs form which groups."""
+    """Options for grouping documents from pairs of near duplicates."""
 
     title: ClassVar[str] = "Groups"
 
@@ -165,7 +165,7 @@ class GroupOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveGroupsOptions(StepSettings):
-    """Which groups are reduced to their first document."""
+    """Options for removing all documents of a group except the first."""
 
     groups: Path = option(REQUIRED, "file of groups, as written by corpus group")
     id_key: str = option("url", "key of a document's id")
@@ -173,14 +173,14 @@ class RemoveGroupsOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleOptions(StepSettings):
-    """The order of documents."""
+    """Options for the order of shuffled documents."""
 
     seed: int = option(1234, "seed of the random order")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterOptions(StepSettings):
-    """Which quality rules texts must satisfy."""
+    """Options for quality rules that texts must satisfy."""
 
     json_key: str = like(CleanOptions, "json_key")
     preset: tuple[str, ...] = option((), "published rules: gopher-repetition, gopher-quality, fineweb [all three]")
@@ -188,7 +188,7 @@ class FilterOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactDuplicateOptions(StepSettings):
-    """Which documents or lines count as equal."""
+    """Options for removing equal documents or lines."""
 
     json_key: str = like(CleanOptions, "json_key")
     paragraphs: bool = option(False, "cut out repeated lines")
@@ -199,7 +199,7 @@ class ExactDuplicateOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskOptions(StepSettings):
-    """Which personal data are masked."""
+    """Options for masking personal data."""
 
     json_key: str = like(CleanOptions, "json_key")
     kinds: tuple[str, ...] = option((), "email, ip, phone, card [email ip]")

@@ -1,4 +1,4 @@
-"""Convert one part of a step's input into output files, in a worker. This module does not depend on other parts."""
+"""Processes one part of a step's input in a worker, and writes the part's output files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mega.core.data.sources import BadLine
 from mega.core.files import whole_file
 
 UNREADABLE = "not a document"
-"""The reason for dropping a line that holds no document, with --on-error skip."""
+"""Reason that is recorded for a dropped line that is not a document, with --on-error skip."""
 
 _SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
 
 
 class PartOptions(NamedTuple):
-    """Where and how a part is written."""
+    """Options for writing a part."""
 
     folder: Path  # Folder for the kept documents
     dropped: Path | None  # Folder for the dropped documents, or None
     packing: Packing  # Compression of the files
-    on_error: str  # "stop" or "skip": reaction to a line that holds no document
+    on_error: str  # "stop" or "skip": reaction to a line that is not a document
     samples: int  # Maximum number of dropped documents to record per reason
 
 
@@ -51,9 +51,10 @@ def write_part(part: InputPart, key: str, check: Check, work: Work, options: Par
 
 
 class ReadableDocuments:
-    """The readable documents of a part, and a queue of the documents that have no result yet.
+    """Iterates over the readable documents of a part, and keeps a queue of the documents that have no result yet.
 
-    stop: raise BadLine at the first line that holds no document. If False, such lines are counted as dropped.
+    stop: whether to raise BadLine at the first line that is not a document. If False, such lines are counted as
+    dropped.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ def _record(
     dropped_file: _LineFile | None,
     samples: int,
 ) -> None:
-    """Write and count the result of a document."""
+    """Write the result of a document to the files, and add it to the counts."""
     for line in result.lines:
         kept_file.write(line)
     counts.written += len(result.lines)
@@ -115,7 +116,7 @@ def _record(
 
 
 def _measures(document: CorpusDocument) -> dict[str, str]:
-    """The length of a document, rounded up to a power of two, and its domain."""
+    """Return the length of a document, rounded up to a power of two, and the domain of its URL."""
     length = len(document.text)
     measures = {"characters": str(1 << (length - 1).bit_length() if length else 0)}
     url = document.fields.get("url")
@@ -125,7 +126,7 @@ def _measures(document: CorpusDocument) -> dict[str, str]:
 
 
 class _LineFile:
-    """A file of lines that appears atomically, and only if it has at least one line."""
+    """A file of lines that is created atomically when it is complete, and only if it has at least one line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.lines = file, 0
@@ -146,17 +147,17 @@ class _LineFile:
 
 
 def line_file(folder: Path, name: str, plain: bool, packing: Packing) -> contextlib.AbstractContextManager[_LineFile]:
-    """Open the file for a part's lines of text or JSON."""
+    """Open the file to which a part's lines of text or JSON are written."""
     return _LineFile.open(folder / f"{name}{'.txt' if plain else '.jsonl'}{_SUFFIXES[packing]}", packing)
 
 
 class _Empty(Exception):
-    """Raised if nothing was written, so that the file does not appear."""
+    """Raised if nothing was written, so that no file is created."""
 
 
 @contextlib.contextmanager
 def packed(file: BinaryIO, packing: Packing) -> Iterator[BinaryIO]:
-    """A file that writes its compressed content to `file`. Equal content gives equal bytes."""
+    """Yield a file that compresses what is written to it into `file`. Equal content gives equal bytes."""
     if packing == "none":
         yield file
     elif packing == "gz":

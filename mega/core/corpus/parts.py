@@ -1,7 +1,7 @@
-"""Cut the input of a step into parts: runs of consecutive lines that are processed together.
+"""Divides the input of a step into parts, each of which is a run of consecutive lines that are processed together.
 
-The cuts depend only on the files, not on workers or shards. A part therefore has the same name and the same lines in
-every run: `00002-000005` is the sixth part of the third file.
+The division depends only on the files, not on the number of workers or shards. A part therefore has the same name and
+the same lines in every run. For example, `00002-000005` is the sixth part of the third file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from mega.core.corpus.documents import CorpusDocument
 from mega.core.data.sources import BLOCK_BYTES, STDIN, BadLine, Kind, LineBlock, SourcePiece, blocks, kind_of, pieces
 
 PART_BYTES = 1 << 24
-"""Number of bytes of text per part of lines. For parquet a part is a row group, for arrow a whole file."""
+"""Number of bytes of text per part of a file of lines. In parquet files each row group is a part; an arrow file is a
+single part."""
 
 
 class UnreadLine(NamedTuple):
-    """A line that exceeds the maximum line length."""
+    """A line that is not read because it exceeds the maximum line length."""
 
     where: str
     problem: str
@@ -35,12 +36,12 @@ class InputPart:
     plain: bool  # Whether a line is text, not JSON
     begin: int  # Number of stored bytes of all files before the part
     end: int  # Number of stored bytes of all files up to the end of the part
-    blocks: tuple[LineBlock, ...] = ()  # The lines of the part, if the file is packed
+    blocks: tuple[LineBlock, ...] = ()  # The lines of the part, if the file is compressed
     lines_before: int | None = None  # Number of lines of the file before `blocks`
 
     @property
     def name(self) -> str:
-        """Name of the part, and first part of the names of its output files.
+        """Name of the part, with which the names of its output files begin.
 
         >>> lines = SourcePiece(Path("a"), "lines", 0, 9, 0)
         >>> InputPart(file=2, number=5, source=lines, plain=False, begin=0, end=9).name
@@ -50,11 +51,12 @@ class InputPart:
 
     @property
     def size(self) -> int:
-        """Number of bytes that the part holds in memory."""
+        """Number of bytes of the part's lines in memory."""
         return sum(block.size for block in self.blocks)
 
     def documents(self, key: str) -> Iterator[CorpusDocument | UnreadLine]:
-        """Yield the lines that are not blank, in order. Errors: ValueError if the file cannot be read."""
+        """Yield the documents of all lines that are not blank, in order. Errors: ValueError if the file cannot be
+        read."""
         number, index = 0, 0
         for block in self.blocks or blocks(self.source, (), text_lines=True):
             lines = block.lines()
@@ -77,18 +79,19 @@ class InputPart:
                 yield UnreadLine(self.locate(number), block.problem)
 
     def near(self, number: int) -> str:
-        """Like `locate`, but without reading the file: the line number is counted from the part's first byte."""
+        """Return a location like `locate`, but without reading the file, so the line number is relative to the first
+        byte of the part."""
         first = self.source.first if self.source.kind == "lines" else 0
         return f"{self.source.path} (from byte {first}):{number}" if first else self.locate(number)
 
     def locate(self, number: int) -> str:
-        """The location "file:number" of line `number` of the part, counting from 1."""
+        """Return the location "file:line" of line `number` of the part; both numbers count from 1."""
         if self.source.kind in ("parquet", "arrow"):
             return f"{self.source.path}: row {number} of row group {self.source.first}"
         if is_dump(self.source.path):
             return f"{self.source.path}: page {(self.lines_before or 0) + number}"
         before = self.lines_before
-        if before is None:  # a line that begins before the part belongs to the previous part
+        if before is None:  # a line that begins before this part belongs to the previous part
             before = _line_ends(self.source.path, self.source.first - 1) + 1 if self.source.first else 0
         return f"{self.source.path}:{before + number}"
 
@@ -102,15 +105,15 @@ def _line_ends(path: Path, end: int) -> int:
 
 
 def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: int = PART_BYTES) -> Iterator[InputPart]:
-    """The parts of all files that shard i of n processes, with i in 0 .. n - 1.
+    """Yield the parts of all files that shard i of n must process; shard = (i, n) with i in 0 .. n - 1.
 
-    The stored bytes of all files are divided equally among the shards. A part belongs to the shard in whose share the
-    part begins. A packed file is not divided.
+    The stored bytes of all files are divided equally among the shards. A part belongs to the shard in whose range of
+    bytes the part begins. All parts of a compressed file belong to the same shard.
     """
     index, count = shard
     sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
     low, high = (sum(sizes) * i // count for i in (index, index + 1))
-    high += index == count - 1  # include an empty last file, which begins at the very end
+    high += index == count - 1  # include an empty last file, which begins after the last byte
     before = 0
     for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         for piece in pieces([path]):
@@ -128,17 +131,18 @@ def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: in
 
 
 def is_plain(path: Path) -> bool:
-    """Whether the lines of a file are text, not JSON."""
+    """Whether the lines of a file are plain text instead of JSON."""
     return kind_of(path) == "text"
 
 
 def is_dump(path: Path) -> bool:
-    """Whether a file is a Wikipedia dump, whose pages are its documents."""
+    """Whether a file is a Wikipedia dump, in which each page is a document."""
     return path.name.lower().removesuffix(path.suffix.lower() if _packed(path) else "").endswith(".xml")
 
 
 def _pages(read: Iterator[LineBlock]) -> Iterator[LineBlock]:
-    """Blocks of whole pages, one page per line. Line ends inside a page become character references."""
+    """Yield blocks of whole pages of a Wikipedia dump, one page per line. Line ends within a page become character
+    references."""
     rest = b""
     for block in read:
         rest += block.lines()
@@ -152,7 +156,7 @@ def _pages(read: Iterator[LineBlock]) -> Iterator[LineBlock]:
 
 
 def _begun(text: bytes) -> list[bytes]:
-    """The pages that begin in a text. A page without an end becomes a separate line.
+    """Split a text before each `<page>`, so that a page without an end tag is separated from the next page.
 
     >>> _begun(b" <page>a <page>b</page>")
     [b'<page>a ', b'<page>b</page>']
@@ -167,7 +171,7 @@ def _packed(path: Path) -> bool:
 def _direct_parts(
     file: int, piece: SourcePiece, plain: bool, before: int, size: int, part_bytes: int
 ) -> Iterator[InputPart]:
-    """Parts that can be read independently: row groups, and lines of files that are not packed."""
+    """Yield the parts of a file that can be read from any position: row groups, and lines of uncompressed files."""
     rows = piece.kind == "parquet"
     step, last = (1, piece.last) if rows else (part_bytes, size)
     for number, first in enumerate(range(0, last, step)):
@@ -180,11 +184,11 @@ def _direct_parts(
 def _unpacked_parts(
     file: int, piece: SourcePiece, plain: bool, before: int, size: int, part_bytes: int
 ) -> Iterator[InputPart]:
-    """Parts of a file that must be read from its beginning."""
+    """Yield the parts of a file that can only be read from its beginning, such as a compressed file."""
     kind: Kind = "arrow" if piece.kind == "arrow" else "packed lines"
     source = SourcePiece(piece.path, kind, piece.first, piece.last, before)
     number, lines, begin = 0, 0, before
-    part_blocks: list[LineBlock] = []  # sent to the worker, which cannot start reading in the middle of a packed file
+    part_blocks: list[LineBlock] = []  # sent to the worker, which cannot read from the middle of a compressed file
 
     def part(end: int) -> InputPart:
         return InputPart(

@@ -1,11 +1,11 @@
-"""Mask personal data: mail addresses, IP addresses, telephone numbers, bank cards.
+"""Masks personal data: email addresses, IP addresses, telephone numbers, and bank cards.
 
     email   anything@host.tld              -> <EMAIL>
     ip      a public IPv4 address          -> <IP>
     phone   +49 30 901820, (030) 555-0134  -> <PHONE>
     card    13 to 19 digits that pass the check of bank cards (Luhn) -> <CARD>
 
-Only patterns are matched: names and postal addresses are not masked.
+Only these patterns are matched. Names and postal addresses are not masked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PATTERNS: dict[PersonalKind, re.Pattern[str]] = {
         r"|\(\d{2,4}\)[ .-]?\d{3,4}[ .-]\d{3,4}|\d{3}[ .-]\d{3}[ .-]\d{4})(?![\w-])"
     ),
 }
-"""The patterns, in the order in which they are applied."""
+"""Kind of data -> pattern, in the order in which the patterns are applied."""
 
 
 def _public(address: str) -> bool:
@@ -54,7 +54,7 @@ _CHECKS: dict[PersonalKind, Callable[[str], bool]] = {"ip": _public, "card": _is
 
 @dataclass(frozen=True, kw_only=True)
 class MaskPersonal:
-    """Replace personal data with placeholders."""
+    """Replaces personal data with placeholders."""
 
     name: ClassVar[str] = "mask-pii"
     key: str = "text"
@@ -62,7 +62,7 @@ class MaskPersonal:
     """Kinds of data to mask."""
 
     def load(self) -> Work:
-        """Nothing to load."""
+        """Return the function that masks documents; no library is loaded."""
 
         def mask(document: CorpusDocument) -> Result:
             counts: dict[str, int] = {}
@@ -72,7 +72,7 @@ class MaskPersonal:
         return each(mask)
 
     def masked(self, text: str, counts: dict[str, int]) -> str:
-        """The masked text. `counts` receives the number of replacements of each kind."""
+        """Return the masked text, and add the number of replacements of each kind to `counts`."""
         for kind, pattern in _PATTERNS.items():
             if kind not in self.kinds:
                 continue

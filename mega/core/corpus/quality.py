@@ -1,10 +1,11 @@
-"""Filters on text quality, with the published rules and thresholds of two corpora. Words are separated by blanks.
+"""Filters documents by text quality, with the rules and thresholds published for two corpora. Words are separated by
+blanks.
 
     gopher-quality      Rae et al. (2021), table A1: length, words, symbols, bullets, English stop words
     gopher-repetition   Rae et al. (2021), table A1: repeated lines, paragraphs and n-grams
     fineweb             Penedo et al. (2024), section 3.6: line ends, short lines, repeated lines, lists
 
-A document is dropped for the first rule that it breaks. Each rule is a function of a `Measured` text.
+A document is dropped at the first rule that it breaks. Each preset is a function of a `Measured` text.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ STOP_WORDS = frozenset("the be to of and that have with".split())
 _PUNCTUATION = regex.compile(r"[\p{P}\p{S}]+")
 _SENTENCE_END = regex.compile(r"\p{Sentence_Terminal}\Z")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
-"""n -> largest fraction of the characters that the most frequent n-gram of words may cover."""
+"""(n, maximum fraction of the characters that the most frequent n-gram of words may cover)."""
 REPEATED_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
-"""n -> largest fraction of the characters that repeated n-grams of words may cover."""
+"""(n, maximum fraction of the characters that repeated n-grams of words may cover)."""
 
 
 class Measured:
-    """A text and its parts. Each part is computed when a rule first needs it."""
+    """A text with its words, lines and other units. Each property is computed when a rule first uses it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -43,17 +44,17 @@ class Measured:
 
     @cached_property
     def lines(self) -> list[str]:
-        """All lines, including empty ones."""
+        """All lines, including empty lines."""
         return self.text.splitlines()
 
     @cached_property
     def plain_words(self) -> list[str]:
-        """Words that are not pure punctuation."""
+        """Words that do not consist only of punctuation."""
         return [word for word in self.words if not _PUNCTUATION.fullmatch(word)]
 
 
 Rules = Iterator["tuple[str, bool]"]
-"""Reasons, each with whether the text must be dropped for this reason."""
+"""Yields (reason, whether the text must be dropped for this reason)."""
 
 
 def gopher_quality(text: Measured) -> Rules:
@@ -153,7 +154,7 @@ PRESETS: dict[QualityPreset, Callable[[Measured], Rules]] = {
 
 
 def broken_rule(text: str, presets: Sequence[QualityPreset]) -> str | None:
-    """The first rule that a text breaks, with the preset of the rule, or None."""
+    """Return the first rule that a text breaks, together with the rule's preset; None if it breaks no rule."""
     measured = Measured(text)
     for preset in presets:
         for reason, breaks in PRESETS[preset](measured):
@@ -171,7 +172,7 @@ class QualityFilter:
     presets: tuple[QualityPreset, ...] = ("gopher-repetition", "gopher-quality", "fineweb")
 
     def load(self) -> Work:
-        """Nothing to load."""
+        """Return the filter; no library is loaded."""
 
         def judge(document: CorpusDocument) -> Result:
             reason = broken_rule(document.text, self.presets)

@@ -1,4 +1,4 @@
-"""A corpus recipe: a TOML file with the steps from raw files to a corpus, as command lines of `mega corpus`.
+"""Reads a corpus recipe, a TOML file that lists the steps from raw files to a corpus as `mega corpus` commands.
 
     input = ["raw/*.jsonl.gz"]
     output = "corpus"             a folder; step 2 writes corpus/2-clean, and the last step writes the corpus
@@ -30,7 +30,7 @@ class RecipeStep(NamedTuple):
 
 
 def steps(path: Path) -> list[RecipeStep]:
-    """The steps of a recipe. Errors: ValueError naming file, key and rule."""
+    """Read the steps of a recipe. Errors: ValueError naming file, key and violated rule."""
     try:
         recipe = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -1,8 +1,8 @@
-"""Find items that occurred before: documents, paragraphs or URLs. Keys are kept on disk, so memory is bounded.
+"""Finds documents, paragraphs or URLs that occurred before. Keys are stored on disk, so memory is bounded.
 
 1 a survey computes a 128-bit key for every item, part by part
 2 the keys are distributed over files by value, so equal keys are in the same file
-3 each file is sorted; among equal keys, all but the first are marked, by item index
+3 each file is sorted; all items with equal keys except the first are marked
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mega.core.corpus.folder import write_record
 from mega.core.files import whole_file
 
 Keys = NDArray[np.uint64]
-"""uint64 [items, 2]; a key of zeros is never a repeat."""
+"""Keys as uint64 [items, 2]. An item whose key is zero never counts as a repetition."""
 
 _KEYS_TOGETHER = 1 << 21
 _MOST_FILES = 256
@@ -29,7 +29,7 @@ _MARKS, _BEGINS = "repeats.bin", "repeats.json"
 
 
 def keys_of(items: Iterable[bytes | None]) -> Keys:
-    """A key for each item. The key of None is zero.
+    """Compute a key for each item. The key of None is zero.
 
     >>> keys_of([b"a", None, b"a"]).tolist()[1:]
     [[0, 0], [9189440641721877287, 9099881824081077545]]
@@ -39,8 +39,8 @@ def keys_of(items: Iterable[bytes | None]) -> Keys:
 
 
 def mark_repeats(folder: Path, parts: Sequence[str]) -> None:
-    """Mark repeated items for `repeats`, from the array `keys` in the notes of all parts. Among equal keys, the first
-    is kept."""
+    """Mark repeated items, so that `repeats` can return the marks. Keys are read from the array `keys` in the notes of
+    all parts. The first item of each key is not marked."""
     begins, total = {}, 0
     for part in parts:
         begins[part] = total
@@ -51,7 +51,7 @@ def mark_repeats(folder: Path, parts: Sequence[str]) -> None:
     for i in range(count):
         path = folder / f"keys-{i}.tmp"
         keyed_items = np.fromfile(path, "<u8").reshape(-1, 3)
-        order = np.lexsort((keyed_items[:, 1], keyed_items[:, 0]))  # stable: equal keys stay in the order of the input
+        order = np.lexsort((keyed_items[:, 1], keyed_items[:, 0]))  # stable: items with equal keys stay in input order
         keyed_items = keyed_items[order]
         same = (
             (keyed_items[1:, 0] == keyed_items[:-1, 0])
@@ -80,13 +80,13 @@ def _distribute(folder: Path, parts: Sequence[str], paths: Sequence[Path]) -> No
 
 
 def notes(folder: Path, part: str) -> Mapping[str, NDArray[Any]]:
-    """The arrays that the survey of a part wrote."""
+    """Read the arrays that the survey of a part wrote."""
     arrays: Mapping[str, NDArray[Any]] = np.load(folder / f"{part}.npz", allow_pickle=False)
     return arrays
 
 
 def repeats(folder: Path, part: str) -> NDArray[np.bool_]:
-    """For every item of a part, whether an equal item occurred before it."""
+    """Return, for every item of a part, whether an equal item precedes it in the input."""
     begins = json.loads((folder / _BEGINS).read_bytes())
     ends = sorted(begins.values())
     begin = begins[part]

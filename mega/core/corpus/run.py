@@ -1,14 +1,15 @@
-"""Apply a step to files, part by part, in any number of processes. Runs are resumable, and the output bytes do not
+"""Applies a step to files, part by part, in any number of processes. Runs can be resumed, and the output bytes do not
 depend on the number of processes.
 
     1 survey    only for steps that must see all documents first: each part is read, and notes are stored
-    2 conclude  the notes of all parts decide which documents are dropped
+    2 conclude  the step reads the notes of all parts, and decides which documents are dropped
     3 write     each part is read and its output is written; a step without a survey has only this phase
     4 finish    the counts of all parts are summed, and the parts are joined if the output is one file
 
-Files appear atomically: first the lines of a part, then its counts. The same call resumes interrupted work and refuses
-other work. Several shards write into one folder. For a step with a survey, each shard is called twice, since the second
-call needs the notes of all shards. This module does not depend on particular steps.
+Files are written atomically: first the lines of a part, then its counts. Repeating an interrupted call resumes its
+work; a call with other inputs or settings is refused. Several shards write into one folder. A step with a survey must
+be called twice per shard, because the second call needs the notes of all shards. This module does not depend on
+particular steps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from mega.core.files import whole_file
 from mega.core.untrusted import below
 
 VERSION = 1
-"""Version of the steps. Work of a different version is not resumed."""
+"""Version of the steps. Unfinished work of another version is not resumed."""
 
 _CONCLUDED = "concluded.json"
 
@@ -60,12 +61,12 @@ class StepOutcome(NamedTuple):
 
     counts: StepCounts  # Counts of the documents
     complete: bool = True  # Whether all shards are done
-    repeated: bool = False  # Whether the work was already done, so nothing was written
-    surveyed: bool = False  # Whether only this shard's survey is done; call again when all shards are surveyed
+    repeated: bool = False  # Whether an earlier call did all the work, so that nothing was written
+    surveyed: bool = False  # Whether only the survey is done; call again when all shards are surveyed
 
 
 def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions) -> StepOutcome:
-    """Apply a step to all documents of `inputs`: files, folders and globs, see `sources.find`.
+    """Apply a step to all documents of `inputs`, which are files, folders and globs (see `sources.find`).
 
     Formats: JSON lines (also packed: .gz .zst .xz .bz2), parquet, arrow, and .txt with one document per line.
     Errors: ValueError naming flag, or file and line; OSError. Finished parts are kept.
@@ -92,7 +93,8 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
 def begin(
     inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions
 ) -> tuple[list[Path], str, StepOutcome | None]:
-    """The input files, a hash of the work, and the outcome of the work if it is already done. Errors: ValueError."""
+    """Check options and inputs. Returns the input files, a hash of the work, and the outcome if the work is already
+    done, else None. Errors: ValueError."""
     against = find(options.against, "--against") if options.against else []
     paths = [*against, *find(inputs)]
     check_output(paths, options)
@@ -113,7 +115,8 @@ def begin(
 
 
 def _check_form(paths: Sequence[Path], options: RunOptions) -> None:
-    """Check that a single output file has the same form as the input, and a matching name. Errors: ValueError."""
+    """Check that the name of a single output file matches the format of the input (JSON lines or text). Errors:
+    ValueError."""
     if not options.one_file:
         return
     name = options.output.name.lower().removesuffix(".gz").removesuffix(".zst")
@@ -124,8 +127,8 @@ def _check_form(paths: Sequence[Path], options: RunOptions) -> None:
 
 
 def accepted_identities(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> list[str]:
-    """Hashes of this work and of unfinished work that this work can resume. With --on-error skip, work that was stopped
-    by a bad line can also be resumed."""
+    """Return the hash of this work, and hashes of other unfinished work that this call can resume. A call with
+    --on-error skip can resume work that stopped at a bad line."""
     identity = _identity(step, paths, options)
     return (
         [identity]
@@ -135,14 +138,14 @@ def accepted_identities(step: CorpusStep | SurveyStep, paths: Sequence[Path], op
 
 
 def _identity(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> str:
-    """A hash of everything that affects the output."""
+    """Hash the step, settings, options and input files, which together determine the output."""
     work = [VERSION, step.name, _settings(step), options.packed, options.on_error, options.part_bytes]
     work += [options.show_dropped, options.dropped is not None, list(options.against), stamps(paths)]
     return hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _settings(step: object) -> dict[str, object]:
-    """The fields of a step that affect the result."""
+    """Return the fields of a step that affect the result."""
     setting_names = {each.name for each in fields(step) if each.metadata.get("setting", True)}  # type: ignore[arg-type]
     return {name: value for name, value in asdict(step).items() if name in setting_names}  # type: ignore[call-overload]
 
@@ -153,10 +156,11 @@ PartWork = Callable[[InputPart], StepCounts]
 
 
 class _PartJob(Protocol):
-    """The work on every part. A job must be small, since it is sent to other processes."""
+    """A job that workers perform on every part. Jobs are pickled and sent to worker processes, so they must be
+    small."""
 
     def load(self) -> PartWork:
-        """Load libraries, and return the work."""
+        """Load libraries, and return the function that processes a part."""
         ...
 
 
@@ -192,8 +196,8 @@ class _WriteJob:
 def _write_parts(
     paths: Sequence[Path], against: int, step: CorpusStep, options: RunOptions, stale: dict[str, list[Path]]
 ) -> StepCounts:
-    """Write every unfinished part of the shard, and return the summed counts of all its parts. The first `against`
-    files are not written."""
+    """Write every unfinished part of the shard, and return the summed counts of all parts of the shard. Documents of
+    the first `against` files are not written."""
     total = sum(path.stat().st_size for path in paths)
     counts = StepCounts()
 
@@ -244,7 +248,7 @@ class _SurveyJob:
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """Wraps the second pass of a survey step, so that it runs like any other step."""
+    """Wraps the final pass of a survey step as a `CorpusStep`."""
 
     step: SurveyStep
     folder: Path
@@ -266,10 +270,11 @@ class _SecondPass:
 
 
 def _run_surveys(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -> StepCounts | None:
-    """Make all surveys. Each stage begins after the conclusion of the previous stage, which needs the notes of all
-    shards.
+    """Run all surveys. A stage begins after the previous stage was concluded, for which the notes of all shards must
+    exist.
 
-    Returns None if all surveys are done, otherwise the counts of this shard, since other shards are still running.
+    Returns None if all surveys are done; otherwise other shards are still running, and the counts of this shard are
+    returned.
     """
     for stage in range(step.stages):
         counts = StepCounts()
@@ -283,7 +288,7 @@ def _run_surveys(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -
 
 
 def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOptions, counts: StepCounts) -> None:
-    """Survey every part of the shard that has no notes, and conclude when all shards are surveyed."""
+    """Survey every part of the shard that has no notes yet, and conclude the stage when all shards are surveyed."""
     folder = options.folder / SURVEY
     notes_folder = stage_folder(folder, stage)
     total = sum(path.stat().st_size for path in paths)
@@ -301,7 +306,8 @@ def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOpt
         write_record(mark, {"documents": counts.documents})
     if not all((notes_folder / f"shard-{i + 1}-of-{count}.json").is_file() for i in range(count)):
         return
-    # Several shards may see all marks at the same time. The first shard that gets the lock concludes the stage.
+    # Several shards may find at the same time that all shards are surveyed. The first shard that gets the lock
+    # concludes the stage.
     with open(notes_folder / "lock", "wb") as lock:
         if wait_for_lock(lock.fileno()) and not (notes_folder / _CONCLUDED).is_file():
             for stale in [*folder.glob("*.tmp"), *notes_folder.glob("*.tmp")]:
@@ -320,7 +326,8 @@ def _has_notes(folder: Path, name: str) -> bool:
 def finish(
     step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions, identity: str, shard_counts: StepCounts
 ) -> StepOutcome:
-    """When all shards are done: sum the counts of all parts, join the parts for a single output file, and tidy up."""
+    """Finish the work if all shards are done: sum the counts of all parts, join the parts if the output is one file,
+    and remove temporary files."""
     index, count = options.shard
     folder, total = options.folder, StepCounts()
     marks = [folder / f".shard-{i + 1}-of-{count}.json" for i in range(count)]

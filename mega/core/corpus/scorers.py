@@ -1,11 +1,12 @@
-"""Scorers of texts by attributes between 0 and 1, such as toxicity: a server, a classifier, a word list, a file.
+"""Scores texts for attributes such as toxicity, from 0 to 1, with a server, a classifier, a word list, or a file of
+scores.
 
     https://HOST/...   a server with the protocol of Perspective's comments:analyze; an environment variable has the key
     model:DIR          a Hugging Face sequence classifier; its labels are the attributes
     words:FILE         the fraction of a text's words that are in the file, times ten, at most 1; for tests and recipes
     scores:FILE        JSON lines with "text" and "score", such as an earlier annotation
 
-A scorer is created in the process that uses it, and returns scores in the order of the texts.
+A scorer must be created in the process that uses it. Scores are returned in the order of the texts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mega.core.config.option import VerbSection, option
 from mega.core.untrusted import parse_json
 
 ATTRIBUTES = ("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity", "identity_attack")
-"""Attributes that Perspective is asked to score."""
+"""Attributes whose scores are requested from Perspective."""
 KINDS = "https://..., http://..., model:DIR, words:FILE or scores:FILE"
 _PATH = "/v1alpha1/comments:analyze"
 _WORD = re.compile(r"\w+")
@@ -43,16 +44,16 @@ class Scorer(Protocol):
     """Scores texts."""
 
     def score(self, texts: Sequence[str]) -> list[Scores]:
-        """Scores in the order of the texts; None for a text that cannot be scored.
+        """Return scores in the order of the texts; None for a text that cannot be scored.
 
-        Errors: ValueError naming the scorer if it does not answer, or answers in an unexpected form.
+        Errors: ValueError naming the scorer if it does not respond, or its response has an unexpected format.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerOptions(VerbSection):
-    """The scorer and its connection."""
+    """Options for the scorer and the connection to it."""
 
     title: ClassVar[str] = "Scorer"
 
@@ -91,7 +92,7 @@ def make_scorer(options: ScorerOptions) -> Scorer:
 
 
 class WordScorer:
-    """The fraction of listed words times ten, at most 1, as toxicity."""
+    """Scores the toxicity of a text as ten times the fraction of its words that are listed, at most 1."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -112,7 +113,7 @@ class WordScorer:
 
 
 class FileScorer:
-    """Scores looked up by text in a file of earlier scores."""
+    """Looks up the scores of a text in a file of earlier scores."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -138,7 +139,8 @@ class FileScorer:
 
 
 class ClassifierScorer:
-    """A Hugging Face sequence classifier. The attribute of a label is the name of the label in lower case."""
+    """Scores texts with a Hugging Face sequence classifier. Attributes are the names of the classifier's labels in
+    lower case."""
 
     def __init__(self, path: Path) -> None:
         if not (path / "config.json").is_file():
@@ -158,8 +160,8 @@ class ClassifierScorer:
 
 
 class ServerScorer:
-    """A server with Perspective's protocol. Requests are concurrent and below a given rate. A failed request is
-    repeated with growing pauses."""
+    """Requests scores from a server with Perspective's protocol. Requests are concurrent but limited to a given rate. A
+    failed request is repeated after increasing pauses."""
 
     def __init__(self, options: ScorerOptions) -> None:
         self._options = options
@@ -175,7 +177,7 @@ class ServerScorer:
         try:
             return list(self._threads.map(self._one, texts))
         except ValueError:
-            self._failed.set()  # waiting requests are not sent
+            self._failed.set()  # requests that are still waiting are not sent
             raise
 
     def _one(self, text: str) -> Scores:
@@ -198,7 +200,7 @@ class ServerScorer:
                     return self._read(answer.read(_MOST_ANSWER))
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
-                if error.code == 400:  # a text that the server cannot score, such as an unsupported language
+                if error.code == 400:  # the server cannot score the text, for example because of its language
                     return None
                 if error.code in (401, 403, 404):
                     hint = f"; its key is read from ${self._options.key_variable}" if error.code != 404 else ""
@@ -243,7 +245,7 @@ def checked(scores: object, location: str) -> Scores:
 
 
 def cleaned(text: str, most_bytes: int | None = None) -> str:
-    """A text in the form that is scored: without end-of-document marks, and cut to `most_bytes` at a character
+    """Prepare a text for scoring: remove end-of-document marks, and cut the text to `most_bytes` at a character
     boundary.
 
     >>> cleaned("a<|endoftext|>"), cleaned("aü", 2)
@@ -254,7 +256,7 @@ def cleaned(text: str, most_bytes: int | None = None) -> str:
 
 
 def scored(scorer: Scorer, raw_texts: Sequence[str], most_bytes: int | None = None) -> list[Scores]:
-    """Scores of texts. A blank text is not sent to the scorer and gets None."""
+    """Return the scores of texts. For a blank text, the result is None without a call of the scorer."""
     texts = [cleaned(text, most_bytes) for text in raw_texts]
     scores: Iterator[Scores] = iter(scorer.score([text for text in texts if text.strip()]))
     return [next(scores) if text.strip() else None for text in texts]

@@ -1,6 +1,7 @@
-"""Keep the share of all documents with the lowest values of a key, such as the least toxic half.
+"""Keeps the given share of documents with the lowest values, such as the least toxic half.
 
-Documents without a value are dropped. Ties are broken by the input order, and kept documents stay in input order.
+Documents without a value are dropped. Ties are broken by the input order, and kept documents are written in input
+order.
 Source: Megatron-LM 23.06, examples/detxoify_lm/annotations/filter-selfgeneration.py.
 """
 
@@ -26,7 +27,7 @@ _MARKS = "selected.npz"
 
 @dataclass(frozen=True, kw_only=True)
 class Select:
-    """Keep the documents with the lowest values."""
+    """Keeps the documents with the lowest values."""
 
     name: ClassVar[str] = "select"
     stages: ClassVar[int] = 1
@@ -34,11 +35,11 @@ class Select:
     by: str = "score.toxicity"
     """Key of the value. Nested keys are joined with dots, outermost first."""
     share: float = 0.5
-    """Share of all documents that is kept, counting documents without a value."""
+    """Share of documents to keep, as a fraction of all documents, including documents without a value."""
     above: float = 0.5
-    """Documents with higher values are counted as toxic in the report."""
+    """Documents with a value above this limit are counted as toxic in the report."""
     report: str = ""
-    """File for the statistics. If "", no file is written."""
+    """File to which statistics are written; "" writes no file."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -51,11 +52,12 @@ class Select:
         return values
 
     def check(self, document: CorpusDocument) -> None:
-        """A document must be an object. Its value, if present, must be a number. Errors: ValueError."""
+        """Check that a document is a JSON object, and that its value, if present, is a number. Errors: ValueError."""
         _ = self._value(document)
 
     def _value(self, document: CorpusDocument) -> float:
-        """The value of a document, or NaN if the value is missing. Errors: ValueError if the value is not a number."""
+        """Return the value of a document, or NaN if the value is missing. Errors: ValueError if the value is not a
+        number."""
         value: object = document.fields
         for name in self.by.split("."):
             if not isinstance(value, dict) or value.get(name) is None:
@@ -66,13 +68,13 @@ class Select:
         return float(value)
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Rank all values."""
+        """Rank the values of all documents, and mark the documents to keep."""
         by_part = [notes(stage_folder(folder, 0), part)["values"] for part in parts]
         values = np.concatenate([np.zeros(0), *by_part])
         if len(values) and np.isnan(values).all():
             raise ValueError(f"--by {self.by}: no document has it")
         marks = np.zeros(len(values), np.bool_)
-        ranked = np.argsort(values, kind="stable")  # NaN is last
+        ranked = np.argsort(values, kind="stable")  # NaN is sorted last
         marks[ranked[: min(int(len(values) * self.share), int((~np.isnan(values)).sum()))]] = True
         ends = np.cumsum([len(each) for each in by_part])
         with whole_file(folder / _MARKS) as file:

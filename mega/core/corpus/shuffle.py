@@ -1,9 +1,9 @@
-"""Shuffle documents of any total size. The order is a function of the seed and the document indices.
+"""Shuffles documents of any total size. The order depends only on the seed and the document indices.
 
     1 each document gets a random key and is written to the file of its key range
     2 each file is sorted by key, and becomes a part of the output
 
-The input is read once, and one file at a time is held in memory.
+The input is read only once, and memory contains only one file at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SEED_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, kw_only=True)
 class Shuffle:
-    """Settings of a shuffled corpus."""
+    """The step that shuffles documents."""
 
     name: ClassVar[str] = "shuffle"
     key: ClassVar[str] = ""
@@ -41,12 +41,12 @@ class Shuffle:
     bucket_bytes: int = _BUCKET_BYTES
 
     def load(self) -> Work:
-        """The work on a single document, which is kept unchanged."""
+        """Return the function that keeps every document unchanged."""
         return each(keep_document)
 
 
 def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) -> StepOutcome:
-    """Write the documents of `inputs` in the order of their keys. Errors: as in `run.process`."""
+    """Write the documents of `inputs` in the order of their random keys. Errors: the same as those of `run.process`."""
     if options.shard != (0, 1):
         raise ValueError("--shard: an order is one of all documents; leave it out")
     paths, identity, repeated = begin(inputs, step, options)

@@ -1,4 +1,5 @@
-"""Select URLs worth downloading: OpenWebText's five tests, in their original order, each with a reason.
+"""Selects URLs that are worth downloading with OpenWebText's five tests, in their original order. Each test has a
+reason.
 
 A URL is dropped for its domain (the registered label, without suffix and subdomain), for its extension, as too short,
 as malformed, or as a duplicate of a kept URL. Source: Megatron-LM 23.06, tools/openwebtext/blacklist_urls.py.
@@ -52,7 +53,7 @@ _ENDS = (
 ).split()
 EXTENSIONS = tuple(f".{end}" for end in ["7z", "ai", *_ENDS])
 MEGATRON_EXTENSIONS = tuple(f".{end}" for end in ["7z.ai", *_ENDS])
-"""Megatron-LM's list, in which a missing comma joins two extensions."""
+"""Extensions in Megatron-LM's list, where a missing comma joins the first two extensions."""
 
 _WELL_FORMED = re.compile(
     r"https?://"
@@ -63,7 +64,8 @@ _WELL_FORMED = re.compile(
 
 
 def url_test(domains: Iterable[str], extensions: Sequence[str], *, any_case: bool = True) -> Callable[[str], int]:
-    """A function from a URL to the index in REASONS of the first test that it fails; 0 if the URL passes all tests.
+    """Return a function that maps a URL to the index in REASONS of the first test that the URL fails; 0 if it passes
+    all tests.
 
     any_case: domains are compared in lower case, so http://IMGUR.com matches imgur. Errors: ValueError if tldextract is
     not installed.
@@ -84,10 +86,9 @@ def url_test(domains: Iterable[str], extensions: Sequence[str], *, any_case: boo
 
 
 def _registered_label(any_case: bool) -> Callable[[str], str]:
-    """A function from a URL to its registered label, such as "bbc" for http://news.bbc.co.uk/, by tldextract's built-in
-    list.
+    """Return a function that maps a URL to its registered label, such as "bbc" for http://news.bbc.co.uk/.
 
-    Labels of recent hosts are cached.
+    The function uses tldextract's built-in list of suffixes, and caches the labels of recent hosts.
     """
     try:
         import tldextract
@@ -106,7 +107,7 @@ def _registered_label(any_case: bool) -> Callable[[str], str]:
 
 
 def listed(flag: str, path: Path) -> list[str]:
-    """The non-blank lines of a file, in lower case. Errors: ValueError naming flag and file."""
+    """Return the non-blank lines of a file in lower case. Errors: ValueError naming flag and file."""
     try:
         entries = [line.strip().lower() for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -118,7 +119,7 @@ def listed(flag: str, path: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Urls:
-    """Keep documents whose URL passes all tests. A document is a line of text that is a URL, or a JSON line with a
+    """Keeps documents whose URL passes all tests. A document is a plain line that is a URL, or a JSON line with a
     URL."""
 
     name: ClassVar[str] = "urls"
@@ -130,12 +131,12 @@ class Urls:
     extensions: tuple[str, ...] = EXTENSIONS
     """Extensions to drop."""
     any_case: bool = True
-    """Compare domains in lower case."""
+    """Whether to compare domains in lower case."""
     keep_duplicates: bool = False
-    """Keep repeated URLs. Documents of the same page cannot be distinguished by their URL."""
+    """Whether to keep documents with a repeated URL. Several documents may come from one page and have the same URL."""
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Compute the outcome of every URL, and a key for each URL that passes."""
+        """Return the survey, which tests every URL and computes a key for each URL that passes."""
         test = url_test(self.domains, self.extensions, any_case=self.any_case)
 
         def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
@@ -147,11 +148,11 @@ class Urls:
         return survey
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Mark the duplicates."""
+        """Mark documents whose URL occurred before."""
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:
-        """Drop documents whose URL did not pass."""
+        """Return the final pass, which drops documents whose URL failed a test or is a duplicate."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             outcomes: list[int] = []

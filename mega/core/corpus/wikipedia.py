@@ -1,8 +1,9 @@
-"""Wikipedia's dump of articles (pages-articles.xml.bz2) as documents, with the keys of WikiExtractor's JSON.
+"""Converts Wikipedia's dump of articles (pages-articles.xml.bz2) to documents with the keys of WikiExtractor's JSON.
 
     {"id": "12", "revid": "34", "url": "https://en.wikipedia.org/wiki?curid=12", "title": "Harbour", "text": "..."}
 
-`parts.py` passes each page of the dump as one line of XML. Redirects and pages that are not articles are dropped.
+parts.py passes each page of the dump to this step as one line of XML. Redirects and pages that are not articles are
+dropped.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ _NEEDED = ("title", "id", "revision/id", "revision/text")
 
 @dataclass(frozen=True, kw_only=True)
 class Wikipedia:
-    """Extract the text of each article."""
+    """Extracts the text of each article."""
 
     name: ClassVar[str] = "wikipedia"
     key: ClassVar[str] = ""
-    site: str = "https://en.wikipedia.org/wiki"  # First part of each URL
+    site: str = "https://en.wikipedia.org/wiki"  # Prefix of each article's URL
     least: int = 1  # Minimum number of characters in an article
     punctuation: bool = True  # Replace typographic punctuation with ASCII
-    sentences: str = ""  # Language for writing one sentence per line (for BERT); "": do not split
+    sentences: str = ""  # Language for splitting the text into one sentence per line (for BERT); "" does not split
     splitter: str = "punkt"  # Library that splits sentences
 
     def check(self, document: CorpusDocument) -> None:
-        """A document must be a page of a dump with the required elements. Errors: ValueError."""
+        """Check that a document is a page of a dump with the required elements. Errors: ValueError."""
         page = _page(document)
         if missing := [name for name in _NEEDED if page.find(name) is None]:
             raise ValueError(f"a page without {missing[0]}; must have {', '.join(_NEEDED)}")
 
     def load(self) -> Work:
-        """Errors: ValueError if a library is not installed."""
+        """Load libraries, and return the function that converts pages. Errors: ValueError if a library is not
+        installed."""
         parse, cut = parser(), self._sentences()
 
         def extract(document: CorpusDocument) -> Result:

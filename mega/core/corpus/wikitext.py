@@ -1,9 +1,9 @@
-"""The text of a Wikipedia article: mwparserfromhell parses the markup, and everything that is not prose is left out.
+"""Extracts the prose of a Wikipedia article. The markup is parsed by mwparserfromhell.
 
-Kept: paragraphs, the words of links, headings of sections that have text (as "History."), quoted italics. Left out:
-templates, tables, lists, references, files, categories, galleries, comments. A formula becomes `formula_1`, code
-becomes `codice_1`. These are the choices of the package wikiextractor, which most Wikipedia corpora were made with;
-docs/corpora.md lists the differences. This module does not depend on the format of the dump.
+Paragraphs, the words of links, headings of sections that have text (written as "History.") and quoted italics are kept.
+Templates, tables, lists, references, files, categories, galleries and comments are left out. A formula becomes
+`formula_1`, and code becomes `codice_1`. These rules follow the package wikiextractor, with which most Wikipedia
+corpora were made; docs/corpora.md lists the differences. This module does not depend on the format of the dump.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMESPACES = re.compile(
     r"\s*:?\s*(?:(?i:file|image|media|category|template|help|portal|user|talk|special|wikipedia|mediawiki|module|draft|"
     r"[a-z]+ talk)|[a-z]{2,3}(?:-[a-z-]+)?)\s*:"
 )
-"""Links to pages that are not articles, or to articles in another language."""
+"""Matches a link to a page that is not an article, or to an article in another language."""
 _DROPPED_TAGS = frozenset(
     "gallery timeline noinclude pre table tr td th caption div form input select option textarea ul ol menu dir ref "
     "references img imagemap source small syntaxhighlight score chem hiero graph mapframe templatestyles".split()
@@ -42,7 +42,7 @@ _STANDARD = str.maketrans(
 
 
 def parser() -> Callable[[str], Wikicode]:
-    """The parse function of mwparserfromhell. Errors: ValueError if mwparserfromhell is not installed."""
+    """Return the parse function of mwparserfromhell. Errors: ValueError if mwparserfromhell is not installed."""
     try:
         import mwparserfromhell
     except ImportError:
@@ -59,7 +59,7 @@ class Article:
         self._counts: dict[str, int] = {}
 
     def text(self, wikitext: str) -> str:
-        """The text of an article, with one line per paragraph or heading."""
+        """Return the text of an article, with one line per paragraph or heading."""
         return "\n".join(_paragraphs(self._plain(self._parse(wikitext).nodes)))
 
     def _plain(self, nodes: Iterable[Node]) -> str:
@@ -81,7 +81,7 @@ class Article:
                 return str(node.normalize())
             case "Heading":
                 return f"\n{'=' * node.level}{self._plain(node.title.nodes).strip()}{'=' * node.level}\n"
-        return ""  # templates, their arguments, comments
+        return ""  # templates, template arguments, comments
 
     def _link(self, link: Wikilink) -> str:
         title = str(link.title)
@@ -108,13 +108,14 @@ class Article:
 
 
 def _is_bold(tag: Tag) -> bool:
-    """Whether the whole content of an italic tag is bold."""
+    """Whether the whole content of a tag for italics is bold."""
     nodes: list[Any] = tag.contents.nodes
     return len(nodes) == 1 and type(nodes[0]).__name__ == "Tag" and str(nodes[0].tag) == "b"
 
 
 def _paragraphs(text: str) -> Iterable[str]:
-    """Yield lines of prose. A section's headings precede its first line; headings of empty sections are left out."""
+    """Yield lines of prose. Headings of a section precede the section's first line; headings of sections without prose
+    are left out."""
     headings: dict[int, str] = {}
     for line in text.split("\n"):
         line = _EMPTY_BRACKETS.sub("", _MAGIC_WORD.sub("", line)).strip(" \t")
