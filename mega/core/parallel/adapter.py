@@ -28,7 +28,8 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class LowRank(nn.Module):
-    """The terms that `AdaptedGemms` adds to the three GEMMs of a layer. For inference only `add` is implemented."""
+    """The terms that `AdaptedGemms` adds to the three GEMMs of a layer. A subclass for inference implements only
+    `add`."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -52,8 +53,8 @@ class LowRank(nn.Module):
 class Adapter(LowRank):
     """The adapters of linear layers that are fused into one GEMM.
 
-    parts: for each layer, the columns of y that it computes and its adapter.
-    down: A of all parts, [parts rank, in]. up: B of each part, [out, rank]. dropout: dropout probability for x.
+    parts: for each layer, the columns of y that the layer computes, and its adapter.
+    down: A of all parts, [parts x rank, in]. up: B of each part, [out, rank]. dropout: dropout probability for x.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[tuple[slice, AdapterSpec]]):
@@ -67,11 +68,11 @@ class Adapter(LowRank):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """A, then every B: the weights that must be inputs of the autograd function."""
+        """A and every B, which must be inputs of the autograd function."""
         return self.down, *self.up  # type: ignore[return-value]
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Add scale drop(x) A^T B^T to y [n, out]. Return h [n, parts rank], which `wgrad` needs."""
+        """Add scale drop(x) A^T B^T to y [n, out]. Return h [n, parts x rank], which `wgrad` needs."""
         h = self._dropped(x, drop) @ self.down.t()
         h.mul_(self.scale)
         for number, columns in enumerate(self.columns):
@@ -79,7 +80,7 @@ class Adapter(LowRank):
         return h
 
     def dgrad(self, grad: torch.Tensor, grad_x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Add scale drop(grad B A) to grad_x [n, in]. Return dh [n, parts rank]."""
+        """Add scale drop(grad B A) to grad_x [n, in]. Return dh [n, parts x rank]."""
         parts = [grad[:, columns] @ self.up[number] for number, columns in enumerate(self.columns)]
         grad_h = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(self.scale)
         if drop is None:
@@ -91,7 +92,7 @@ class Adapter(LowRank):
     def wgrad(
         self, x: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, grad_h: torch.Tensor, drop: Dropout | None
     ) -> Grads:
-        """The gradients of A and of every B. If a weight has a main_grad, its gradient is added to the main_grad."""
+        """Return the gradients of A and of every B; None for a weight whose gradient was added to its main_grad."""
         down = self.down.add_wgrad(grad_h, self._dropped(x, drop))
         pairs = enumerate(zip(self.weights[1:], self.columns, strict=True))
         return down, *(up.add_wgrad(grad[:, columns], self._part(h, number)) for number, (up, columns) in pairs)
@@ -109,7 +110,7 @@ class Adapter(LowRank):
 
 @dataclass
 class _AdaptedGrad:
-    """dy in the forms that the GEMMs of the backward pass need."""
+    """dy in the formats that the GEMMs of the backward pass need."""
 
     prepared: Any  # dy as the layer's own GEMMs prepared it
     grad: torch.Tensor  # dy itself, for the adapter

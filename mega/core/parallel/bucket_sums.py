@@ -22,9 +22,9 @@ _EXACT = (1 << 52) - 1
 
 
 def square_sum(grads: GradBuffer, *, weights: bool = False, sound: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum of squares of the model's gradients, or weights, float64 []. All ranks call it together.
+    """Return the sum of squares of the model's gradients, or weights, float64 []. All ranks must call this together.
 
-    sound: bool []; if it is false on any rank, the sum is NaN on all ranks.
+    sound: bool []; the sum is NaN on all ranks if `sound` is false on any rank.
     """
     sum_dtype = torch.promote_types(grads.dtype, torch.float32)
 
@@ -35,7 +35,7 @@ def square_sum(grads: GradBuffer, *, weights: bool = False, sound: torch.Tensor 
 
 
 def tied_buckets(grads: GradBuffer) -> list[Bucket]:
-    """The buckets of this rank that other stages also hold. The order is the same on all stages that hold them."""
+    """Return the buckets of this rank that other stages also hold, in the same order on all these stages."""
     return sorted((each for each in grads.buckets if each.holders.size > 1), key=Bucket.tied_name)
 
 
@@ -46,9 +46,9 @@ def tied_difference(grads: GradBuffer) -> torch.Tensor | None:
     hash of this rank's copy of that bucket, which a float64 represents exactly. Returns None on stages that share no
     tensor.
 
-    Norms count the first copy only, so they would not notice that another copy is damaged, and the update would make
-    the copies differ. The checksum is the integer sum of all elements' bit patterns. Integer sums are exact in any
-    order, and one flipped bit changes the checksum.
+    Norms include only the first copy, so they do not show damage to another copy, with which the update would make the
+    copies differ. The checksum is the integer sum of all elements' bit patterns. Integer sums are exact in any order,
+    and one flipped bit changes the checksum.
     """
     difference = None
     for number, bucket in reversed(list(enumerate(tied_buckets(grads), 1))):
@@ -66,9 +66,9 @@ def tied_difference(grads: GradBuffer) -> torch.Tensor | None:
 
 
 def count_zeros(grads: GradBuffer) -> torch.Tensor:
-    """Number of zeros and of all elements among the model's gradients, float64 [2], without padding.
+    """Return the number of zeros and the number of all elements in the model's gradients, float64 [2], without padding.
 
-    All ranks call it together.
+    All ranks must call this together.
     """
 
     def counts(buckets: Sequence[Bucket]) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _model_sum(
     *shape: int,
     spoilt: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum of local(buckets), float64, over the ranks that together hold every element of the model once.
+    """Return the sum of local(buckets), float64, over the ranks that together hold every element of the model once.
 
     spoilt: added to the sum once by every rank (NaN marks the sum as unusable).
     """
@@ -108,7 +108,7 @@ def _model_sum(
 
 
 def whole_sums(grads: GradBuffer, bucket: Bucket, sums: torch.Tensor) -> torch.Tensor:
-    """Sums over whole logical tensors. sums: this rank's sums over its span of `bucket`.
+    """Return sums over whole logical tensors. sums: this rank's sums over its span of `bucket`.
 
     If tensor ranks hold copies, only the first copy counts. All stages that hold a tied tensor get the sums of the
     first of these stages.

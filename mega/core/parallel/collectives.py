@@ -1,14 +1,14 @@
 """Collectives along an axis, and their conjugate pairs for autograd.
 
-Each pair is a collective of the forward pass and a collective of its gradient (Shoeybi et al. 2019; Korthikanti et al.
-2022):
+Each pair consists of a collective of the forward pass and a collective for its gradient (Shoeybi et al. 2019;
+Korthikanti et al. 2022):
 
     reduce_from_region   all-reduce     <->  identity      leave a region where each rank computes its own outputs
                          reduce-scatter <->  all-gather    the same under sequence parallelism
     all_to_all           all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
-The column-parallel linear (linear.py) enters a region itself, because it overlaps the exchange with its GEMM.
-All collectives act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
+No function here enters a region, because the column-parallel layer (linear.py) overlaps this collective with its GEMM.
+All collectives act on dim 0 of [tokens, ...]. On an axis of one rank each collective is the identity, without a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mega.core.ops import observe
 from mega.core.ops.autograd import FunctionContext
 from mega.core.parallel.mesh import Axis
 
-# torch 2.13 renamed these functions; 2.11 has the old names only.
+# torch 2.13 renamed these functions; torch 2.11 has only the old names.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -86,7 +86,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = Tru
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Blocks of every rank concatenated along dim 0: [n, ...] -> [n x size, ...]."""
+    """Concatenate the blocks of all ranks along dim 0: [n, ...] -> [n x size, ...]."""
     out, work = start_all_gather(x, axis)
     wait_for(work)
     return out
@@ -117,13 +117,13 @@ def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
 
 
 def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
-    """The problem that the first rank with a problem reports; None if no rank has one. All ranks get the same result,
-    so all continue in the same way."""
+    """Return the problem of the first rank that has a problem, or None. The result is equal on all ranks, so that all
+    ranks make the same decision."""
     return next(filter(None, gather_json(problem, axis, device)), None)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's block of the sum over ranks: [n x size, ...] -> [n, ...]."""
+    """Return this rank's block of the sum over ranks: [n x size, ...] -> [n, ...]."""
     out, work = start_reduce_scatter(x, axis)
     wait_for(work)
     return out
@@ -170,7 +170,7 @@ class RingShift:
 
 
 def local_shard(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's shard, along dim 0, of a tensor that every rank holds whole. A view."""
+    """Return a view of this rank's shard, along dim 0, of a tensor that is whole on every rank."""
     return x.chunk(axis.size, dim=0)[axis.index] if axis.size > 1 else x
 
 
@@ -201,7 +201,7 @@ def exchange(x: torch.Tensor, axis: Axis, send_sizes: Sequence[int], receive_siz
 
 
 def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over the ranks of an axis, as a new tensor."""
+    """Return the sum over the ranks of an axis, as a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
     all_reduce(out, axis)
     return out
@@ -212,7 +212,7 @@ def _unchanged(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class _Conjugate(torch.autograd.Function):
-    """A collective in the forward pass, and another one for its gradient in the backward pass."""
+    """A collective in the forward pass, with another collective for its gradient in the backward pass."""
 
     @staticmethod
     def forward(
@@ -234,7 +234,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def conjugate(x: torch.Tensor, axis: Axis, collective: Collective, grad_collective: Collective) -> torch.Tensor:
-    """collective(x, axis). The backward pass applies `grad_collective` to the gradient."""
+    """Return collective(x, axis). The backward pass applies `grad_collective` to the gradient."""
     return _Conjugate.apply(x, axis, collective, grad_collective)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -244,8 +244,8 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_reduce_both_ways(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over ranks, for a result that every rank uses differently, so that the gradient is also summed over
-    ranks."""
+    """Return the sum over ranks. The backward pass sums the gradient over ranks, too, because every rank uses the sum
+    differently."""
     return x if axis.size == 1 else conjugate(x, axis, summed, summed)
 
 

@@ -1,7 +1,7 @@
-"""Context parallelism: each rank holds a part of the sequence, and attention covers whole rows.
+"""Context parallelism: each rank holds some columns of every row (sequence), and attention covers whole rows.
 
 A row of s columns is split into 2n chunks, and rank i of n holds chunks i and 2n - 1 - i. Under a causal mask early
-columns see few keys and late columns see many, so this pairing gives all ranks equal work. With n = 2 and s = 8:
+columns attend to few keys and late columns to many, so this pairing gives all ranks equal work. With n = 2 and s = 8:
 
     rank 0   0 1 . . . . 6 7
     rank 1   . . 2 3 4 5 . .
@@ -10,7 +10,7 @@ Everything except attention acts on single tokens. Attention has two implementat
 
     ring        keys and values are passed once around the axis, and every rank's queries attend to each block (Liu et
                 al. 2023); communication overlaps computation, and any number of heads is possible
-    all-to-all  tokens are exchanged for heads, so that every rank attends over whole rows with a part of the heads
+    all-to-all  tokens are exchanged for heads, so that every rank has whole rows of some heads
                 (Jacobs et al. 2023); two exchanges and no merging, but the number of ranks must divide the key/value
                 heads
 
@@ -42,7 +42,7 @@ ContextComm = Literal["auto", "ring", "all-to-all"]
 
 
 def _join(parts: torch.Tensor) -> torch.Tensor:
-    """The columns of all ranks [size, b, s / size, ...] -> whole rows [b, s, ...].
+    """Join the columns of all ranks [size, b, s / size, ...] into whole rows [b, s, ...].
 
     rank 0   a d        early chunks in order of ranks, late chunks in reverse order
     rank 1   b c   ->   a b c d
@@ -61,7 +61,7 @@ def _split(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def with_context_parallel(ops: Ops, axis: Axis, comm: ContextComm) -> Ops:
-    """`ops` with an attention for rows that are sharded over the context axis.
+    """Return `ops` with an attention op for rows that are sharded over the context axis.
 
     The new attention has the signature of `ops.attention`. q, k and v belong to this rank's columns; the mask covers
     the whole rows and is equal on all ranks.
@@ -88,7 +88,10 @@ def divides(heads: int, kv_heads: int, size: int) -> bool:
 def _by_heads(
     ops: Ops, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> torch.Tensor:
-    """q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d]."""
+    """Compute attention with two all-to-all exchanges.
+
+    q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d].
+    """
     size = axis.size
     assert divides(q.shape[2], k.shape[2], size), (q.shape, k.shape, size)
     # 1 exchange this rank's columns of all heads for all columns of its heads: one message if q, k, v have equal length
@@ -106,8 +109,8 @@ def _by_heads(
 
 
 def _whole_rows(axis: Axis, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Columns of this rank, all heads, each [b, s / size, heads, d] -> all columns, heads of this rank,
-    [b, s, heads / size, d]."""
+    """Exchange this rank's columns of all heads, each [b, s / size, heads, d], for all columns of this rank's heads,
+    each [b, s, heads / size, d]."""
     sent = torch.cat([x.unflatten(2, (axis.size, -1)) for x in parts], dim=3).movedim(2, 0)
     return _join(all_to_all(sent, axis)).split([x.shape[2] // axis.size for x in parts], dim=2)
 
@@ -124,7 +127,7 @@ class RingBlock(NamedTuple):
 
 
 class RingState(NamedTuple):
-    """One attention around the axis. mask: the mask of the whole rows."""
+    """One ring attention over an axis. mask: the mask of the whole rows."""
 
     axis: Axis
     op: PartialAttention
@@ -134,7 +137,7 @@ class RingState(NamedTuple):
         """The blocks of scores between the s queries of this rank and the t keys of rank `source`.
 
         A rank holds an early and a late chunk of queries and of keys. Plain causal rows have three cases:
-        - source is this rank: our queries attend to all its keys, causally.
+        - source is this rank: its queries attend to all its keys, causally.
         - source is an earlier rank: its early chunk precedes all our queries, and its late chunk follows them.
         - source is a later rank: both its chunks precede our late chunk and follow our early chunk.
         So every rank computes half of every received block, and no masked scores. With a window, or if queries and keys
@@ -162,11 +165,11 @@ class RingState(NamedTuple):
         return blocks
 
     def _chunks(self, index: int) -> tuple[int, int]:
-        """The indices of the chunks of a row that rank `index` holds."""
+        """Return the indices of the two chunks that rank `index` holds."""
         return index, 2 * self.axis.size - 1 - index
 
     def _local_mask(self, source: int) -> AttentionMask:
-        """The mask with documents and dropout for the queries of this rank and the keys of rank `source`.
+        """Return the mask with the documents and dropout for the queries of this rank and the keys of rank `source`.
 
         Positions are still relative to the whole rows.
         """
@@ -194,14 +197,14 @@ def _halves(length: int) -> tuple[slice, slice]:
 
 
 def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of queries that have not attended to any key yet."""
+    """Return the output and log-sum-exp of queries that have not attended to any key yet."""
     b, s, heads, _ = q.shape
     lse_dtype = accurate(q.dtype)
     return torch.zeros_like(q, dtype=lse_dtype), torch.full((b, heads, s), -math.inf, dtype=lse_dtype, device=q.device)
 
 
 class _Ring(torch.autograd.Function):
-    """q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d].
+    """Ring attention: q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d].
 
     Forward, once for the keys of every rank, beginning with this rank's keys:
         1 start to send the current keys and values to the next rank

@@ -32,7 +32,7 @@ class WgradQueue:
             weight.on_wgrad = self._add
 
     def take(self) -> list[DeferredWgrad]:
-        """The GEMMs queued since `defer`. Later GEMMs run immediately again."""
+        """Return the GEMMs queued since `defer`, and let later GEMMs run immediately again."""
         for weight in self._weights:
             weight.on_wgrad = None
         deferred, self._deferred = self._deferred, []

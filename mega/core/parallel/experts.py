@@ -1,15 +1,15 @@
 """Dispatch rows of tokens to their experts and combine the results: sort, gather and exchange over ranks.
 
     tokens [t, h], each routed to k experts                                                   backward
-      1 gather     over ranks that share experts, so that each has the tokens of all         reduce-scatter
+      1 gather     over ranks that share experts, so that each has all their tokens          reduce-scatter
       2 permute    one row for each choice, sorted by expert                                  sum over the choices
       3 exchange   each row to the rank of its expert, if ranks have different tokens         exchange back
       4 sort       the rows of all sources by expert
 
-`RowPlan` gives the positions of rows. An autograd function moves rows, with a fixed order of summation. The number
-of rows that a rank gets is computed on the device, so the host has to wait for the device: for an exchange of sizes if
-ranks exchange rows, and for a count if a rank takes only some of the rows. This module does not depend on the router or
-on weights.
+`RowPlan` contains the positions of rows. Autograd functions move the rows, and sum rows in a fixed order. The number of
+rows that a rank gets is computed on the device. So the host must wait for the device: for an exchange of sizes if ranks
+exchange rows, and for a count if a rank computes only some of the rows. This module does not depend on the router or on
+weights.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class RowPlan:
     token: torch.Tensor
     """int64 [rows]: the token of each row; t for a padding row."""
     row_of: torch.Tensor
-    """int64 [t, k]: the row of each choice; `rows` for a choice without a row."""
+    """int64 [t, k]: the row of each token's choice of an expert; `rows` for a choice without a row."""
     counts: torch.Tensor
-    """int64 [experts]: rows of each expert."""
+    """int64 [experts]: number of rows of each expert."""
     whole: bool
     """Whether every row belongs to a token and every choice has a row."""
 
@@ -67,7 +67,7 @@ class RowPlan:
 def plan_rows(
     chosen: torch.Tensor, kept: torch.Tensor | None, experts: range, count: int, limit: int | None = None
 ) -> RowPlan:
-    """Plan one row for each choice, int64 [t, k], that falls on one of `experts` and is kept.
+    """Plan one row for each kept choice of one of `experts`. chosen: int64 [t, k], the experts chosen by each token.
 
     kept: bool [t, k]; None if all choices are kept. experts: the experts of this rank. count: number of experts on all
     ranks. limit: if set, every expert gets exactly this number of rows (padded).
@@ -104,7 +104,7 @@ def _padded(order: torch.Tensor, local: torch.Tensor, counts: torch.Tensor, limi
 
 
 def _on_host(counts: torch.Tensor, even: int) -> int:
-    """The sum of counts, for which the host waits. Meta tensors have no values: assume an even load."""
+    """Return the sum of `counts`, for which the host waits. Meta tensors have no values, so return `even` for them."""
     return even if counts.is_meta else int(counts.sum())
 
 
@@ -115,7 +115,7 @@ SumRows = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 def permute(x: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.Tensor:
     """Copy tokens into rows: [t, ...] -> [rows, ...]; padding rows are zeros.
 
-    total: sums the gradients of a token's rows.
+    total: function that sums the gradients of a token's rows.
     """
     return _Permute.apply(x, plan, total)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -157,7 +157,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    """The values [t, k] of choices as values of rows, [rows]; 0 for padding rows."""
+    """Return x, values of choices [t, k], as values of rows [rows]; 0 for padding rows."""
     flat = x.flatten()
     if not plan.whole:
         flat = torch.cat([flat, flat.new_zeros(1)])
@@ -178,7 +178,8 @@ class RowExchange:
         self._ep, local_experts = ep, len(sent) // ep.size
         sent = sent.view(ep.size, local_experts)
         received = sent if even else _swapped(sent, ep)
-        # [ep, local experts]: sent[r]: numbers of rows for rank r's experts, received[r]: from rank r for our experts
+        # Both are [ep, local experts]. sent[r]: number of rows for each expert of rank r. received[r]: number of rows
+        # from rank r for each expert of this rank.
         if sent.is_meta:  # assume an even load
             self._there = self._back = [0] * ep.size
             self._meta = True
@@ -242,13 +243,13 @@ class _Exchange(torch.autograd.Function):
 
 
 class ExpertRegion:
-    """How ranks share a mixture of experts: which ranks have the same tokens, which experts this rank holds, and which
-    rows are exchanged.
+    """The division of a mixture of experts among ranks: which ranks have the same tokens, which experts this rank
+    holds, and which rows are exchanged.
 
     Without sequence parallelism all tensor ranks have the same tokens. Either each rank holds a shard of every expert,
-    or the ranks hold different experts; outputs are summed over the ranks. Otherwise all ranks have different tokens.
-    The tokens are gathered over the ranks that share experts (etp) and, if `gathers`, also over the ranks that hold
-    different experts (ep); if not `gathers`, rows are exchanged over ep.
+    or the ranks hold different experts; outputs are summed over the ranks. With sequence parallelism, or one tensor
+    rank, all ranks have different tokens. The tokens are gathered over the ranks that share experts (etp) and, if
+    `gathers`, also over the ranks that hold different experts (ep); if not `gathers`, rows are exchanged over ep.
     """
 
     def __init__(self, region: Region, axes: ExpertAxes, experts: int, *, gathers: bool):
@@ -263,19 +264,19 @@ class ExpertRegion:
         self.exchange = SINGLE if within or (gathers and not same_tokens) else axes.ep
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """The concatenated tokens of all ranks that share the work on these tokens, [t, ...]. The gradient is
-        summed."""
+        """Return the tokens [t, ...] of all ranks that share the experts' work on these tokens. The backward pass sums
+        the gradients over these ranks."""
         if self._shared.size == 1:
             return x
         pair = (_unchanged, summed) if self._same else (all_gather, reduce_scatter)
         return conjugate(x, self._shared, *pair)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """`enter` without a gradient."""
+        """Like `enter`, but without a gradient."""
         return x if self._same else all_gather(x, self._shared)
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that share the work on these tokens; each rank keeps its own tokens."""
+        """Return the sum of y over the ranks that share the work on these tokens; each rank gets its own tokens."""
         if self._shared.size == 1:
             return y
         pair = (summed, _unchanged) if self._same else (reduce_scatter, all_gather)

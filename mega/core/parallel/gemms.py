@@ -1,6 +1,6 @@
 """The GEMMs of a linear layer y = x W^T + b, as the parallel linear layers (linear.py) call them.
 
-    forward   y [n, out], and what the backward pass needs
+    forward   y [n, out], and the state for the backward pass
     dgrad     dx [n, in]
     wgrad     dW [out, in], added to the weight's main_grad if it has one
 
@@ -29,14 +29,14 @@ class LinearGemms(Protocol):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The weights whose gradients `wgrad` computes, in this order: the layer's own weight first."""
+        """The weights whose gradients `wgrad` returns, in the same order; the layer's own weight is first."""
 
     @property
     def plain(self) -> bool:
-        """Whether y is exactly x W^T + b, so that another kernel may compute it."""
+        """Whether y is exactly x W^T + b, so that a different kernel may compute y."""
 
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
-        """W in the dtype of the input: the `factor` of the GEMMs."""
+        """Return W in the dtype of the input, which is the `factor` of the GEMMs."""
 
     def forward(
         self,
@@ -47,23 +47,25 @@ class LinearGemms(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        """x [n, in] -> y [n, out], and what `prepare` needs. drop: dropout for the input of an adapter."""
+        """Return y [n, out] for x [n, in], and the state that `prepare` needs. drop: dropout for the input of an
+        adapter."""
 
     def prepare(self, grad: torch.Tensor, saved: Any) -> Any:
-        """dy [n, out] in the form that `dgrad` and `wgrad` need. Call `dgrad` before `wgrad`."""
+        """Return dy [n, out] in the format that `dgrad` and `wgrad` need. Call `dgrad` before `wgrad`."""
 
     def dgrad(self, grad: Any, factor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dx [n, in] from a prepared dy."""
+        """Return dx [n, in] for a prepared dy."""
 
     def wgrad(self, grad: Any, x: torch.Tensor | None) -> Grads:
-        """The gradients of `weights` from a prepared dy and x. x may be None if no weight is trained."""
+        """Return the gradients of `weights` for a prepared dy and x. x may be None if no weight is trained."""
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` for inference: without a gradient, with a constant weight, in as few operations as possible."""
+        """Return a function that computes `forward` for inference, without a gradient and with a constant weight, in as
+        few operations as possible."""
 
 
 class WeightGemms:
-    """The GEMMs of one weight, computed by the implementation that the weight's ops choose (ops/matmuls.py)."""
+    """The GEMMs of one weight, computed by the implementation that the weight's `ops` select (ops/matmuls.py)."""
 
     plain = True
 

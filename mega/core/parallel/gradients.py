@@ -7,12 +7,13 @@ with the same offsets:
     grads   |                 |                  |         |     gradients accumulate into views of this
             |<- data rank 0 ->|<- data rank 1 ->|  ...           the span of each rank, of equal length (ZeRO)
 
-The offsets of parameters are planned as data (layout.py). A bucket's `reduction` determines its collectives (tp: the
-tensor axis; data: the bucket's data axis, whose ranks hold copies of its weights and have different tokens):
+layout.py plans the offsets of the parameters. A bucket's `reduction` determines its collectives. In this table tp is
+the tensor axis, and data is the bucket's data axis, whose ranks hold copies of its weights and process different
+tokens:
 
     none of the below        each tensor rank holds its own rows or columns           sum over data
     replicated               every tensor rank computed the same gradient             sum over data
-    replicated and partial   every tensor rank had a part of the tokens or heads      sum over data, then tp
+    replicated and partial   each tensor rank had some of the tokens or heads         sum over data, then tp
     stages                   several pipeline stages hold the same tensor             sum over data, then these stages
 """
 
@@ -44,10 +45,10 @@ from mega.core.shard import Shard, span_rectangles
 class Bucket:
     """A group of weights whose gradients are reduced in the same way.
 
-    offsets: each weight with its [begin, end) in the flat tensors.
-    data: the data axis. span: the [begin, end) that this rank owns and updates; the whole bucket without ZeRO.
-    decay_end: weight decay applies to the weights before this offset. counted: whether this rank's copy enters norms.
-    axes: axes over which the gradients are summed after `data`. holders: stages of our pipeline that hold the bucket.
+    offsets: each weight with its offsets [begin, end) in the flat tensors.
+    data: the data axis. span: the offsets [begin, end) that this rank owns and updates; without ZeRO, the whole bucket.
+    decay_end: weight decay applies to the weights before this offset. counted: whether norms include this rank's copy.
+    axes: axes over which the gradients are summed after `data`. holders: axis of the stages that hold the bucket.
     own_weights, own_grads: this rank's span; gradients are valid after `GradBuffer.finish`.
     gathering: the handle of an all-gather of weights in flight, or None.
     """
@@ -94,7 +95,7 @@ class Bucket:
 
     @property
     def weights(self) -> torch.Tensor:
-        """All weights of the bucket, flat. Waits for a gather in flight."""
+        """All weights of the bucket as one flat tensor. Reading this property waits for an all-gather in flight."""
         self.wait_param_gather()
         return self._weights
 
@@ -107,9 +108,10 @@ class Bucket:
         return sum(weight.uses for weight, _, _ in self.offsets)
 
     def runs(self) -> Iterator[tuple[Shard, slice]]:
-        """Every logical tensor with the slice of our span that holds its elements (including vocabulary padding).
+        """Yield every logical tensor with the slice of this rank's span that holds the tensor's elements.
 
-        A slice may be empty. All ranks that hold the bucket yield the same tensors in the same order.
+        A slice includes vocabulary padding, and may be empty. All ranks that hold the bucket yield the same tensors in
+        the same order.
         """
         low, high = self.span
         for shard, first in self._logical():
@@ -117,9 +119,9 @@ class Bucket:
             yield shard, slice(begin, end)
 
     def rectangles(self, flat: torch.Tensor, base: int) -> Iterator[tuple[Shard, tuple[int, ...], torch.Tensor]]:
-        """The parts of logical tensors in `flat`, whose first element is at offset `base` of the bucket.
+        """Yield the rectangles of logical tensors in `flat`, whose first element is at offset `base` of the bucket.
 
-        Yields rectangles as (shard, start in the whole tensor, view of `flat`). Padding is left out.
+        Each rectangle is (shard, start in the whole tensor, view of `flat`). Padding is left out.
 
             a flat span of a matrix   . . . x x     first row: a rectangle of one row
                                       x x x x x     whole rows: one rectangle
@@ -139,7 +141,7 @@ class Bucket:
                 yield shard, tuple(a + b for a, b in zip(shard.start, start, strict=True)), view
 
     def _logical(self) -> Iterator[tuple[Shard, int]]:
-        """The shards of logical tensors in the bucket, each with the shard's offset."""
+        """Yield the shards of logical tensors in the bucket, each with the shard's offset."""
         for weight, begin, _ in self.offsets:
             for segment in weight.segments:
                 yield segment.shard, begin + segment.offset * prod(weight.shape[1:])
@@ -159,7 +161,7 @@ class Bucket:
         return grads
 
     def start_param_gather(self, axis: Axis) -> None:
-        """Start the all-gather of updated weights: each rank sends its span. `wait_param_gather` ends it.
+        """Start the all-gather of updated weights, in which each rank sends its span. `wait_param_gather` completes it.
 
         axis: the ranks of `data`, possibly on a separate communicator.
         """
@@ -174,7 +176,7 @@ class Bucket:
             self.gathering = None
 
     def start_unshard(self, axis: Axis) -> None:
-        """Start to gather weights that are resharded (ZeRO 3). axis: as in `start_param_gather`."""
+        """Start the all-gather of the weights if they are sharded (ZeRO 3). axis: as in `start_param_gather`."""
         if self._own is None or self._weights.untyped_storage().size():
             return
         self._weights.untyped_storage().resize_(self._weights.nbytes)
@@ -184,7 +186,7 @@ class Bucket:
             _, self.gathering = start_all_gather(self._own, axis, self._weights)
 
     def reshard(self) -> None:
-        """Free the gathered weights (ZeRO 3); this rank keeps its own span."""
+        """Free the gathered weights except this rank's span (ZeRO 3)."""
         if self._own is not None:
             self.wait_param_gather()
             self._weights.untyped_storage().resize_(0)
@@ -196,10 +198,11 @@ class GradBuffer:
     zero: the ZeRO stage, over each bucket's data axis (Rajbhandari et al. 2020):
         0  every rank holds everything
         1  each rank owns, and updates, its span of each bucket
-        2  as 1, and gradients are reduced and freed after every microbatch, so only spans accumulate
-        3  as 2, and the weights of a unit are gathered while the unit before it runs, and freed after use
+        2  as 1, and gradients are reduced and freed after every microbatch, so only this rank's spans stay allocated
+        3  as 2, and the weights of a unit are gathered while the previous unit runs, and freed after use
 
-    shared: name of each tensor that several pipeline stages hold -> those stages (`shared_stages`), equal on all ranks.
+    shared: for each tensor that several pipeline stages hold, its name -> these stages (`shared_stages`). All ranks
+    must pass the same value.
     matrices: whether matrices of layers get separate buckets, because the optimizer updates them as whole matrices.
     before_reduce: called with each bucket when its local gradients are complete, before they are reduced.
     """
@@ -247,8 +250,8 @@ class GradBuffer:
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
         self._overlap_gather, self._order = overlap_gather, _Order()
         if zero and overlap_gather and any(data.axis.size > 1 for data in mesh.data_axes.values()):
-            # Collectives of one communicator run one after the other. The small all-reduce of the loss must not wait
-            # for the gather of weights, nor the weights of a unit for the gradients of another unit.
+            # Collectives of one communicator run in order. So a separate communicator avoids that the small all-reduce
+            # of the loss waits for an all-gather of weights, or the all-gather for a reduction of other gradients.
             self._gather_axes = {name: mesh.own_data_axis(name) for name in self._gather_axes}
         if self._gathered and overlap_gather:
             for chunk in chunks:
@@ -258,7 +261,8 @@ class GradBuffer:
     # -- construction
 
     def _buckets(self, unit: nn.Module, rules: BucketRules) -> Iterator[Bucket]:
-        """Buckets of the trainable weights of `unit`, except tied weights that an earlier unit of this rank holds."""
+        """Yield buckets for the trainable weights of `unit`, except tied weights that an earlier unit of this rank
+        holds."""
         trainable = [weight for weight in weights(unit) if weight.requires_grad and id(weight) not in self._claimed]
         self._claimed.update(map(id, trainable))
         for spec in plan_buckets([parameter_spec(weight) for weight in trainable], rules):
@@ -267,7 +271,7 @@ class GradBuffer:
     # -- one step
 
     def start(self) -> None:
-        """Begin a step: set gradients to zero, and mark all gradients as missing."""
+        """Begin a step: set all gradients to zero, and mark them as not yet computed."""
         for bucket in self.buckets:
             (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
             bucket.waiting, bucket.works = bucket.uses, []
@@ -350,10 +354,10 @@ class GradBuffer:
     # -- gathering weights: updated spans after a step (ZeRO 1 and 2), whole units during a step (ZeRO 3)
 
     def start_param_gather(self) -> None:
-        """Start to gather the updated spans on every rank.
+        """Start the all-gather of the updated spans of all buckets.
 
-        With overlap the gather runs during the next forward pass, in which each unit waits for its own weights. Reading
-        a bucket's weights also waits.
+        With overlap, the all-gather runs during the next forward pass, in which each unit waits for its own weights.
+        Reading `Bucket.weights` also waits. Without overlap, this method waits.
         """
         for bucket in self._gathered:
             bucket.start_param_gather(self._gather_axes[bucket.data.name])
@@ -363,8 +367,8 @@ class GradBuffer:
     def wait_param_gather(self) -> None:
         """Wait for all gathers in flight.
 
-        Also call this before dropping the buffer, because NCCL's group keeps the tensors of a collective alive until
-        the wait for it, or until the next collective on the same group.
+        Also call this before dropping the buffer, because NCCL's group keeps the tensors of a collective alive until a
+        wait for that collective or the group's next collective.
         """
         for bucket in self.buckets:
             bucket.wait_param_gather()
@@ -377,7 +381,8 @@ class GradBuffer:
     def with_full_params(
         self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """run(x) for a unit of the model, whose weights are unsharded during its forward and backward pass."""
+        """Return run(x), where `run` is the forward pass of `unit`. The unit's weights are gathered for its forward and
+        for its backward pass."""
         if self.zero < 3:
             return run(x)
         buckets = self.buckets_of(unit)
@@ -389,7 +394,7 @@ class GradBuffer:
         return _Return.apply(y, partial(self._unshard, buckets)) if torch.is_grad_enabled() else y
 
     def _unshard(self, buckets: list[Bucket]) -> list[Bucket]:
-        """Gather the weights of a unit, and start to gather (prefetch) those of the next unit. Returns the next unit's
+        """Gather the weights of a unit, and start to prefetch the weights of the next unit. Return the next unit's
         buckets."""
         for bucket in buckets:
             bucket.start_unshard(self._gather_axes[bucket.data.name])
@@ -407,7 +412,8 @@ class GradBuffer:
 
 
 class _Order:
-    """The order in which a step uses the weights of units. The previous step's order predicts it, for any schedule."""
+    """The order in which a step uses the units' weights, predicted from the order of the previous step (any
+    schedule)."""
 
     def __init__(self) -> None:
         self._before: list[list[Bucket]] = []
@@ -423,7 +429,8 @@ class _Order:
         self._follows = False
 
     def after(self, used: list[Bucket]) -> list[Bucket]:
-        """The buckets that the previous step used after `used`; empty if this step uses units in a different order."""
+        """Return the buckets that the previous step used after `used`; empty if this step uses units in a different
+        order."""
         if not self._follows:
             return []
         position = len(self._now)
@@ -449,7 +456,7 @@ class _Return(torch.autograd.Function):
 
 
 def _wait_param_gather(buckets: list[Bucket], *_: object) -> None:
-    """Forward pre-hook of a unit: wait for its weights."""
+    """Forward pre-hook of a unit that waits for the unit's weights."""
     for bucket in buckets:
         bucket.wait_param_gather()
 
@@ -459,7 +466,8 @@ def _unobserved(bucket: Bucket) -> None:
 
 
 def _settle(bucket: Bucket) -> None:
-    """Wait for reductions in flight and copy the results to this rank's span; from ZeRO 2 on, add them to the span."""
+    """Wait for the bucket's reductions in flight. Copy their results to this rank's span; with ZeRO 2 and 3, add
+    them."""
     for work, out in bucket.works:
         wait_for(work)
         if bucket.zero >= 2:
@@ -487,7 +495,7 @@ def parameter_spec(weight: Weight) -> ParameterSpec:
 def _into_main_grad(parameter: torch.Tensor) -> None:
     """Add the gradient that autograd accumulated (norms, biases, positions) to the bucket.
 
-    If a layer has added the gradient to `main_grad` itself, autograd calls this hook with `grad` None.
+    `parameter.grad` is None if a layer has already added the gradient to `main_grad`.
     """
     assert isinstance(parameter, Weight)
     if parameter.grad is None:

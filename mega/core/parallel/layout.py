@@ -1,8 +1,8 @@
 """The layout of buckets as data: which parameters share a flat tensor, at which offsets, and how their gradients are
 reduced.
 
-`GradBuffer` allocates buckets by this layout, and the memory estimate counts them. This module does not depend on
-torch, ranks or the model: it describes a parameter by the logical tensors that are stacked in the parameter.
+`GradBuffer` allocates buckets with this layout, and the memory estimate uses the same layout. This module does not
+depend on torch, ranks or the model. A parameter is described by the logical tensors that are stacked in the parameter.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ ALIGNMENT = 64
 
 
 class Reduction(NamedTuple):
-    """How a local gradient becomes the gradient of the whole batch. Parameters with different reductions have different
-    buckets."""
+    """The sums that turn a local gradient into the gradient of the global batch. Parameters with different reductions
+    are in different buckets."""
 
     data: str = "dp"
-    """The data axis that the gradient is summed over first."""
+    """The data axis over which the gradient is summed first."""
     partial: tuple[str, ...] = ()
     """Axes over which each rank's gradient is still partial after the sum over `data`."""
     replicated: tuple[str, ...] = ()
     """Axes whose ranks hold equal copies of the parameter."""
     stages: tuple[int, ...] = ()
-    """The pipeline stages that hold the parameter, if several do (tied tensors); each computes a part of the
+    """The pipeline stages that hold the parameter if it is tied, else empty; each stage computes a part of the
     gradient."""
     whole: bool = False
     """Whether the optimizer updates the parameter as a whole matrix."""
@@ -45,14 +45,14 @@ class ParameterSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketRules:
-    """The parts of a parallel layout that determine buckets."""
+    """The properties of a parallel layout that determine buckets."""
 
     tensor: Mapping[str, int]
     """Size of each tensor axis."""
     sequence: bool
     """Whether tensor ranks split the sequence."""
     shards: Mapping[str, int]
-    """Data axis -> number of its ranks, each of which owns a span (ZeRO). Empty if every rank holds everything."""
+    """Data axis -> number of its ranks, each of which owns a span (ZeRO). Empty without ZeRO."""
     least: int | None
     """Number of elements at which a bucket is full; None for one bucket for all parameters with equal reduction."""
     stages: Mapping[str, tuple[int, ...]]
@@ -83,10 +83,10 @@ class BucketSpec:
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], rules: BucketRules) -> Iterator[BucketSpec]:
-    """The buckets of one unit or chunk: neighbouring parameters with equal reduction.
+    """Yield the buckets of one unit or chunk. A bucket has neighbouring parameters with equal reduction and dtype.
 
-    A bucket has at least `rules.least` elements, unless too few are left. A tied parameter has its own bucket, so that
-    its offsets are the same on every stage that holds the parameter.
+    A bucket has at least `rules.least` elements, unless too few elements are left. A tied parameter has its own bucket,
+    so that its offsets are the same on every stage that holds the parameter.
     """
     open_groups: dict[tuple[Reduction, str], list[int]] = {}
     sizes: Counter[tuple[Reduction, str]] = Counter()
@@ -118,7 +118,7 @@ def _bucket(
 
 
 def shared_stages(tensors: Iterable[Tensor], unit_stages: Mapping[Unit, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Name -> pipeline stages, for every tensor that several stages hold.
+    """Return the pipeline stages of every tensor that several stages hold, by name.
 
     unit_stages: unit -> (stage, chunk), from `unit_stages` in plan/layers.py.
     """

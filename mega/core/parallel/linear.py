@@ -1,4 +1,4 @@
-"""Linear layers sharded over the tensor axis. They do the communication; gemms.py does the GEMMs.
+"""Linear layers sharded over the tensor axis. This module does the communication; gemms.py computes the GEMMs.
 
     ColumnLinear  every rank computes its own outputs      y_r = x W_r^T            x enters the region
     RowLinear     every rank sums over its own inputs      y = sum_r x_r W_r^T + b  y leaves the region
@@ -11,10 +11,11 @@ With two ranks, x [tokens, h], and W stored as [out, in]:
 
     RowLinear      x_0 | x_1  [tokens, in/2] each, W_0 | W_1  [h, in/2] each   ->   x_0 W_0^T + x_1 W_1^T  [tokens, h]
 
-Under sequence parallelism each rank holds a part of the tokens between regions: entering a region gathers the tokens,
-leaving the region reduce-scatters the sum. The gathered input is not saved; the backward pass gathers it again while it
-computes the input gradient (Korthikanti et al. 2022, section 4.2). If the region has a transport, these exchanges
-overlap the GEMMs that use them, block by block. No wgrad is computed for a weight that is not trained.
+Under sequence parallelism each rank holds only some of the tokens between regions: entering a region gathers the
+tokens, and leaving a region reduce-scatters the sum. The gathered input is not saved; the backward pass gathers it
+again while it computes the input gradient (Korthikanti et al. 2022, section 4.2). If the region has a transport, these
+exchanges overlap with the GEMMs that use their tokens, block by block. No wgrad is computed for a weight that is not
+trained.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory, Weight
 
 _MatmulState = tuple[LinearGemms, Region, torch.dtype, Any]
-"""The GEMMs, their region, the input's dtype, and what `LinearGemms.forward` saved."""
+"""The GEMMs, their region, the input's dtype, and the state saved by `LinearGemms.forward`."""
 
 
 class _ColumnMatmul(torch.autograd.Function):
-    """x [tokens, in] -> [tokens, out of this rank]. Under sequence parallelism x holds the tokens of this rank.
+    """Column-parallel GEMM: x [tokens, in] -> [tokens, out of this rank]. Under sequence parallelism x holds only the
+    tokens of this rank.
 
     weights: the weights of the GEMMs, which must be inputs so that autograd tracks them.
     """
@@ -103,8 +105,8 @@ class _ColumnMatmul(torch.autograd.Function):
 
 
 class _RowMatmul(torch.autograd.Function):
-    """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence parallelism only the tokens of
-    this rank.
+    """Row-parallel GEMM: x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence parallelism
+    the result holds only the tokens of this rank.
 
     weights: the weights of the GEMMs, which must be inputs so that autograd tracks them.
     """
@@ -139,7 +141,8 @@ class _RowMatmul(torch.autograd.Function):
     def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gemms, region, dtype, saved = ctx.state
         axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
-        # This call comes first, because it may recompute a whole block: no other tensor of this function is alive yet.
+        # `kept` is called first, while no other tensor of this function is alive, because it may recompute a whole
+        # block.
         x = kept(ctx) if trained(gemms) else None
         if x is not None and sequence and transport is not None:
             gathered, grad_x = Gather(grad, transport), torch.empty_like(x)
@@ -147,7 +150,8 @@ class _RowMatmul(torch.autograd.Function):
                 gemms.dgrad(part, factor, out=grad_x[rows])
             grads = gemms.wgrad(gathered.whole(keep=defers_wgrad(gemms)), x)
             return grad_x, None, None, None, *grads
-        # No reference to the gathered gradient is kept: in fp8 `prepared` is a separate tensor.
+        # Keep no reference to the gathered gradient, so that in fp8, where `prepared` is a separate tensor, it is
+        # freed.
         prepared = gemms.prepare(all_gather(grad, axis) if sequence else grad, saved)
         del grad
         grad_x = gemms.dgrad(prepared, factor)
@@ -163,7 +167,7 @@ def column_matmul(
 ) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] -> [tokens, rows of the weight].
 
-    Under sequence parallelism x holds the tokens of this rank. bias: added by the GEMM; this function computes no
+    Under sequence parallelism x holds only the tokens of this rank. bias: added by the GEMM; this function computes no
     gradient for the bias. drop: dropout for adapters, for all tokens.
     """
     if not region.sequence and not torch.is_grad_enabled():  # nothing to save: skip autograd, which costs host time
@@ -172,7 +176,8 @@ def column_matmul(
 
 
 class ColumnLinear(nn.Module):
-    """Outputs sharded over the axis; several logical tensors may be stacked (query, key, value).
+    """A linear layer with outputs sharded over the tensor axis. Its weight may stack several logical tensors (query,
+    key, value).
 
     The next op computes the gradient of the bias in the same pass as its own gradient. `biased` adds the bias in the
     GEMM; `matmul` leaves the addition to the next op. gemms: may be wrapped by an adapter. drop: dropout for adapters,
@@ -200,7 +205,8 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Inputs sharded over the axis. The bias is added once, after the sum over ranks: `matmul` leaves it to the caller.
+    """A linear layer with inputs sharded over the tensor axis. The bias must be added once, after the sum over ranks,
+    so `matmul` does not add it.
 
     gemms: may be wrapped by an adapter. drop: dropout for adapters, for all tokens of the region.
     """

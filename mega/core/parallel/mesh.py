@@ -13,8 +13,8 @@ and etp (the tensor ranks of each expert) runs fastest. The size of etp defaults
 data ranks 0 and 2 hold copies of the same experts, and data ranks 1 and 3 hold copies of the other experts.
 
 An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
-the same code. `Mesh.at` needs no processes: a layout can be built and checked on a laptop. No mesh is global; code that
-needs an axis gets the axis as an argument.
+the same code. `Mesh.at` needs no processes: a layout can be built and checked on a laptop. The mesh is not global; code
+that needs an axis gets the axis as an argument.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXPERT_ORDER = ("etp", "ep", "edp", "pp")
 
 DATA_AXES = {"dp": (("cp", "dp"), ()), "edp": (("edp",), ("ep",))}
 """Data axis of a tensor -> (axes over which its gradient is summed, axes over which different ranks hold different
-tensors of this kind). TENSOR_AXES gives the tensor axis that belongs to each data axis."""
+tensors with this data axis). TENSOR_AXES contains the tensor axis that belongs to each data axis."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ SINGLE = Axis("single", (0,), 0)
 
 @dataclass(frozen=True)
 class DataAxis:
-    """The ranks that hold copies of a weight and have different tokens, and the groups derived from these ranks."""
+    """The ranks that hold copies of a weight and process different tokens, and the groups derived from these ranks."""
 
     name: str
     """The name that tensors use: "dp" or "edp"."""
     tensor: Axis
-    """Tensor ranks: each holds a shard or a copy of the weight, and all have the same tokens, or parts of the same
+    """Tensor ranks: each holds a shard or a copy of the weight, and all process the same tokens, or parts of the same
     tokens."""
     axis: Axis
     """Ranks over which the gradient of a weight is summed; ZeRO assigns a span to each of these ranks."""
@@ -85,11 +85,11 @@ class DataAxis:
 class Groups:
     """The process groups of one process, created once for each set of ranks and purpose.
 
-    Every rank of the world must create every group, even groups without this rank, in the same order. A mesh ensures
-    this, because its order depends only on its sizes and the model's inventory. (torch can create a group among its
-    members only, but then derives the group's name from each member's number of groups, which differs between first,
-    middle and last stages.) timeout: timeout of every collective; for a new group torch would use its own default, not
-    the timeout of the first group.
+    Every rank of the world must create every group, even groups without this rank, in the same order. A mesh creates
+    groups in an order that depends only on its sizes and the model's inventory. (torch can create a group among its
+    members only, but then derives the group's name from each member's number of groups, which differs between the
+    first, middle and last stages.) timeout: timeout of every collective. It is passed to each group, because a new
+    group would otherwise have torch's default timeout, not that of the first group.
     """
 
     backend: str | None = None
@@ -97,7 +97,7 @@ class Groups:
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
 
     def create(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
-        """Create a group for each of `parts` with several ranks that has no group yet. backend: None for the default
+        """Create a group for each set of several ranks in `parts` that has no group yet. backend: None for the default
         backend."""
         for ranks in parts:
             if len(ranks) > 1 and (ranks, purpose) not in self.groups:
@@ -123,7 +123,7 @@ def _group_description(ranks: tuple[int, ...], purpose: str) -> str:
 
 
 class Mesh:
-    """The grid as seen by one rank: sizes, its coordinates, and any axis or product of axes."""
+    """The grid as seen by one rank: the grid's sizes, the rank's coordinates, and any axis or product of axes."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Mesh:
         self.model = self.axis("tp", "pp")
         """Ranks that together hold one replica of the model."""
         self.stage = self.axis("tp", "cp", "dp")
-        """Ranks that hold the same pipeline stage, or a part of it."""
+        """Ranks that hold the same pipeline stage or parts of this stage."""
         self.loss_group = self.axis("cp", "dp", "pp")
         """Ranks whose losses sum to the loss of the global batch (stages that do not compute a term contribute
         zeros)."""
@@ -187,14 +187,15 @@ class Mesh:
         return Axis(purpose, everyone, self.everyone.index, self._groups.get(everyone, purpose))
 
     def coordinates(self, rank: int | None = None, *, experts: bool = False) -> dict[str, int]:
-        """Axis -> index of a rank (default: this rank). experts: use the grid of experts."""
+        """Return a rank's index on each axis, by name. rank: default: this rank. experts: use the grid of experts."""
         rest, coordinates = self.rank if rank is None else rank, {}
         for name, size in (self._expert_sizes if experts else self.sizes).items():
             rest, coordinates[name] = divmod(rest, size)
         return coordinates
 
     def axis(self, *names: str) -> Axis:
-        """The ranks that differ from this rank only in these axes of one grid; the first axis of ORDER runs fastest."""
+        """Return the ranks that differ from this rank only in these axes of one grid; the first axis of ORDER runs
+        fastest."""
         return self._axis("x".join(names), self.slices(*names))
 
     def own_data_axis(self, data: str) -> Axis:
@@ -214,7 +215,8 @@ class Mesh:
         )
 
     def stages(self, numbers: Sequence[int]) -> Axis:
-        """The ranks of our pipeline at these stages if our stage is one of them, else this rank alone.
+        """Return the ranks of these stages in this rank's pipeline if this rank's stage is one of them, else this rank
+        alone.
 
         All ranks must call this with the same arguments.
 
@@ -225,7 +227,7 @@ class Mesh:
         return self._axis("stages", parts, "stages")
 
     def slices(self, *names: str) -> list[tuple[int, ...]]:
-        """All ranks, grouped so that the ranks of a group differ in these axes only.
+        """Return all ranks, grouped so that the ranks of a group differ in these axes only.
 
         >>> Mesh.at(0, tp=2, dp=2).slices("dp")
         [(0, 2), (1, 3)]
@@ -242,7 +244,7 @@ class Mesh:
         return [tuple(part) for part in parts.values()]
 
     def _axis(self, name: str, parts: list[tuple[int, ...]], purpose: str = "") -> Axis:
-        """The axis of the part, one of `parts`, that contains this rank; an axis of this rank alone if no part does."""
+        """Return the axis of the set in `parts` that contains this rank; an axis of this rank alone if no set does."""
         if self._groups is not None:
             self._groups.create(parts, purpose)
         ranks = next((part for part in parts if self.rank in part), (self.rank,))
@@ -250,7 +252,7 @@ class Mesh:
         return Axis(name, ranks, ranks.index(self.rank), group)
 
     def _p2p(self) -> dict[tuple[str, int], Axis]:
-        """(kind, receiving stage) -> the pair of ranks, for each link of this rank.
+        """Return the pair of ranks of each link of this rank, by (kind, receiving stage).
 
         Activations ("F") go from each stage to the next and gradients ("B") to the previous one, around a ring.
         Every link has its own communicator, so that a late message on one link never blocks another.

@@ -1,8 +1,8 @@
-"""Sums and gathers of an inference step over an axis, through memory that all its ranks map.
+"""Sum and gather the tensors of an inference step over an axis, through memory that all ranks of the axis map.
 
 A decoding step sums 8 KB twice per block, and nearly all the time of a collective of this size is latency. Here every
 rank writes its tensor into memory that the other ranks read, sets a mark, waits for the marks of the other ranks, and
-sums all tensors in the order of ranks. So the result is bitwise identical on all ranks, every time.
+sums all tensors in the order of ranks. So the result is bitwise identical on all ranks and in every call.
 
     OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py) without NVLink multicast, which a
               CUDA graph can record
@@ -10,8 +10,9 @@ sums all tensors in the order of ranks. So the result is bitwise identical on al
               reads the tensors of all ranks, which is still faster than gloo's sockets
 
 With `OneShot` every rank reads the whole tensors of all ranks, so larger tensors use NCCL's collectives, which divide
-the work over ranks (with two ranks this saves nothing). All ranks of an axis sum the same tensors in the same order. If
-a CUDA rank ends, the other ranks wait in the middle of a sum, without a timeout, until the launcher stops them.
+the work over ranks (with two ranks this saves nothing). All ranks of an axis must sum the same tensors in the same
+order. If a CUDA rank ends, the other ranks wait in the middle of a sum, without a timeout, until the launcher stops
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mega.core.parallel.mesh import Axis
 from mega.core.parallel.shared_memory import SharedMemory
 
 ALIGNMENT = 16
-"""The size of a tensor in bytes must be a multiple of this: a thread reads 16 bytes at a time."""
+"""The size of a tensor in bytes must be a multiple of this number, because a thread reads 16 bytes at a time."""
 
 HOST_PIECE = 1 << 20
 """Size of a piece in `HostSum`, in bytes."""
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Sum(Protocol):
-    """summed(x) sums x over an axis in place. summed(x, into) adds the sum to `into` and leaves x undefined."""
+    """A sum over an axis: summed(x) sums x in place; summed(x, into) adds the sum to `into` and leaves x undefined."""
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None: ...
 
@@ -57,7 +58,7 @@ def limit_of(ranks: int) -> int:
 
 def trial_sizes(limit: int) -> tuple[int, ...]:
     """Sizes of the tensors in the trial, in bytes: less than a warp, one block of threads, a few blocks, and the
-    largest.
+    largest tensor.
 
     Each size is used several times, because the two buffers alternate.
     """
@@ -65,8 +66,8 @@ def trial_sizes(limit: int) -> tuple[int, ...]:
 
 
 class OneShot:
-    """Sums across CUDA ranks on one host. All ranks of the axis construct it together. limit: maximum bytes of a
-    tensor.
+    """Sums across CUDA ranks on one host. All ranks of the axis must construct it together. limit: maximum size of a
+    tensor in bytes.
 
     Errors: RuntimeError if memory cannot be mapped.
     """
@@ -93,7 +94,7 @@ class OneShot:
 
 
 class HostSum:
-    """Sums contiguous tensors of one dtype, of any size, across CPU ranks on one host. piece: bytes of one exchange."""
+    """Sums contiguous tensors of one dtype, of any size, across CPU ranks on one host. piece: bytes per exchange."""
 
     def __init__(self, axis: Axis, dtype: torch.dtype, piece: int):
         self._memory = SharedMemory(axis, 2 * axis.size * piece, torch.device("cpu"))
@@ -122,7 +123,7 @@ class HostSum:
             into += total
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [...] of every rank, as [ranks, ...]."""
+        """Gather x [...] of every rank as [ranks, ...]."""
         out = x.new_empty((self._axis.size, x.numel()))
         for begin in range(0, x.numel(), self._most):
             piece = x.view(-1)[begin : begin + self._most]
@@ -131,7 +132,8 @@ class HostSum:
         return out.view(-1, *x.shape)
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x [n] of every rank. The views stay valid during the next call; the call after that overwrites them."""
+        """Return a view of x [n] of every rank. The views stay valid during the next call; the call after that
+        overwrites them."""
         self._number += 1
         key = self._number % 2, len(x)
         if key not in self._views:
@@ -146,7 +148,7 @@ class HostSum:
 
 
 def takes(x: torch.Tensor, dtype: torch.dtype, limit: int | None) -> bool:
-    """Whether a tensor is summed in one exchange. limit: as in `verified`.
+    """Whether a tensor is exchanged through mapped memory. limit: as in `verified`.
 
     The decision does not depend on the tensor's address, which may differ between ranks.
 
@@ -174,11 +176,11 @@ class RankExchange:
 
     sum: Sum
     gather: Callable[[torch.Tensor], torch.Tensor]
-    """x [...] of every rank -> [ranks, ...]."""
+    """Gathers x [...] of every rank as [ranks, ...]."""
 
 
 def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankExchange:
-    """Choose how the tensors of an inference step are exchanged over the axis. All its ranks call this together.
+    """Choose how the tensors of an inference step are exchanged. All ranks of the axis must call this together.
 
     dtype: dtype of most tensors; tensors of other dtypes use collectives.
     """
@@ -215,17 +217,17 @@ def by_size(axis: Axis, small: Sum | None, dtype: torch.dtype, limit: int | None
 def verified(
     axis: Axis, device: torch.device, dtype: torch.dtype, open_small: Callable[[], Sum], limit: int | None
 ) -> Sum | None:
-    """`open_small()` if it works and computes correct sums, else None.
+    """Return `open_small()` if it works and computes correct sums, else None.
 
-    limit: size of the largest tensor that it accepts, in bytes; None for any size.
+    limit: size of the largest tensor that this `Sum` accepts, in bytes; None for any size.
 
         1 check that the ranks are on one host      because ranks on other hosts cannot share the memory
         2 map memory                                on all ranks or on none
-        3 compare its sums with those of the group
+        3 compare its sums with those of the group's collective
 
     After each phase all ranks agree whether to continue. If they stop, a warning with the reason is logged.
     """
-    # Every rank takes part in every agreement below, even a rank that has failed; otherwise the others would hang.
+    # Every rank takes part in every agreement below, even a rank that has failed; otherwise the other ranks would hang.
     small, problem = by_group(axis), None
     if len(set(gather_json(socket.gethostname(), axis, device))) > 1:
         problem = "the ranks are on several hosts"

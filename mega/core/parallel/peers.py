@@ -1,15 +1,15 @@
 """Exchanges that overlap GEMMs: ranks write blocks directly into each other's memory.
 
-NCCL moves data with the multiprocessors, and a GEMM occupies all multiprocessors, so an NCCL exchange started next to a
-GEMM runs after it. Here copy engines write the data and streams wait for marks in memory; neither needs a
+NCCL moves data with the GPU's multiprocessors, all of which a GEMM occupies, so an NCCL exchange that is started during
+a GEMM runs only after the GEMM. Here copy engines write the data, and streams wait for marks in memory; neither needs a
 multiprocessor.
 
     gather   multiply the tokens of each rank as they arrive, our own first          (all-gather, then a GEMM)
     scatter  send each part of a GEMM's output when it is done, our own last; sum    (a GEMM, then a reduce-scatter)
 
-Both use the same exchange: every rank sends one block to every other rank. `MappedPeers` exchanges through memory that
-all ranks map (CUDA, one host), `MessagePeers` by the group's sends, on any device; otherwise both behave the same. This
-module does not depend on weights or layers. All ranks of an axis make the same exchanges in the same order.
+Both use the same exchange: every rank sends one block to every other rank. `MappedPeers` uses memory that all ranks map
+(CUDA, one host). `MessagePeers` uses sends and receives of the process group, on any device. This module does not
+depend on weights or layers. All ranks of an axis must make the same exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class BlockExchange(Protocol):
     """[ranks, rows, columns]: the received blocks, by source rank."""
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
-        """Send blocks, with their values at this point of the current stream.
+        """Send blocks, with the values that they have at this point of the current stream.
 
-        Either `blocks` [ranks x rows, columns] holds one block for each rank of a single turn, or it is one block for
-        all ranks of all turns. It must be contiguous. The caller may drop it, but must not write to it.
+        turns: groups of receiving ranks, in the order of sending. `blocks` [ranks x rows, columns] holds either one
+        block for each rank of a single turn, or one block for all ranks of all turns. `blocks` must be contiguous. The
+        caller may drop `blocks`, but must not write to it.
         """
 
     def wait(self, ranks: range) -> None:
@@ -53,15 +54,16 @@ class Peers(Protocol):
 
     axis: Axis
     count: int
-    """The number of the last exchange. A replayed graph repeats the numbers of its recording; later exchanges
-    continue."""
+    """The number of the last exchange. A replayed graph uses the numbers of its recording again; the next exchange
+    continues from there."""
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
-        """Begin the next exchange; `like` has its dtype and device. At most two exchanges, of one size, are in
-        flight."""
+        """Begin the next exchange, with the dtype and device of `like`. At most two exchanges may be in flight, and
+        both must have the same size."""
 
     def join(self) -> None:
-        """Make the current stream wait until all our blocks are sent. The recording of a graph must end with this."""
+        """Make the current stream wait until all our blocks are sent. The recording of a graph must end with this
+        call."""
 
     def replay(self, count: int) -> None:
         """Prepare the replay of a graph whose first exchange is number `count` + 1: reset the marks of all ranks."""
@@ -78,7 +80,7 @@ def peers(axis: Axis, device: torch.device) -> Peers:
 
 
 class Gather:
-    """An all-gather of x [rows, columns] in flight. Call `parts` first (if it is used), then `whole`."""
+    """An all-gather of x [rows, columns] in flight. Call `parts` (if needed) before `whole`."""
 
     def __init__(self, x: torch.Tensor, through: Peers):
         self._x, self._axis = x.contiguous(), through.axis
@@ -88,7 +90,7 @@ class Gather:
         self._exchange.send(self._x, *_order(self._axis, len(x), ours_first=True))
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Yield (rows of the whole, the tensor of these rows), each as soon as it has arrived."""
+        """Yield (slice of the gathered rows, tensor of these rows), each as soon as the rows have arrived."""
         for ranks in _order(self._axis, len(self._x), ours_first=True, coming=True):
             rows = _rows(ranks, len(self._x))
             if ranks == range(self._axis.index, self._axis.index + 1):
@@ -98,8 +100,8 @@ class Gather:
                 yield rows, self._whole[rows]
 
     def whole(self, *, keep: bool = False) -> torch.Tensor:
-        """[ranks x rows, columns]. The second exchange after this one overwrites the tensor, unless `keep` asks for a
-        copy."""
+        """Return the gathered tensor [ranks x rows, columns]. The second exchange after this one overwrites the tensor.
+        keep: return a copy instead, which is not overwritten."""
         self._fill(range(self._axis.size))
         return self._whole.clone() if keep else self._whole
 
@@ -118,8 +120,8 @@ class Scatter:
         self._exchange = through.open(rows, columns, like)
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Yield (rows of the whole, the tensor to which the caller writes these rows). A part is sent when the next one
-        is requested."""
+        """Yield (slice of all rows, tensor to which the caller must write these rows). Each part is sent when the
+        caller requests the next part."""
         rows, buffer, own_index = self._rows, self._exchange.buffer, self._axis.index
         for ranks in _order(self._axis, rows, ours_first=False):
             if ranks == range(own_index, own_index + 1):
@@ -132,7 +134,7 @@ class Scatter:
                 buffer[own_index].copy_(part[_rows(range(ranks.index(own_index), ranks.index(own_index) + 1), rows)])
 
     def blocks(self) -> torch.Tensor:
-        """[ranks, rows, columns]: our rows as computed by every rank; the caller sums them.
+        """Return this rank's rows as computed by every rank, [ranks, rows, columns]; the caller sums over ranks.
 
         The second exchange after this one overwrites these rows.
         """
@@ -162,7 +164,7 @@ def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> 
 
 @cache
 def _turns(size: int, index: int, count: int, ours_first: bool, coming: bool) -> tuple[range, ...]:
-    """As `_order`. count: number of ranks in a group."""
+    """The cached computation of `_order`. count: number of ranks in a group."""
     groups = size // count
     steps = range(groups) if ours_first else range(1, groups + 1)
     begins = [(index // count + (-step if coming else step)) % groups * count for step in steps]
@@ -173,7 +175,7 @@ def _turns(size: int, index: int, count: int, ours_first: bool, coming: bool) ->
 
 
 class MessagePeers:
-    """Exchanges by sends and receives of the group."""
+    """A transport that uses sends and receives of the process group."""
 
     def __init__(self, axis: Axis):
         self.axis, self.count = axis, 0
@@ -222,15 +224,16 @@ class _MessageExchange:
 
 
 class MappedPeers:
-    """Exchanges by copies into the memory of the other ranks, which this process maps.
+    """A transport that copies blocks into the memory of the other ranks, which this process maps.
 
     The memory of each rank, with n ranks:
 
         buffer 0: n blocks | buffer 1: n blocks | ... BUFFERS in all | marks [BUFFERS, n], int32
 
-    Each mark is the number of the last exchange for which one rank wrote its block to one buffer. The first exchange
-    allocates the memory, and a larger exchange allocates it again. Because the host is the bottleneck, all arguments of
-    an exchange except its number are cached and reused by the next exchange with the same buffer.
+    There is one mark for each buffer and source rank: the number of the last exchange for which this source wrote its
+    block to this buffer. The first exchange allocates the memory, and a larger exchange reallocates the memory. Because
+    the host is the bottleneck, all arguments of an exchange except its number are cached and reused by the next
+    exchange with the same buffer.
     """
 
     def __init__(self, axis: Axis):
@@ -244,7 +247,7 @@ class MappedPeers:
         self._descriptors: dict[tuple[object, ...], list[CopyDescriptor]] = {}
         self._waits: dict[tuple[int, range], tuple[int, ...]] = {}
         self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(BUFFERS)]
-        """Storage of sent blocks, by buffer. It is released when the next exchange with the buffer begins."""
+        """Storage of sent blocks, by buffer. The storage is released when the next exchange with the buffer begins."""
         self._copies = CopyStream()
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
@@ -254,7 +257,7 @@ class MappedPeers:
         return _MappedExchange(self, self.count, self._buffer((rows, columns), like.dtype))
 
     def _buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """The part of our memory for the current exchange, as [ranks, rows, columns]."""
+        """Return this rank's buffer for the current exchange, as [ranks, rows, columns]."""
         number = self.count % BUFFERS
         if (number, shape, dtype) not in self._buffers:
             assert self._memory is not None
@@ -270,13 +273,13 @@ class MappedPeers:
         if self._memory is None:
             return
         # Our stream has waited for every block so far, and no rank writes before the all-reduce below, so the marks
-        # can be reset. They are int32, and the count wraps around.
+        # can be reset. Marks are int32, so the count wraps around.
         marks = self._memory[self._mark(self.axis.index, 0, 0) - self._begins[self.axis.index] :].view(torch.int32)
         marks.fill_((count + 2**31) % 2**32 - 2**31)
         dist.all_reduce(self._meeting, group=self.axis.group)
 
     def write(self, blocks: torch.Tensor, turns: tuple[range, ...], number: int, size: int) -> None:
-        """Copy `blocks` to the ranks of `turns` and set our marks there. size: bytes of a block."""
+        """Copy `blocks` to the ranks of `turns` and set this rank's marks there. size: number of bytes in a block."""
         per_rank = blocks.nbytes > size
         key = (number % BUFFERS, turns, size, per_rank)
         if key not in self._descriptors:
@@ -361,9 +364,10 @@ class _MappedExchange:
 
 
 class MetaPeers(MessagePeers):
-    """Exchanges of meta tensors, which allocate and keep alive the same tensors as the exchanges of `MappedPeers`.
+    """A transport for meta tensors that allocates and keeps alive the same tensors as `MappedPeers`.
 
-    memory: represents the memory that ranks map, which torch's allocator does not count. mapped: its bytes so far.
+    memory: represents the memory that ranks map, which torch's allocator does not count. mapped: bytes of this memory
+    so far.
     """
 
     def __init__(self, axis: Axis):
@@ -381,8 +385,8 @@ class MetaPeers(MessagePeers):
         return _MetaExchange(self.axis, self.count, buffer, sent)
 
     def settle(self) -> int:
-        """Return the bytes of sent blocks that only their exchanges keep alive. Storages of equal size replace these
-        blocks."""
+        """Return the number of bytes in sent blocks that only their exchanges keep alive, and replace these blocks with
+        storages of equal size."""
         freed_bytes = 0
         for sent in self._sent:
             alive = [weakref.ref(storage) for storage in sent]

@@ -1,4 +1,5 @@
-"""How a GEMM and the exchange of its rows are split into pieces that overlap (--tp-overlap). Does not use tensors."""
+"""The division of a GEMM and the exchange of its rows into pieces that overlap (--tp-overlap). This module does not use
+tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ exchange k + 4, its stream has waited for every block of exchange k + 2 at least
 
 
 def together(ranks: int, rows: int) -> int:
-    """The number of ranks whose blocks are multiplied by one GEMM, on an axis of `ranks` ranks with `rows` rows each.
+    """Return the number of ranks whose blocks one GEMM multiplies, on an axis of `ranks` ranks with `rows` rows each.
 
     >>> [together(ranks, 1024) for ranks in (2, 4, 8)]
     [1, 2, 4]

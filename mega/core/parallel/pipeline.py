@@ -1,4 +1,4 @@
-"""The executor of plans: runs the compute acts of a plan and moves cargo between stages. It does not depend on the
+"""Execute a plan: run its compute acts and move cargo between pipeline stages. This module does not depend on the
 schedule or the model.
 
 A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is a tuple of tensors (activations or their
@@ -26,7 +26,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.plan import Compute, Exchange, Plan, Transfer
 
 MAX_SENDS = 4
-"""Maximum number of sends in flight. With more, the executor waits for the oldest send."""
+"""Maximum number of sends in flight. If there are more, the executor waits for the oldest send."""
 
 Cargo = tuple[torch.Tensor, ...]
 Key = tuple[str, int, int]
@@ -52,7 +52,8 @@ class StageOutput:
 class Stage(Protocol):
     """One chunk of the model on one rank.
 
-    terms: name of each loss of the model, on any stage -> the factor of the loss's mean in the total loss of a step.
+    terms: name of each loss of the model, on any stage -> the factor by which the mean of the loss enters the step's
+    total loss.
     metrics: names of the values that are only reported.
     """
 
@@ -62,10 +63,10 @@ class Stage(Protocol):
     metrics: tuple[str, ...]
 
     def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Name of each loss term -> weights whose sum is the term's divisor.
+        """Return the weights of each loss term, by name. The sum of its weights is the term's divisor.
 
-        The weights are known before the first forward pass. Their sum must equal the sum of the `Term.weight` that the
-        stages return: the first divides gradients, the second divides the reported losses.
+        The weights are needed before the first forward pass. Their sum must equal the sum of the `Term.weight` that the
+        stages return, because the former divides gradients and the latter divides the reported losses.
         """
 
     def __call__(
@@ -73,12 +74,12 @@ class Stage(Protocol):
     ) -> StageOutput:
         """Run the forward pass of one microbatch.
 
-        scales: float64 [terms], factors by which the totals are multiplied before the backward pass; None if not known.
-        A stage that applies the factor of a term itself returns the term with a `root`.
+        scales: float64 [terms], factors by which the totals are multiplied before the backward pass; None if the
+        factors are not known. A stage that has already applied the factor of a term returns the term with a `root`.
         """
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the cargo that this stage receives from the previous one."""
+        """Shapes and dtypes of the cargo that this stage receives from the previous stage."""
 
 
 class Pipeline:
@@ -99,8 +100,8 @@ class Pipeline:
         """Execute `plan` over the microbatches.
 
         Returns float64 [microbatches, names, 2], the sums of this rank: total and weight of every term, then of every
-        metric. scales: for each microbatch float64 [terms], factors by which its totals are multiplied before the
-        backward pass; None in a forward plan.
+        metric. scales: float64 [terms] for each microbatch, factors by which its totals are multiplied before the
+        backward pass; None for a forward plan.
         """
         return _Step(self, plan, batches, scales, grads).play()
 
@@ -117,8 +118,8 @@ class Pipeline:
 
 
 def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
-    """float64 [names, 2]: totals and weights of an output's terms and metrics; zeros for terms and metrics of other
-    stages."""
+    """Return float64 [names, 2]: the totals and weights of an output's terms and metrics; zeros for terms and metrics
+    of other stages."""
     sums = {
         name: torch.stack([term.total.detach(), term.weight]).double()
         for kind in (output.terms, output.metrics, output.auxiliary)
@@ -223,21 +224,21 @@ class _Step:
         run_wgrad(self.deferred.pop((act.microbatch, act.chunk)))
 
     def _take(self, kind: str, act: Compute) -> Cargo:
-        """The cargo that this compute act needs. Waits until it has arrived."""
+        """Wait for the cargo that this compute act needs, and return the cargo."""
         cargo, works = self.received.pop((kind, act.microbatch, act.chunk))
         for work in works:
             wait_for(work)
         return cargo
 
     def _give(self, kind: str, act: Compute, cargo: Cargo, to: int) -> None:
-        """Store cargo for its consumer: on this rank, or for the next exchange. to: the consumer's stage."""
+        """Store cargo for stage `to`, either for a compute act of this rank or for the next exchange."""
         if to % self.plan.stages == self.rank:
             self.received[kind, act.microbatch, to // self.plan.stages] = (cargo, [])
         else:
             self.to_send[kind, act.microbatch, act.chunk] = cargo
 
     def _exchange(self, act: Exchange) -> None:
-        """Start every send and receive. The compute act that needs a received cargo waits for it."""
+        """Start every send and receive of `act`. A compute act waits for the cargo that it needs."""
         for transfer in act.sends:
             for tensor in self.to_send.pop((transfer.kind, transfer.microbatch, transfer.chunk)):
                 tensor = tensor.contiguous()
@@ -269,7 +270,8 @@ class _Step:
 
 
 def backward(names: Iterable[str], out: StageOutput, cargo_grads: Cargo, scale: torch.Tensor | None) -> None:
-    """The backward pass of one microbatch on one stage: from its scaled terms and from the gradients of its cargo."""
+    """Run the backward pass of one microbatch on one stage, beginning with its scaled terms and its cargo's
+    gradients."""
     roots, factors = [], []
     for number, name in enumerate(names):
         if name not in out.terms:

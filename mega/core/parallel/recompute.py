@@ -1,7 +1,7 @@
 """Activation recomputation: save only the input of some blocks, and run these blocks again in the backward pass.
 
 Dropout is a function of element positions, so no random state has to be restored. With `share`, tensor ranks that hold
-the same input each save a part of the input and gather it again (Megatron's distributed saved activations).
+the same input each save a part of the input and later gather all parts (Megatron's distributed saved activations).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mega.core.parallel.mesh import Axis
 
 
 def _own_part(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """A copy of this rank's part. A view would keep the whole tensor alive."""
+    """Return a copy of this rank's part of `x`, because a view would keep the whole tensor alive."""
     return local_shard(x, axis).clone()
 
 
 def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, share: Axis | None = None) -> torch.Tensor:
-    """run(x), saving only x [tokens, h] for the backward pass. With `share`, each rank of that axis saves a part of
-    x."""
+    """Return run(x), saving only x [tokens, h] for the backward pass. With `share`, each rank of that axis saves a part
+    of x."""
     if share is None or share.size == 1:
         return recompute(run, x)
     part = conjugate(x, share, _own_part, all_gather)
@@ -34,10 +34,10 @@ def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sha
 
 
 def groups(blocks: int, method: str | None, layers: int | None) -> Iterator[tuple[range, bool]]:
-    """Divide a stage's blocks into runs: (range of blocks, whether the run is recomputed).
+    """Divide a stage's blocks into runs; yields (range of blocks, whether the run is recomputed).
 
     uniform: recompute all blocks, in runs of `layers`. block: recompute the first `layers` blocks one by one, and save
-    the activations of the rest.
+    the activations of the other blocks.
 
     >>> list(groups(5, "uniform", 2))
     [(range(0, 2), True), (range(2, 4), True), (range(4, 5), True)]

@@ -16,8 +16,10 @@ from mega.core.parallel.peers import Peers
 class Region:
     """The ranks of a tensor-parallel region.
 
-    sequence: sequence parallelism, in which each rank has only its own tokens outside of regions. False on one rank.
-    transport: exchanges blocks of tokens while the GEMMs run; None for collectives before or after the GEMMs.
+    sequence: whether to use sequence parallelism, in which each rank has only its own tokens outside of regions; must
+    be False if there is only one rank.
+    transport: object that exchanges blocks of tokens while the GEMMs run; None to use collectives before or after the
+    GEMMs.
     """
 
     axis: Axis = SINGLE
@@ -33,4 +35,4 @@ class Region:
 
 
 ALONE = Region()
-"""The region of a layer that runs alone."""
+"""The region of a layer that runs on a single rank."""

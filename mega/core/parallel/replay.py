@@ -1,8 +1,8 @@
-"""The forward and backward pass of a microbatch as one CUDA graph, which is recorded once and then replayed with other
-tokens.
+"""Run the forward and backward pass of a microbatch as one CUDA graph, which is recorded once and then replayed with
+other tokens.
 
 The host takes about 2 ms to launch the kernels of a block, and a device that finishes a block sooner is idle. A graph
-is launched as a whole.
+needs only one launch.
 
     the first step             runs without a graph: kernels are compiled and chosen, memory for exchanges is allocated
     each later microbatch      copy its tokens and loss scale into the graph's buffers; replay; read its sums
@@ -10,7 +10,7 @@ is launched as a whole.
                                soon as their gradients are complete
 
 This module supports only pipelines of one stage and one chunk, because otherwise each microbatch in flight would need
-the memory of a graph. It does not depend on the model.
+its own graph memory. This module does not depend on the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mega.core.parallel.pipeline import Pipeline, Stage, backward, stacked
 from mega.core.plan import Plan, plan
 
 ALONE = plan("1f1b", 1)
-"""The plan of a step of one microbatch."""
+"""The plan of a step with a single microbatch."""
 
 
 class Replayable(Protocol):
@@ -41,8 +41,8 @@ class Replayable(Protocol):
 class ReplayedPipeline(Pipeline):
     """A pipeline of one stage that replays a recorded microbatch.
 
-    peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: the recorder, which tests
-    replace.
+    peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: function that records a
+    graph; tests replace it.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class ReplayedPipeline(Pipeline):
         if scales is None or grads is None or not self._begun:
             self._begun = self._begun or grads is not None
             return super().run(plan, batches, scales, grads)
-        # Hooks do not run in a replay, so wait for all weights before it, and mark all gradients as complete after it.
+        # Hooks do not run in a replay, so wait for all weights before the replay, and mark all gradients as complete
+        # after.
         grads.wait_param_gather()
         sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
         eager = eager_microbatches(grads.data_ranks, len(batches))

@@ -5,8 +5,8 @@
     memory.mark(number)                           a rank that sees the mark sees all earlier writes
     memory.wait(rank, number)                     wait until a rank's mark is `number` or more
 
-A message through a socket must wake a thread of the other process, which takes longer than a small decoding step. This
-module does not interpret the bytes.
+Marks are used because a message through a socket must wake a thread of the other process, which takes longer than a
+small decoding step. This module does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Axis
 
 FOLDERS = ("/dev/shm", tempfile.gettempdir())
-"""Folders for the file. It is unlinked as soon as all ranks have mapped it."""
+"""Candidate folders for the shared file, which is unlinked as soon as all ranks have mapped it."""
 
 LINE = 64
-"""Bytes between marks: one cache line each."""
+"""Number of bytes between marks, so that each mark has its own cache line."""
 
 SPIN, DOZE = 2e-4, 1.0
-"""Seconds during which a wait polls the mark without a pause, and then with short pauses."""
+"""A wait polls the mark without pauses for SPIN seconds, then with short pauses until DOZE seconds, then with longer
+pauses."""
 
 PAUSES = (5e-5, 1e-3)
-"""Pauses between polls, in seconds: until DOZE, and after it."""
+"""The short and the longer pause between polls, in seconds."""
 
 LOOK = 0.25
 """Seconds between checks that the other process is alive."""
@@ -45,15 +46,16 @@ PATIENCE = 600.0
 
 
 class SharedMemory:
-    """Memory shared by the ranks of an axis, all on one host. size: in bytes. device: device of their collectives.
+    """Memory shared by the ranks of an axis, all on one host. size: number of bytes. device: device for the collectives
+    of the axis.
 
-    Errors: RuntimeError, the same on all ranks, if the ranks are on several hosts or one of them cannot map the file.
+    Errors: RuntimeError, the same on all ranks, if the ranks are on several hosts or a rank cannot map the file.
     """
 
     def __init__(self, axis: Axis, size: int, device: torch.device):
         self.axis, self._first = axis, size + -size % LINE
         whole = self._first + LINE * axis.size
-        # The first rank creates the file; the others learn its path together with the host names and process ids.
+        # The first rank creates the file; the other ranks receive its path with the host names and process ids.
         identity = (socket.gethostname(), os.getpid(), _create_file(whole) if axis.first else "")
         ranks = gather_json(identity, axis, device)
         self.processes = [process for _, process, _ in ranks]
@@ -78,7 +80,7 @@ class SharedMemory:
         self.bytes, self._marks = view[:size], view[self._first :].cast("q")
 
     def mark(self, number: int) -> None:
-        """Mark that this rank has written, or read, the data of `number`."""
+        """Set this rank's mark to `number`, after this rank has written, or read, the data with this number."""
         _fence()
         self._marks[self.axis.index * LINE // 8] = number
 
@@ -141,7 +143,7 @@ def _create_file(size: int) -> str:
 
 
 def _allocate(number: int, size: int) -> None:
-    """Allocate the file's blocks. In a sparse file a write to a full disk would kill the process (SIGBUS)."""
+    """Allocate the file's blocks, because a write to a sparse file on a full disk would kill the process (SIGBUS)."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(number, 0, size)
     else:

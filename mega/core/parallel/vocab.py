@@ -1,7 +1,7 @@
 """The vocabulary sharded over the tensor axis: look-up, logits and cross entropy, without gathering logits.
 
 Rank r owns the ids [r n, (r + 1) n), where n is the padded vocabulary size divided by the number of ranks. The padding
-at the end holds no tokens: its logits are minus infinity, so it has probability 0 and gets no gradient.
+rows at the end do not belong to tokens. Their logits are minus infinity, so their probability and gradient are 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _LookUp(torch.autograd.Function):
-    """ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks. first: this rank's first id; None on one rank."""
+    """Look up ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks. first: this rank's first id; None if the
+    table is not sharded."""
 
     @staticmethod
     def forward(ctx: FunctionContext[Weight], ids: torch.Tensor, weight: Weight, first: int | None) -> torch.Tensor:
@@ -50,16 +51,16 @@ class _LookUp(torch.autograd.Function):
 
 
 def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Rows [tokens, h] of a table that every rank holds whole."""
+    """Return the rows [tokens, h] of `ids` in a table that is not sharded."""
     if not torch.is_grad_enabled():  # nothing to save: skip autograd
         return weight.index_select(0, ids)
     return _LookUp.apply(ids, weight, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class VocabEmbedding(nn.Module):
-    """Token ids [tokens] -> [tokens, h]; under sequence parallelism only the rows of this rank's tokens.
+    """The token embedding: ids [tokens] -> rows [tokens, h]; under sequence parallelism only this rank's tokens.
 
-    sum_ranks: sums the rows over ranks in place, without a gradient; default: the collective of the region.
+    sum_ranks: function that sums the rows over ranks in place, without a gradient; default: the region's collective.
     """
 
     def __init__(self, factory: ParameterFactory, tensor: Tensor, region: Region):
@@ -96,7 +97,7 @@ UNSHAPED = LogitShape()
 def logits(
     x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None, shape: LogitShape = UNSHAPED
 ) -> torch.Tensor:
-    """x [tokens, h] -> logits [tokens, ids of this rank], with padding at minus infinity.
+    """Return the logits [tokens, ids of this rank] of x [tokens, h]. The logits of padding are minus infinity.
 
     Under sequence parallelism x holds the tokens of this rank.
     """
@@ -113,7 +114,7 @@ class TrainedLogits:
     """The logits of a batch, [tokens, ids of this rank], with a gradient.
 
     The logits are computed once. Losses read whole rows of logits, log-probabilities of labels, or both. x: [tokens,
-    h]; under sequence parallelism the tokens of this rank.
+    h]; under sequence parallelism only the tokens of this rank.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class TrainedLogits:
         self._local, self._weight, self._axis = shape(local), weight, region.axis
 
     def whole(self) -> torch.Tensor:
-        """[tokens, vocab], the same on every rank, without padding."""
+        """Return the logits of all ids without padding, [tokens, vocab], the same on every rank."""
         return gather_from_region(self._local, self._axis)[:, : self._weight.segments[0].shard.whole[0]]
 
     def nll(self, labels: torch.Tensor) -> torch.Tensor:
@@ -137,8 +138,8 @@ class TrainedLogits:
 def _normalised(
     ops: Ops, x: torch.Tensor, local: torch.Tensor, real: int, axis: Axis
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits x [tokens, ids of this rank] -> log-sum-exp over all ids, the label's logit, the largest logit; each
-    [tokens].
+    """Return (log-sum-exp over all ids, the label's logit, the largest logit), each [tokens], for logits x [tokens, ids
+    of this rank].
 
     Phases:
         1 largest logit, sum of exponentials and label's logit of this rank's columns
@@ -246,11 +247,11 @@ def token_loss(
 ) -> Term:
     """The negative log-likelihood of labels, weighted by `weights` [tokens], as total and weight.
 
-    scale: the factor of the total before its backward pass; None if not known. If `scale` is known and one rank has
+    scale: the factor of the total before its backward pass; None if unknown. If `scale` is given and one rank has
     the whole vocabulary, one pass over the logits computes the loss and its gradient. Other arguments: as in
     `cross_entropy`.
     """
-    # With a sharded vocabulary the gradient needs sums over ranks first, so the loss and its gradient are two passes.
+    # With a sharded vocabulary the gradient needs sums over ranks first, so the loss and its gradient need two passes.
     if scale is None or region.size > 1:
         nll = cross_entropy(x, labels, weight, region, bias, shape)
         weights = weights.to(nll.dtype)
@@ -294,7 +295,7 @@ class TokenScores(NamedTuple):
     nll: torch.Tensor
     """-ln p of each label, in max(fp32, dtype)."""
     greedy: torch.Tensor | None
-    """Whether each label is the most likely id (the first one among equals); None if not requested."""
+    """Whether each label is the most likely id (ties are broken by the lower id); None if not requested."""
 
 
 def score_labels(

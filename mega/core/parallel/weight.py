@@ -31,7 +31,7 @@ class Segment:
     offset: int
 
     def real(self, local: torch.Tensor) -> torch.Tensor:
-        """The view of the segment's elements without padding. `local` is shaped like the parameter."""
+        """Return the view of the segment's elements in `local`, without padding. `local` has the parameter's shape."""
         view = local.narrow(0, self.offset, self.shard.size[0])
         return view.narrow(1, 0, self.shard.size[1]) if view.dim() > 1 else view
 
@@ -77,7 +77,8 @@ class Weight(nn.Parameter):
         return None
 
     def accumulate_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add a whole gradient, of any dtype, to `main_grad`. Without `main_grad` return it in the weight's dtype."""
+        """Add a whole gradient, of any dtype, to `main_grad`. If there is no `main_grad`, return the gradient in the
+        weight's dtype."""
         if not self.requires_grad:
             return None
         main_grad = self.open_main_grad()
@@ -100,7 +101,7 @@ class Weight(nn.Parameter):
         return None
 
     def open_main_grad(self) -> torch.Tensor | None:
-        """The main_grad; `on_main_grad` may allocate it now."""
+        """Return `main_grad`. If it is not set, `on_main_grad` may allocate it first."""
         if self.main_grad is None and self.on_main_grad is not None:
             self.on_main_grad(self)
         return self.main_grad
@@ -129,13 +130,13 @@ class ParameterFactory:
 
     @property
     def exact(self) -> ParameterFactory:
-        """The same factory with GEMMs in the compute dtype (no fp8), for the head."""
+        """This factory, but with GEMMs in the compute dtype (no fp8), for the head."""
         return replace(self, ops=replace(self.ops, matmuls=self.ops.matmuls.exact()))
 
     def __call__(self, *tensors: Tensor) -> Weight:
-        """One parameter with these tensors stacked along dim 0.
+        """Return one parameter with these tensors stacked along dim 0.
 
-        For a tied tensor that this rank already holds, return the existing parameter and add one to its `uses`.
+        For a tied tensor that this rank already holds, return the existing parameter and increment its `uses`.
         """
         if tensors[0].name in self.tied:
             weight = self.tied[tensors[0].name]

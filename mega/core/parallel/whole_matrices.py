@@ -1,4 +1,4 @@
-"""Apply a function to whole matrices when every rank holds only a part: rows, columns, or a span of a bucket.
+"""Apply a function to whole matrices of which each rank holds only rows, columns or a span of a bucket.
 
     parts of a bucket's matrices  --to their owners-->  whole matrices  --function-->  --back-->  parts
 
@@ -89,8 +89,8 @@ class WholeMatrices:
 
 
 def _plan(bucket: Bucket) -> _Plan:
-    """The plan of a bucket. All ranks of the bucket compute it from the same table of blocks, so that their plans
-    match."""
+    """Return the plan of a bucket. All ranks of the bucket compute their plans from the same table of blocks, so that
+    the plans match."""
     axis = bucket.data.with_tp
     shapes = {shard.name: shard.whole for shard, _ in bucket.runs()}
     names = list(shapes)
@@ -113,7 +113,7 @@ def _plan(bucket: Bucket) -> _Plan:
     elements = [sum(prod(block.size) for block in holders if block.matrix == number) for number in range(len(names))]
     assert elements == [prod(shapes[name]) for name in names], f"{axis.name}: holds no whole matrices"
     # (sender, owner) -> blocks. If several ranks hold a block and the owner is one of them, the owner sends the block
-    # to itself; else the sender depends on the matrix, so that the ranks share the work.
+    # to itself; otherwise the sender depends on the matrix, so that the ranks share the work.
     table: dict[tuple[int, int], list[Rectangle]] = defaultdict(list)
     for block, ranks in holders.items():
         owner = owners[block.matrix]
@@ -130,7 +130,8 @@ def _plan(bucket: Bucket) -> _Plan:
 
 
 def _owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
-    """The owner of each matrix. Matrices with the most work are assigned first, each to the rank with the least work.
+    """The owner of each matrix. Matrices are assigned in descending order of work, each to the rank with the least work
+    so far.
 
     >>> _owners([(4, 4), (8, 8), (4, 4), (4, 4)], 2)
     [1, 0, 1, 1]

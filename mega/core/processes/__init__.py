@@ -1,5 +1,4 @@
-"""The life of ranks: start, rendezvous, detection of lost ranks, end. This package does not depend on what ranks
-compute.
+"""Start ranks, connect them, detect lost ranks, and end ranks. This package does not depend on the work that ranks do.
 
 world                    rank and world size of this process, from its launcher's variables
 launch, pool, signals    local ranks for one job or for many, and signals that ask them to stop

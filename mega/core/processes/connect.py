@@ -1,6 +1,6 @@
 """Join and leave the process group, under torchrun, mpirun, srun, `launch` or as a single process.
 
-This module does not depend on the jobs of ranks.
+This module does not depend on the work that ranks do.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def connect(
 ) -> tuple[World, Device, Groups]:
     """Join the process group as the rank that the environment names.
 
-    phase_timeout_minutes: how long ranks that answer may keep others waiting in a phase that may take long. After this
-    time, or after timeout_minutes in any other phase, the roll call ends the run, so the timeout of exchanges is the
-    sum of both. If None, only the timeout of exchanges, 1.25 timeout_minutes, applies to ranks that answer.
+    phase_timeout_minutes: maximum time for which ranks that answer may keep other ranks waiting in a long phase. After
+    this time, or after timeout_minutes in any other phase, the roll call ends the run, so the timeout of exchanges is
+    the sum of both times. If None, only the timeout of exchanges, 1.25 timeout_minutes, applies to ranks that answer.
     A single rank has no group, and every axis has size 1. Errors: ValueError if the device is absent, the backend does
-    not support it, or the environment has no rendezvous address; OSError, naming the missing ranks, if not all join.
+    not support it, or the environment has no rendezvous address; OSError, naming the missing ranks, if some ranks do
+    not join.
     """
     world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
     device = Device.choose(kind, world.local_rank, backend)
@@ -94,7 +95,7 @@ def _naming_interface() -> Iterator[None]:
 
 
 def _answer_others(store: dist.Store, world: World, minutes: float, phase_minutes: float | None) -> None:
-    """Start a thread that answers for this rank until `disconnect`, even while the main thread is blocked."""
+    """Start a thread that answers other ranks' questions until `disconnect`, even while the main thread is blocked."""
     # The thread has its own connection, because calls on a TCPStore client are serialized and the main thread may block
     # in a call.
     client = store if MEETING_FILE in os.environ else store.clone()  # type: ignore[attr-defined]
@@ -114,7 +115,7 @@ def keep_asking(lost: Callable[[str], None] | None = None) -> None:
 
 
 def silent_ranks(seconds: float) -> list[int]:
-    """The ranks that do not answer within `seconds`; empty if the store does not answer."""
+    """Return the ranks that do not answer within `seconds`; empty if the store does not answer."""
     for call in _CALLS:
         with contextlib.suppress(Exception):
             return in_time(partial(call.questions.silent, seconds), 2 * seconds)
@@ -122,8 +123,8 @@ def silent_ranks(seconds: float) -> list[int]:
 
 
 def end_together(rank: int, timeout_minutes: float) -> None:
-    """On rank 0, after its work: check that every other rank has ended or answers. A launcher would wait forever for a
-    stopped rank. Errors: TimeoutError naming the rank."""
+    """On rank 0, after its work, check that every other rank has ended or answers, because a launcher would wait
+    forever for a stopped rank. Errors: TimeoutError naming the rank."""
     for call in _CALLS if rank == 0 else ():
         silent = silent_ranks(60 * timeout_minutes)
         if silent:
@@ -131,8 +132,8 @@ def end_together(rank: int, timeout_minutes: float) -> None:
 
 
 def threads(ranks: int) -> int:
-    """Number of CPU threads for each of `ranks` ranks on this host: OMP_NUM_THREADS, else the rank's share of the
-    cores."""
+    """Return the number of CPU threads for each of `ranks` ranks on this host: OMP_NUM_THREADS, else the rank's share
+    of the cores."""
     variable = os.environ.get("OMP_NUM_THREADS", "")
     return int(variable) if variable.isdecimal() and int(variable) else max(1, cores() // ranks)
 

@@ -1,4 +1,4 @@
-"""Reports of failed ranks: with any launcher, each reason is printed once.
+"""Report why ranks failed, so that each reason is printed only once, with any launcher.
 
     1 every failed rank publishes its report         in the store of the rendezvous, even if the rendezvous is not
                                                      complete
@@ -13,7 +13,7 @@
                                                      store, exits last
 
 These phases must not block a rank: a rank prints its own report if the store is lost, or does not answer within LIMIT
-seconds. With MEGA_DEBUG=1 every rank prints its own traceback at once. A single rank does not import torch.
+seconds. With MEGA_DEBUG=1 every rank prints its own traceback immediately. A single rank does not import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ GRACE = 2.0
 """Seconds within which ranks with the same fault report that fault."""
 
 COMING = 5 * GRACE
-"""`GRACE` before the rendezvous is complete: longer, because each rank first imports torch from a shared disk."""
+"""Like `GRACE`, but before the rendezvous is complete. Longer, because each rank first imports torch from a shared
+disk."""
 
 LIMIT = 10 * GRACE
 """Timeout in seconds for all phases together, because the store of a stopped or disconnected host neither answers nor
@@ -63,7 +64,7 @@ _PEER_IS_GONE = (
 
 @dataclass(frozen=True)
 class ExitReport:
-    """Why a rank ends, and its exit code. kind: "line", "trace", "diverged", "verdict" (about all ranks), or
+    """The reason why a rank ends, and its exit code. kind: "line", "trace", "diverged", "verdict" (about all ranks), or
     "consequence" (of the end of another rank)."""
 
     code: int
@@ -72,13 +73,13 @@ class ExitReport:
 
     @property
     def permanent(self) -> bool:
-        """Whether restarted ranks would fail for the same reason."""
+        """Whether ranks would fail for the same reason after a restart."""
         return self.code == 2 or self.kind == "diverged"
 
 
 def report_of(error: BaseException) -> ExitReport:
-    """Make the report of an exception: exit code 2 for a mistake of the user, else 1. The report of an error that is
-    neither the user's nor the machine's has a traceback.
+    """Make the report of an exception: exit code 2 for a mistake of the user, else 1. If the error is caused neither by
+    the user nor by the machine, the report has a traceback.
 
     >>> report_of(ValueError("--lr -1: must be positive"))
     ExitReport(code=2, text='--lr -1: must be positive', kind='line')
@@ -107,7 +108,7 @@ def report_of(error: BaseException) -> ExitReport:
 
 
 def names_lost_peer(error: RuntimeError) -> bool:
-    """Whether the message of an error says that an exchange failed because another rank has ended."""
+    """Whether the message of an error shows that an exchange failed because another rank has ended."""
     return any(sign in str(error) for sign in _PEER_IS_GONE)
 
 
@@ -123,7 +124,7 @@ class Explains(Protocol):
 
 
 _EXPLANATIONS: list[Explains] = []
-"""The explainer of this process while the process has a process group; else empty."""
+"""Contains the explainer of this process while there is a process group; else empty."""
 
 
 def explain_exchanges_by(group: Explains | None) -> None:
@@ -132,7 +133,7 @@ def explain_exchanges_by(group: Explains | None) -> None:
 
 
 def explain_loss(error: RuntimeError) -> str:
-    """The message about a broken connection, with the lost rank if the store of the ranks can name it."""
+    """Return the message about a broken connection, with the lost rank if it can be found through the store."""
     for group in _EXPLANATIONS:
         with contextlib.suppress(Exception):  # the store was lost with rank 0 or its host
             if line := group.explain_loss(error):
@@ -141,7 +142,7 @@ def explain_loss(error: RuntimeError) -> str:
 
 
 def explain_timeout(error: RuntimeError) -> str | None:
-    """The message about an exchange that timed out; None for any other error."""
+    """Return the message about an exchange that timed out; None for any other error."""
     if not _EXPLANATIONS or not _TIMED_OUT.search(str(error)):
         return None
     try:
@@ -176,7 +177,7 @@ def _note(report: ExitReport, rank: int) -> None:
 
 
 def exit_notes(prefix: str) -> dict[int, ExitReport]:
-    """Rank -> the report that the rank has written for its launcher. prefix: the value of LAUNCHER_FILE."""
+    """Return the report that each rank has written for its launcher, by rank. prefix: the value of LAUNCHER_FILE."""
     reports = {}
     for path in Path(prefix).parent.glob(Path(prefix).name + ".exit-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):  # the rank was killed while it wrote
@@ -210,7 +211,8 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
 
 
 def _report_in_time(report: ExitReport, world: World) -> int | None:
-    """The common exit code of all ranks; None if the store does not answer within LIMIT seconds."""
+    """Report together with the other ranks, and return the common exit code; None if the store does not answer in
+    time."""
     stopped, answered, codes = threading.Event(), threading.Event(), list[int]()
 
     def meet() -> None:
@@ -218,7 +220,8 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
             codes.append(_report_together(report, world, stopped, answered))
         answered.set()
 
-    # On another thread, because neither a timer nor a signal can interrupt a call to a store that does not answer.
+    # Run `meet` on another thread, because neither a timer nor a signal can interrupt a call to a store that does not
+    # answer.
     exchange = threading.Thread(target=meet, name="exit-reports", daemon=True)
     main = threading.current_thread() is threading.main_thread()  # only this thread may set signal handlers
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set()) if main else None
@@ -272,14 +275,15 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
 
 
 def _of_host(world: World, reported: str) -> str:
-    """A line for the log of one of several hosts, about what the host's first rank was doing when the run ended."""
+    """Return a message for the log of this host, one of several, about the activity of its first rank when the run
+    ended."""
     if world.size == world.local_size or not reported:
         return ""
     return f"mega: rank {world.rank}, on host {socket.gethostname()}, was at: {ACTIVITY}\n"
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name is valid UTF-8: Python decodes other bytes of file names to the surrogates tested here."""
+    """Whether a name is valid UTF-8. Python decodes any other bytes in file names to the surrogates tested here."""
     return not any("\udc80" <= letter <= "\udcff" for letter in name)
 
 
@@ -308,7 +312,7 @@ def _have_met() -> bool:
 
 
 def _store(world: World) -> Store:
-    """The store of the process group; before it exists, the store of the rendezvous."""
+    """Return the store of the process group; before the group exists, the store of the rendezvous."""
     import torch.distributed as dist
 
     from mega.core.processes.rendezvous import open_store, reach

@@ -1,5 +1,5 @@
-"""The collective in which ranks wait, and which ranks have called it, from the flight recorder of torch's process
-groups. Each rank reports its own newest calls (position.py); this module combines all reports into one line.
+"""Find the collective in which ranks wait, and the ranks that have called it, with the flight recorder of torch's
+process groups. Each rank reports its own newest calls (position.py); this module combines all reports into one message.
 
 The recorder is a ring buffer of the newest exchanges of each group; NCCL and gloo add an entry at each call.
 """
@@ -46,18 +46,18 @@ class CalledExchange(NamedTuple):
     number: int
     """Sequence number in the group."""
     what: str
-    """Name of the collective, and sizes."""
+    """Name of the collective, and the sizes of its inputs."""
     done: int = -1
     """Number of the newest exchange that has ended; -1 if unknown."""
 
 
 def record() -> None:
-    """Turn the recorder on. Call it before process groups are created."""
+    """Turn the recorder on. Must be called before process groups are created."""
     os.environ.setdefault(SIZE, str(EXCHANGES))
 
 
 def own_exchanges() -> tuple[CalledExchange, ...]:
-    """The newest exchange of this process in each group; () if nothing is recorded."""
+    """Return the newest exchange of this process in each group; () if nothing is recorded."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
         return ()
@@ -74,7 +74,7 @@ def own_exchanges() -> tuple[CalledExchange, ...]:
 
 
 def newest(dump: Dump) -> list[CalledExchange]:
-    """The newest exchange of each group in a dump of the recorder."""
+    """Return the newest exchange of each group in a dump of the recorder."""
     exchanges: dict[str, CalledExchange] = {}
     for entry in dump.get("entries", ()):
         name, words = (str(each) for each in entry["process_group"])
@@ -89,7 +89,7 @@ def newest(dump: Dump) -> list[CalledExchange]:
 
 
 def missing(exchanges: Mapping[int, tuple[CalledExchange, ...]], silent: tuple[int, ...] = ()) -> str:
-    """Report the exchange that some ranks have called and others have not; "" if all have called the same.
+    """Return a message about the exchange that only some ranks have called; "" if all ranks have called the same.
 
     exchanges: rank -> its newest exchanges, for each rank that answers. silent: the ranks that do not answer.
 

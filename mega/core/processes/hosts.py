@@ -1,6 +1,6 @@
-"""Several hosts start the ranks of a job together, and restart them after a failure; spare hosts replace lost ones.
+"""Start the ranks of a job on several hosts, and restart them after a failure; spare hosts replace lost hosts.
 
-Each host runs the same command once; it starts --nproc ranks whenever the leader orders it.
+Each host runs the same command once, which starts --nproc ranks whenever the leader orders a start.
 
     1 a host joins         it connects to the leader, which listens at MASTER_ADDR, MASTER_PORT
     2 an attempt           once --hosts have joined, each gets a seat, which is its block of ranks. Further hosts wait
@@ -12,7 +12,7 @@ Each host runs the same command once; it starts --nproc ranks whenever the leade
     6 a lost leader        its hosts join the next leader in a list that all hosts have, and send it the count of
                            restarts
 
-The leader is in leader.py. This module does not restore the memory of a lost host.
+leader.py implements the leader. This module does not restore the memory of a lost host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mega.core.processes.wire import Wire
 from mega.core.processes.world import LAUNCHER_FILE
 
 ORDERS = frozenset({"start", "stop", "finish", "move"})
-"""Orders of a leader. Each of them also ends the running ranks."""
+"""Orders of a leader. Each order also ends the ranks that are running."""
 
 FAITHFUL = 2.0
 """Seconds for which a host tries to reach its old leader before it joins another leader."""
@@ -88,8 +88,8 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
 
 
 def _listen(first: Place) -> socket.socket:
-    """The listening socket of this host's leader: at MASTER_ADDR, MASTER_PORT if that address is this host and the port
-    is free, else at any free port."""
+    """Return the listening socket of this host's leader: at MASTER_PORT if MASTER_ADDR is this host and the port is
+    free, else at any free port."""
     for port in (first[1], 0) if is_own(first[0]) else (0,):
         if (server := _bound(port)) is not None:
             return server
@@ -97,7 +97,8 @@ def _listen(first: Place) -> socket.socket:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """A socket that listens at `port`; None if another launcher on this machine leads at that port."""
+    """Return a socket that listens at `port`; None if the port is in use, for example by another launcher on this
+    machine."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -156,7 +157,7 @@ class Supervisor:
         first = threading.Lock()
 
         def lost() -> None:
-            """Report the loss of the leader once, if this host has joined it."""
+            """Report the loss of the leader once, if this host has joined this leader."""
             if wire is self._wire and first.acquire(blocking=False):
                 self._order({"lost": True})
 
@@ -176,7 +177,7 @@ class Supervisor:
             lost()
 
     def _known(self) -> dict[str, Any]:
-        """The state that this host gives to a new leader."""
+        """Return the state that this host sends to a new leader."""
         if self._moved is not None:
             return self._moved
         restarts = None if self._restarts is None else self._restarts.to_message()
@@ -215,7 +216,7 @@ class Supervisor:
                 self._attempt(**order["start"])
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
-        """Phases 2 and 3: run the ranks of this host and report their ending."""
+        """Phases 2 and 3: run the ranks of this host and report how the ranks ended."""
         self._seat, self._restarts = seat, Restarts.from_message(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
             # This host has missed an attempt, in which other hosts may have saved newer copies.
@@ -253,7 +254,7 @@ class Supervisor:
         raise OSError(f"host {self._leader_name}, which led the others, was lost, and no other host is reached")
 
     def _move(self, state: dict[str, Any], place: Place) -> None:
-        """Join another leader, by order of the current leader. state: the state to give to the new leader."""
+        """Join another leader, as the current leader has ordered. state: the state to send to the new leader."""
         former, self._moved = self._wire, state
         try:
             self._join(place)

@@ -1,8 +1,9 @@
-"""The network interface through which gloo reaches the ranks of other hosts.
+"""Choose the network interface through which gloo reaches the ranks of other hosts.
 
 torch uses the address of the host's name, which on many systems is a loopback address (Debian's 127.0.1.1): ranks of
-other hosts then connect to themselves. This module chooses the interface of the route to MASTER_ADDR; on the host of
-MASTER_ADDR, the interface of the route to a rank on another host. A GLOO_SOCKET_IFNAME set by the user has precedence.
+other hosts then connect to themselves. This module chooses the interface of the route to MASTER_ADDR. On the host of
+MASTER_ADDR, it chooses the interface of the route to a rank on another host. A GLOO_SOCKET_IFNAME set by the user has
+precedence.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ADDRESS_OF = 0x8915
 
 
 def choose_interface(store: Store, world: World) -> None:
-    """Set GLOO_SOCKET_IFNAME. All ranks of several hosts must call it. store: the store of the rendezvous."""
+    """Set GLOO_SOCKET_IFNAME. With several hosts, all ranks must call this. store: the store of the rendezvous."""
     if VARIABLE in os.environ or world.size == world.local_size:
         return
     address = own_address(os.environ["MASTER_ADDR"])
@@ -45,7 +46,7 @@ def choose_interface(store: Store, world: World) -> None:
 
 
 def own_address(other: str) -> str:
-    """The source address of this host for packets to the host `other`; "" if the name cannot be resolved."""
+    """Return this host's source address for packets to the host `other`; "" if the name cannot be resolved."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, target in socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as connection:
@@ -68,7 +69,7 @@ def is_own(name: str) -> bool:
 
 
 def own_addresses() -> set[str]:
-    """All addresses of this host that other hosts may use.
+    """Return all addresses of this host that other hosts may use.
 
     >>> any(map(_is_loopback, own_addresses()))
     False
@@ -78,7 +79,7 @@ def own_addresses() -> set[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface with this address; None if the system does not report it.
+    """Return the name of the interface with this address; None if the system does not report it.
 
     >>> interface_of("127.0.0.1") in ("lo", "lo0", None)
     True
@@ -90,7 +91,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _addresses(name: str) -> list[str]:
-    """The IPv4 and IPv6 addresses of an interface."""
+    """Return the IPv4 and IPv6 addresses of an interface."""
     addresses = list[str]()
     request = array.array("B", struct.pack("256s", name.encode()[:15]))  # struct ifreq, with the address at byte 20
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
@@ -103,7 +104,8 @@ def _addresses(name: str) -> list[str]:
 
 
 def _is_loopback(address: str) -> bool:
-    """
+    """Whether an address is a loopback address or not a valid address.
+
     >>> _is_loopback("127.0.1.1"), _is_loopback("::1"), _is_loopback("10.0.0.1"), _is_loopback("")
     (True, True, False, True)
     """

@@ -1,11 +1,11 @@
-"""Start local ranks for one job, and supervise them until it ends.
+"""Start local ranks for one job, and supervise them until the job ends.
 
     launch       run a function on N new local ranks; a failure of one rank ends all ranks
     run_ranks    the same, on the ranks of a launcher if there is a launcher
     run_attempt  the same in given environments; restarts.py may restart the ranks
 
 New ranks are forked from a small server process that has already imported torch, so eight ranks start as fast as one.
-The store of ranks on one host is a file, not a port, so two runs cannot conflict.
+Ranks on one host use a file as their store, not a port, so two runs cannot conflict.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
 _MARK = "mega-launcher"
-"""A file in the folder of a launcher; it contains the host's name, and is locked while the launcher lives."""
+"""Name of a file in the folder of a launcher. The file contains the host's name, and is locked while the launcher
+runs."""
 
 _OWNED: list[IO[str]] = []
 
 Args = TypeVarTuple("Args")
 
 PATIENCE = 1.0
-"""Seconds that the other ranks have to end by themselves when a rank has failed."""
+"""Seconds that the other ranks have to exit after a rank has failed, before they are terminated."""
 
 _LONGEST = 75
-"""Maximum number of bytes in the path of the temporary folder: the path of a socket has at most 107 bytes, of which the
-socket's name needs 32."""
+"""Maximum number of bytes in the path of the temporary folder, because the path of a socket has at most 107 bytes, of
+which the socket's name needs 32."""
 
 _REPORTED = (1, 2)
 """Exit codes of ranks that have reported their error."""
@@ -64,7 +65,7 @@ _UNKNOWN = 255
 """Exit code of all ranks after their fork server has died, because their own codes can no longer be read."""
 
 INTERRUPTED = 254
-"""Exit code of a rank that Ctrl-C interrupted at once, such as before the first step, so that its peers cannot
+"""Exit code of a rank that Ctrl-C interrupted immediately, for example before the first step. Its peers cannot
 continue."""
 
 STOPPED = tuple(128 + number for number in STOPPING)
@@ -80,27 +81,27 @@ _ADVICE: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How the ranks of one host ended."""
+    """The common result of the ranks of one host."""
 
     code: int
     """0; 128 + the signal that killed a rank or asked all ranks to stop; or the exit code of the first rank that
     failed."""
     reason: str = ""
-    """The reason in one line."""
+    """A one-line message with the reason."""
     cause: bool = False
     """Whether `reason` is the original error, not a consequence of another rank's end."""
     here: bool = False
     """Whether `reason` is about a rank of this host."""
     final: bool = False
-    """Whether not to restart: the ranks would fail again, or were asked to stop."""
+    """Whether the ranks must not be restarted, because they would fail again or were asked to stop."""
 
 
 def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
-    `target` must be importable by name. When a rank fails, the other ranks are ended; the code is the exit code of the
-    first rank that failed, or 128 + signal if it was killed. Signals of STOPPING are forwarded to every rank; a second
-    SIGINT kills all of them.
+    `target` must be importable by name. When a rank fails, the other ranks are ended; the job's exit code is that of
+    the first rank that failed, or 128 + signal if this rank was killed. Signals of STOPPING are forwarded to every
+    rank; a second SIGINT kills all ranks.
     """
     ending = run_attempt(local_environments(nproc), target, args)
     assert ending is not None
@@ -110,7 +111,7 @@ def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> i
 
 
 def local_environments(nproc: int) -> list[dict[str, str]]:
-    """Environment variables of each rank, for ranks on this host alone."""
+    """Return the environment variables of each rank, for a job on this host only."""
     folder, meeting = launcher_folder(), f"meeting-{uuid.uuid4().hex[:8]}"
     return [rank_environment(rank, nproc, folder, meeting) for rank in range(nproc)]
 
@@ -122,9 +123,8 @@ def run_attempt(
     bell: Connection | None = None,
     patience: float = 5.0,
 ) -> Ending | None:
-    """Run `target(*args)` on new local ranks, one in each environment, until the ranks have ended. Returns None if
-    `bell` had data to read before their end. patience: seconds that the other ranks have to end after a rank has
-    failed.
+    """Run `target(*args)` on new local ranks, one for each environment, and wait for their end. Returns None if `bell`
+    had data to read before the ranks ended. patience: seconds that the other ranks have to end after a rank has failed.
     """
     heeded, server = handled_signals(), fork_server(target.__module__)
     prefix = environments[0][LAUNCHER_FILE]
@@ -151,11 +151,11 @@ def run_ranks(
     nproc: int | None = None,
     first: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run `target(*args)` on the tp x pp = `size` ranks of an inference; returns the exit code.
+    """Run `target(*args)` on the tp x pp = `size` ranks of an inference run; returns the exit code.
 
-    The ranks are those of a launcher, which all call this function, or new local ranks; a single rank is this process.
-    nproc: the value of --nproc. first: called before local ranks start, so that a mistake is reported once. Errors:
-    those of `first`; ValueError if the number of ranks is not `size`.
+    If a launcher has started the ranks, each rank calls this function. Otherwise this function starts local ranks, or
+    runs `target` in this process if `size` is 1. nproc: the value of --nproc. first: called before local ranks start,
+    so that a mistake is reported once. Errors: those of `first`; ValueError if the number of ranks is not `size`.
     """
     world = world_from_env()
     alone = world.source == "alone"
@@ -170,7 +170,7 @@ def run_ranks(
 
 def fork_server(*modules: str) -> ForkServerContext:
     """Start the server from which ranks are forked, if it is not already running. The server ignores signals sent to
-    the whole job, because the launcher reads the exit codes of ranks through it.
+    the whole job, because the launcher reads the exit codes of ranks through the server.
 
     modules: modules that the server imports once for all ranks. Errors: ValueError.
     """
@@ -190,9 +190,10 @@ def fork_server(*modules: str) -> ForkServerContext:
 
 
 def launcher_folder() -> str:
-    """The folder for the socket of this process's fork server and the store of its ranks; removed with the process.
+    """Return the folder for the socket of this process's fork server and the store of its ranks. The folder is removed
+    when the process ends.
 
-    If a process was killed with all its ranks, the next launcher removes its folder, whose lock was released.
+    If the process and all its ranks are killed, the next launcher removes the folder, because it is no longer locked.
     """
     folder = multiprocessing.util.get_temp_dir()
     if not os.path.exists(os.path.join(folder, _MARK)):
@@ -231,7 +232,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def rank_environment(rank: int, size: int, directory: str, meeting: str) -> dict[str, str]:
-    """Environment variables of one local rank. meeting: name of the store's file in `directory`."""
+    """Return the environment variables of one local rank. meeting: name of the store's file in `directory`."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -280,8 +281,8 @@ def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | N
     """Wait until all ranks have succeeded, one has failed, or `bell` has data to read. After a forwarded signal `bell`
     is ignored, so that the ranks save even if other hosts have ended.
 
-    A rank that fails has reported its error (exit_reports.py). For a killed rank this process reports, before the
-    rank's peers report a broken exchange; the peers have PATIENCE seconds to report their own errors.
+    A rank that fails has reported its error (exit_reports.py). This process reports a killed rank before the rank's
+    peers report a broken exchange. The peers have PATIENCE seconds to report their own errors.
     """
     running = {process.sentinel: process for process in ranks}
     with _passing_signals(ranks) as signals:
@@ -305,10 +306,11 @@ def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | N
 
 
 class _Endings:
-    """The endings of the ranks of one host so far, and the common ending that follows from them.
+    """The endings of one host's ranks so far, from which `ending` derives a common result.
 
-    prefix: the value of LAUNCHER_FILE. A file reports a killed rank to the other ranks, because a rank whose device
-    waits for the killed rank would not notice its end. patience: seconds that the other ranks have for their reports.
+    prefix: the value of LAUNCHER_FILE. A file with this prefix reports a killed rank to the other ranks, because a rank
+    whose device waits for the killed rank would not notice this. patience: seconds that the other ranks have for their
+    reports.
     """
 
     def __init__(self, prefix: str, patience: float):
@@ -316,7 +318,7 @@ class _Endings:
         self.failed, self._stopped, self._interrupted = 0, 0, False
         self._killed: list[tuple[str, str]] = []
         self.deadline = math.inf
-        """The time at which the ranks that still run will be killed."""
+        """The time at which the ranks that are still running will be terminated."""
 
     def add(self, process: BaseProcess) -> None:
         code = process.exitcode or 0
@@ -336,7 +338,7 @@ class _Endings:
             self.deadline = time.monotonic() + (self._patience if code < 0 else PATIENCE)
 
     def ending(self, stop_signal: int) -> Ending:
-        """How the ranks of this host ended, as one result.
+        """Return the common result of the ranks of this host.
 
         stop_signal: the signal that this process has forwarded, or 0. After a signal every ending is final, and a
         failure that is only a consequence has the exit code of the signal."""
@@ -360,7 +362,7 @@ class _Endings:
 
 
 def _server_ending() -> str | None:
-    """How the fork server has ended; None while the server lives, or if the system does not report its end."""
+    """Describe how the fork server ended; None while the server runs, or if the system does not report its end."""
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or not hasattr(os, "waitid"):
@@ -377,7 +379,8 @@ def _server_ending() -> str | None:
 
 
 def _ending(code: int) -> str:
-    """
+    """Describe the end of a process from its exit code, which is negative after a signal.
+
     >>> _ending(-11), _ending(7)
     ('was killed by SIGSEGV', 'ended with exit code 7')
     >>> _ending(-signal.SIGBUS)[:64]
@@ -394,7 +397,7 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[BaseProcess]) -> Iterator[RepeatedSignal]:
-    """Forward signals to the ranks, which save and stop; a second Ctrl-C raises KeyboardInterrupt at once."""
+    """Forward signals to the ranks, which then save and stop; a second Ctrl-C raises KeyboardInterrupt immediately."""
     signals = RepeatedSignal()
 
     def pass_on(number: int, _: object) -> None:
@@ -421,8 +424,8 @@ def _kill(ranks: list[BaseProcess]) -> None:
 
 
 def end_ranks(ranks: list[BaseProcess], patience: float = 5.0) -> None:
-    """Terminate the ranks that still run. SIGTERM is repeated, because a run treats the first one as a request to save
-    and stop; after `patience` seconds they are killed."""
+    """Terminate the ranks that are still running. SIGTERM is repeated, because a run treats the first SIGTERM as a
+    request to save and stop. After `patience` seconds the ranks are killed."""
     deadline = time.monotonic() + patience
     ranks = [process for process in ranks if process.pid is not None]  # a signal may arrive while they start
     while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
 """The leader of several hosts: it accepts hosts, assigns ranks to them, and decides how to continue after an attempt.
 
-Every host has a leader that listens, so that another leader can take over when the first is lost; all leaders but one
-have no members. A leader does not start processes; the launcher of each host does (hosts.py).
+Every host runs a leader that listens for hosts, so that another leader can take over when the current one is lost. Only
+one leader has members. A leader does not start processes; the launcher of each host starts them (hosts.py).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SHOWN = 5
 """Maximum number of differences that a message lists."""
 
 CALL = 5.0
-"""Seconds between two checks of MASTER_ADDR, by a leader that does not listen there."""
+"""Seconds between two checks of MASTER_ADDR by a leader that does not listen at this address."""
 
 Place = tuple[str, int]
 
 Events = queue.Queue[tuple[Wire, dict[str, Any] | None]]
-"""(connection of a member, its message); None takes the place of a message when the member is lost."""
+"""(connection of a member, a message from the member); None instead of a message reports the loss of the member."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Size:
     nproc: int
     """Ranks per host."""
     minutes: float
-    """Time to wait for hosts."""
+    """Minutes to wait for hosts."""
     limit: int
     """Maximum number of consecutive restarts."""
     version: str
@@ -61,7 +61,7 @@ class Size:
 
 @dataclass(eq=False)
 class _Member:
-    """A host that has joined."""
+    """A host that has joined the leader."""
 
     wire: Wire
     name: str
@@ -90,7 +90,7 @@ class Leader:
     """
 
     def __init__(self, server: socket.socket, size: Size, saved: Callable[[], tuple[int, int]], first: Place | None):
-        """first: MASTER_ADDR and MASTER_PORT, if this leader does not listen there."""
+        """first: MASTER_ADDR and MASTER_PORT if this leader does not listen at this address, else None."""
         self._server, self._size, self._saved, self._first = server, size, saved, first
         self.port: int = server.getsockname()[1]
         self._called = time.monotonic()
@@ -98,17 +98,17 @@ class Leader:
         self._members: dict[Wire, _Member] = {}
         self._restarts: Restarts | None = None
         self._reason = ""
-        """Why the previous attempt has ended."""
+        """The reason why the previous attempt ended."""
         self._endings: list[tuple[str, Ending]] | None = None
         """(host name, ending) of the current attempt; None between attempts."""
         self._since = time.monotonic()
-        """The time at which the members began to wait, or were ordered to end their ranks."""
+        """The time at which the members began to wait or were ordered to end their ranks."""
         self._launched = time.monotonic()
         self._stop_at: float | None = None
         """The time at which hosts with running ranks will be ordered to end them."""
         self._stopping = self._over = self._takes_over = False
         self._reach = ""
-        """An address of this host that another host has used to reach it."""
+        """An address at which another host has reached this host."""
 
     def start(self) -> Leader:
         threading.Thread(target=_accept, args=(self._server, self._events), name="accept", daemon=True).start()
@@ -145,8 +145,8 @@ class Leader:
                 self._ended(member.name, Ending(**message["ended"]))
 
     def _called_by(self, wire: Wire, port: int, runs: bool) -> None:
-        """Answer another leader. runs: whether that leader's ranks run; if so, the members of this leader move to
-        it."""
+        """Answer another leader. runs: whether that leader's ranks run; if so, the members of this leader move to that
+        leader."""
         wire.send({"come": bool(self._members) and not runs})
         if runs and self._endings is None:
             self._move((wire.there, port))
@@ -200,7 +200,7 @@ class Leader:
             self._stop_at = time.monotonic() + (REPORTING if ending.final else 0.0)
 
     def _advance(self) -> None:
-        """Take the next action that is due."""
+        """Perform the next action that is due."""
         running = [member for member in self._members.values() if member.running]
         if self._endings is not None:
             if self._stop_at is not None and not self._stopping and time.monotonic() >= self._stop_at:
@@ -275,7 +275,7 @@ class Leader:
                 _spare(member, restarts, self._size.hosts)
 
     def _first_restarts(self) -> Restarts | None:
-        """The restarts at the start of an attempt; None if the job has ended."""
+        """Return the restarts with which the next attempt starts; None if the job has ended."""
         if self._restarts is None:
             return at_launch(self._size.limit, self._saved()[0], self._launched)
         if not self._takes_over:
@@ -294,8 +294,8 @@ class Leader:
             member.wire.send({"move": place, "known": state})
 
     def _call_first(self) -> None:
-        """Call the leader at MASTER_ADDR, if a host has come back there. If the ranks of this leader run, the members
-        of that leader move here; otherwise all members of this leader move there."""
+        """Contact the leader at MASTER_ADDR, in case a host listens there again. If the ranks of this leader run, the
+        members of that leader move to this leader; otherwise all members of this leader move to that leader."""
         first = self._first
         if first is not None and self._members and time.monotonic() > self._called + CALL:
             if _is_to_come(first, self.port, self._endings is not None):
@@ -317,14 +317,14 @@ class Leader:
 
 
 def _spare(member: _Member, restarts: Restarts, hosts: int) -> None:
-    """Send a spare host the count of restarts, and once the message that it is a spare."""
+    """Send a spare host the count of restarts and, the first time, a message that it is a spare."""
     line = "" if member.spare else f"this host is a spare; --hosts {hosts} others have come before it"
     member.wire.send({"said": line, "restarts": restarts.to_message()})
     member.spare = True
 
 
 def _differ(joining: Mapping[str, object], leading: Mapping[str, object]) -> list[str]:
-    """The values that differ between two hosts, at most SHOWN of them."""
+    """List the values that differ between two hosts, at most SHOWN of them."""
     names = [name for name in {**leading, **joining} if name != "alike" and joining.get(name) != leading.get(name)]
     parts = [f"{name} {joining.get(name)}, here {leading.get(name)}" for name in names[:SHOWN]]
     return [*parts, f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else parts
@@ -337,8 +337,8 @@ def listen_first(leader: Leader, server: socket.socket) -> None:
 
 
 def outlast(leader: Leader, seconds: float) -> None:
-    """Wait, at most `seconds`, until no other member runs ranks. Without this leader those members would join another
-    leader and restart a run that was asked to stop."""
+    """Wait, at most `seconds`, until no other member runs ranks. If this leader ended earlier, those members would join
+    another leader and restart a run that was asked to stop."""
     deadline = time.monotonic() + seconds
     while any(member.running and not member.listens_here(leader.port) for member in list(leader._members.values())):
         if time.monotonic() > deadline:
@@ -362,14 +362,15 @@ def _listen_to(wire: Wire, events: Events) -> None:
 
 
 def _send_leaders(members: Collection[_Member], leader_address: str) -> None:
-    """Send all hosts the addresses of all leaders, in the order in which hosts joined."""
+    """Send the addresses of all leaders to all hosts, in the order in which the hosts joined."""
     leaders = [[_reached(member, leader_address), member.port] for member in members]
     for member in members:
         member.wire.send({"leaders": leaders})
 
 
 def _reached(member: _Member, leader_address: str) -> str:
-    """The address by which other hosts reach a member. The leader's host may have joined by a loopback address."""
+    """Return the address at which other hosts reach a member. The leader's host may have joined through a loopback
+    address."""
     return leader_address if leader_address and member.address.startswith("127.") else member.address
 
 

@@ -1,4 +1,4 @@
-"""The section of `mega launch`. Does not import torch."""
+"""The options of `mega launch`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PORT = Range("1 to 65535", lambda value: 1 <= value <= 65535)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(VerbSection):
-    """The hosts on which a script starts a run. Users add further options of the scheduler themselves."""
+    """The hosts on which a script starts a run. Users can add further options of the scheduler to the script."""
 
     title: ClassVar[str] = "Launch"
 

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Pool:
-    """Up to `size` local gloo ranks that live until `close`.
+    """Up to `size` local gloo ranks that run until `close`.
 
     Jobs are functions `job(groups, rank, *args)`, importable by name; a job on `world` ranks has a process group of
     exactly these ranks. A job that fails on any rank ends all ranks (the others may be stuck in a collective); the next
@@ -122,8 +122,8 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
                 disconnect()
                 os.environ.update(environment)
                 _, _, groups = connect("cpu")
-                # Even in a job for one rank, because threads that spin while they wait for each other starve on a busy
-                # machine.
+                # Limit the threads even in a job for one rank, because threads that spin while they wait for each other
+                # are very slow on a busy machine.
                 torch.set_num_threads(threads(size))
                 meeting = environment[MEETING_FILE]
             pipe.send((True, job(groups, int(environment["RANK"]), *args)))

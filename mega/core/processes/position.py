@@ -1,8 +1,8 @@
-"""The current position of a rank in the code, and messages about ranks that keep others waiting. This module does not
-depend on the store.
+"""The current position of a rank in the code, and messages about ranks that keep other ranks waiting. This module does
+not depend on the store.
 
 A rank waits if its main thread is in an exchange, or waits for its device, which may be in an exchange. Any other rank
-that answers is working, and the waiting ranks wait for it.
+that answers is working, so the waiting ranks wait for that rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Position:
     waits: bool = True
     """Whether the rank waits for other ranks."""
     background: str = ""
-    """The line that a thread which saves in the background executes."""
+    """The line that the thread that saves in the background executes, or ""."""
     exchanges: tuple[CalledExchange, ...] = ()
     """The newest exchange of each group that this rank has called."""
 
@@ -59,7 +59,7 @@ class Position:
 
 
 def own_position(failed_at: str | None = None) -> Position:
-    """The position of this process. failed_at: the line at which an exchange of the main thread has failed."""
+    """Return the position of this process. failed_at: the line at which an exchange of the main thread has failed."""
     frames, doing, phase = sys._current_frames(), str(ACTIVITY), ACTIVITY.phase
     main = _walk(frames.get(threading.main_thread().ident or 0))
     writer = _walk(frames.get(ACTIVITY.writer)) if ACTIVITY.writer is not None else None
@@ -72,7 +72,8 @@ def own_position(failed_at: str | None = None) -> Position:
 
 
 def own_place(frame: FrameType) -> str | None:
-    """The current line of a frame, such as `mega/core/data/batches.py:80 (take)`; None outside of mega's source."""
+    """Return the current line of a frame, such as `mega/core/data/batches.py:80 (take)`; None outside of mega's
+    source."""
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(_SOURCE / "mega"):
         return None
@@ -80,7 +81,7 @@ def own_place(frame: FrameType) -> str | None:
 
 
 def _walk(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of mega's source in a stack, and whether the thread waits there for other ranks."""
+    """Return the innermost line of mega's source in a stack, and whether the thread waits there for other ranks."""
     outside = 0
     while frame is not None:
         if (place := own_place(frame)) is not None:
@@ -94,7 +95,7 @@ def _walk(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def silence(silent: list[int], minutes: float, hosts: Mapping[int, str] | None = None) -> str:
-    """The message about ranks that do not answer. hosts: rank -> name of its host, if there are several hosts.
+    """Return the message about ranks that do not answer. hosts: rank -> name of its host, if there are several hosts.
 
     >>> silence([1], 10)
     'rank 1 has not answered for 10 minutes (--timeout-minutes): it is stopped, or its host cannot be reached'
@@ -108,7 +109,7 @@ def silence(silent: list[int], minutes: float, hosts: Mapping[int, str] | None =
 
 
 def store_silence(minutes: float) -> str:
-    """The message about a launcher's store that does not answer."""
+    """Return the message about a launcher's store that does not answer."""
     address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     return (
         f"the launcher's store at {address} has not answered for {duration(minutes)} (--timeout-minutes): its host is "
@@ -117,7 +118,7 @@ def store_silence(minutes: float) -> str:
 
 
 def standstill(positions: Mapping[int, Position], limit: str, hosts: Mapping[int, str] | None = None) -> str:
-    """The message if all ranks answer, but some have waited for longer than the limit.
+    """Return the message for the case that all ranks answer, but some have waited for longer than the limit.
 
     >>> waits, sync = Position("training", "training, step 3", "a.py:1 (f)"), Position("saving", "saving", "b.py:2 (g)")
     >>> standstill({0: waits, 1: waits}, "1 minute (--timeout-minutes)")
@@ -138,7 +139,8 @@ ranks 0, 1: training, step 3, at a.py:1 (f)'
 
 
 def named(ranks: list[int], hosts: Mapping[int, str]) -> str:
-    """
+    """Name ranks, with their hosts if `hosts` is not empty.
+
     >>> named([2, 5], {}), named([2, 5], {2: "b", 5: "c"}), named([2, 3], {2: "b", 3: "b"})
     ('ranks 2, 5', 'ranks 2, 5 on hosts b, c', 'ranks 2, 3 on host b')
     """

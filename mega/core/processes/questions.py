@@ -1,4 +1,4 @@
-"""Messages of ranks in their store while they run: questions, answers, ranks that have left, and the verdict.
+"""The messages that running ranks exchange through their store: questions, answers, ranks that left, and the verdict.
 
     question/N  answer/N/RANK    questions are numbered in order; an answer is a `Position`
     host/RANK                    name and addresses of the rank's host, if there are several hosts
@@ -36,12 +36,13 @@ class Questions:
         self._store.set(f"host/{self._rank}", json.dumps([host, sorted(addresses)]))
 
     def host(self, rank: int) -> str | None:
-        """The name of the rank's host; None if the rank has not written it, as on a single host."""
+        """Return the name of the rank's host; None if the rank has not written the name, as on a single host."""
         key = f"host/{rank}"
         return json.loads(self._store.get(key))[0] if self._store.check([key]) else None
 
     def hosts(self, keep: Callable[[list[str]], bool] = lambda addresses: True) -> dict[int, str]:
-        """Rank -> name of its host, for hosts whose addresses satisfy `keep`; empty on a single host."""
+        """Return the name of each rank's host, by rank, for hosts whose addresses satisfy `keep`; empty on a single
+        host."""
         keys = {rank: f"host/{rank}" for rank in range(self._world)}
         hosts = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         return {rank: name for rank, (name, addresses) in hosts.items() if keep(addresses)}
@@ -62,11 +63,12 @@ class Questions:
         """Ask all ranks. Returns rank -> position for the ranks that answer before the timeout and before a rank writes
         the verdict.
 
-        stop: whether the ranks that have answered are enough. answers: whether to answer questions while waiting, so
-        that ranks can ask each other; if another rank has just asked, the answers to its question are used.
+        stop: function that returns whether the ranks that have answered are enough. answers: whether to answer
+        questions while waiting, so that ranks can ask each other; if another rank has just asked, this rank uses the
+        answers to that question.
         """
-        # Many ranks may suspect a fault at the same moment. One question serves all of them, which limits the load of
-        # the store.
+        # Many ranks may suspect a fault at the same moment. They share one question, which limits the load of the
+        # store.
         if answers and time.monotonic() < self._answered_at + 2 * self._look:
             number = self._answered
         else:
@@ -88,7 +90,7 @@ class Questions:
         return positions
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that have neither left nor answered within `seconds`."""
+        """Return the ranks that have neither left nor answered within `seconds`."""
         ranks = set(range(self._world))
         positions = self.ask(seconds, lambda answered: ranks - self.left() <= set(answered))
         return sorted(ranks - set(positions) - self.left())
@@ -97,12 +99,13 @@ class Questions:
         self._store.set(f"left/{self._rank}", "")
 
     def left(self) -> set[int]:
-        """The ranks that have ended, or end because they have lost another rank."""
+        """Return the ranks that have ended, or are ending because they have lost another rank."""
         return {rank for rank in range(self._world) if self._store.check([f"left/{rank}"])}
 
     def lost(self, text: str, seconds: float) -> list[int]:
-        """After a broken connection: the ranks that neither answer nor end because of the same loss. Ranks of the host
-        whose address is in the error message `text` are asked first. This rank leaves."""
+        """Return the ranks that caused a broken connection, because they neither answer nor end because of the same
+        loss. Ranks of the host whose address is in the error message `text` are asked first. This rank is recorded as
+        left."""
         self.leave()
         peers = set(range(self._world)) - {self._rank}
         at_address = set(self.hosts(lambda addresses: any(f"[{address}]" in text for address in addresses)))
@@ -115,7 +118,7 @@ class Questions:
         return []
 
     def verdict(self) -> str:
-        """The verdict; "" if no rank has written one."""
+        """Return the verdict; "" if no rank has written a verdict."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else ""
 
     def judge(self, line: Callable[[], str]) -> str:

@@ -10,7 +10,7 @@
                                   counts
 
 All later keys have a prefix that is unique to this rendezvous, so ranks never read keys of another rendezvous in the
-same store. No rank waits longer than --timeout-minutes; after that time, all ranks report the same line with the
+same store. No rank waits longer than --timeout-minutes; after that time, all ranks report the same message with the
 missing ranks. This module does not depend on process groups.
 """
 
@@ -34,7 +34,8 @@ from mega.core.processes.world import MEETING_FILE, World, check_address, point_
 from mega.core.words import name_ranks
 
 HANDSHAKE = 15.0
-"""Seconds within which a store answers after the connection. The store has its own thread, so it is never busy."""
+"""Timeout in seconds for the first answer of a store after connecting. The store has its own thread, so it is never
+busy."""
 
 _POLL = (0.01, 0.3)
 """Seconds between two polls: the first interval, and the longest interval."""
@@ -45,7 +46,7 @@ _HOSTED: list[dist.Store] = []
 
 
 _UNREACHABLE: list[OSError] = []
-"""Why this process could not reach its store, so that exit reports do not wait for the store again."""
+"""The error if this process could not reach its store, kept so that exit reports do not wait for the store again."""
 
 
 class StoreLost(ConnectionError):
@@ -103,14 +104,14 @@ def _meet(store: dist.Store, world: World, minutes: float, deadline: float) -> d
 
 
 class _Host:
-    """The part of rank 0: phases 3 and 5."""
+    """Phases 3 and 5 of the rendezvous, which only rank 0 performs."""
 
     def __init__(self, store: dist.Store, world: World):
         self._store, self._world, self._name = store, world, uuid.uuid4().hex
         self._entries: dict[int, list[Any]] = {}
 
     def look(self) -> None:
-        """Update the list of tokens; when all ranks have acknowledged it, decide."""
+        """Update the list of tokens; when all ranks have acknowledged the list, write the decision."""
         store, world, name = self._store, self._world, self._name
         entries = {rank: entry for rank in range(world.size) if (entry := _read(store, f"enter/{rank}")) is not None}
         if entries != self._entries:
@@ -127,7 +128,7 @@ class _Host:
 
 
 def open_store(world: World, deadline: float, minutes: float | None = None) -> dist.Store:
-    """Open the store that the launcher or rank 0 hosts. minutes: the time limit, for the message after `deadline`.
+    """Open the store that the launcher or rank 0 hosts. minutes: the time limit, named in the message after `deadline`.
 
     Errors: ValueError or OSError, naming the address.
     """
@@ -149,13 +150,13 @@ def open_store(world: World, deadline: float, minutes: float | None = None) -> d
 
 
 def hosts_store(world: World) -> bool:
-    """Whether this rank hosts the store, so that the store ends with it."""
+    """Whether this rank hosts the store, so that the store ends with this rank."""
     elsewhere = MEETING_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return world.rank == 0 and not elsewhere
 
 
 def _connect(address: str, port: int, hosting: bool, deadline: float) -> dist.Store:
-    """Open a TCPStore on a thread: torch waits forever for the answer of a listener that is not a store."""
+    """Open a TCPStore on a thread, because torch waits forever for the answer of a listener that is not a store."""
     patience = min(HANDSHAKE, max(1.0, deadline - time.monotonic()))
     results: queue.Queue[dist.Store | Exception] = queue.Queue()
 
@@ -202,7 +203,7 @@ def reach(address: str, port: int, deadline: float, minutes: float | None = None
 
 
 def _missing(store: dist.Store, world: World, acknowledged: Mapping[str, Any], minutes: float) -> str:
-    """The message about missing ranks, after the time limit."""
+    """Return the message about ranks that are missing after the time limit."""
     missing = [0]  # rank 0 has not written the list
     if acknowledged:
         name, tokens = acknowledged["name"], acknowledged["tokens"]
@@ -217,7 +218,8 @@ def _missing(store: dist.Store, world: World, acknowledged: Mapping[str, Any], m
 
 
 def duration(minutes: float) -> str:
-    """
+    """Format a duration for a message.
+
     >>> duration(10), duration(1), duration(0.05)
     ('10 minutes', '1 minute', '3 seconds')
     """
@@ -227,7 +229,7 @@ def duration(minutes: float) -> str:
 
 
 def _read(store: dist.Store, key: str) -> Any:
-    """The JSON value under `key`; None if the value is absent or only partly written."""
+    """Return the JSON value under `key`; None if the value is absent or only partly written."""
     with contextlib.suppress(ValueError):
         return json.loads(_text(store, key) or "")
     return None

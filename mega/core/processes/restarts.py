@@ -6,12 +6,12 @@
     3 restarts          counted since the newest saved step, so --max-restarts limits restarts without progress
     4 the next attempt  the same job, which resumes from the newest save
 
-Why not torch's elastic agent, although its rendezvous supports spare hosts: it restarts after any exit code other than
-0, so it would repeat a mistake in a flag --max-restarts times; it counts all restarts of a long run, not only restarts
-without progress; at a SIGTERM it kills ranks after 30 s and exits with 1, and it does not forward SIGUSR1 and SIGHUP,
-so a run would be lost after a scheduler's warning; and each host would write its own table of failures where
-exit_reports writes one line. The elastic agent would save little, because the fork server, which has imported torch,
-lives as long as the launcher, so restarted ranks import nothing.
+torch's elastic agent is not used, although its rendezvous supports spare hosts. The agent restarts after any exit code
+other than 0, so it would repeat a mistake in a flag --max-restarts times. It counts all restarts of a long run, not
+only restarts without progress. At a SIGTERM it kills ranks after 30 s and exits with 1, and it does not forward SIGUSR1
+and SIGHUP, so a run would be lost after a scheduler's warning. Each host would write its own table of failures, where
+exit_reports writes one line. The agent would not save time either, because the fork server, which has imported torch,
+runs as long as the launcher, so that restarted ranks import nothing.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ PATIENCE = 0.2
 
 @dataclass(frozen=True)
 class Job:
-    """The work of the ranks."""
+    """The job that the ranks run."""
 
     target: Callable[..., int | None]
     """The main function of a rank."""
     args: Callable[[bool], tuple[object, ...]]
-    """Returns the arguments of `target`. The parameter says whether a step to resume from was saved since the
-    launch."""
+    """Returns the arguments of `target`. The parameter is whether a step was saved since the launch, from which to
+    resume."""
     saved: Callable[[], int]
     """Returns the newest saved step, or 0."""
     memory: bool = False
     """Whether the ranks need a folder in memory."""
     alike: Mapping[str, str] = field(default_factory=dict)
-    """Name, as users know it -> a value that must be equal on all hosts."""
+    """Name for the user -> a value that must be equal on all hosts."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Restarts:
     saved: int = 0
     """The newest saved step at the newest restart."""
     best: int = 0
-    """The same, or the newest step that peers had in memory if that step is newer."""
+    """The newest step at any restart that was saved, or that peers had in memory."""
     number: int = 0
     """Number of restarts since the launch."""
     without_progress: int = 0
@@ -72,7 +72,8 @@ class Restarts:
     """time.monotonic() of this host at the launch."""
 
     def after(self, saved: int, held: int = 0) -> Restarts | None:
-        """The restarts of the next attempt; None if the limit is reached. held: the newest step in memory.
+        """Return the state for the next attempt; None if the limit is reached. saved: the newest saved step. held: the
+        newest step in the memory of peers.
 
         >>> one = Restarts(limit=1).after(10)
         >>> one.without_progress, one.after(10), one.after(20).without_progress
@@ -92,7 +93,7 @@ class Restarts:
         return cls(**counts, launched=time.monotonic() - launched)
 
     def to_message(self) -> dict[str, float]:
-        """The message for another host, see `from_message`."""
+        """Return the message for another host, see `from_message`."""
         return {**asdict(self), "launched": time.monotonic() - self.launched}
 
     @property
@@ -101,13 +102,13 @@ class Restarts:
         return self.saved > self.began
 
     def restart(self, reason: str) -> str:
-        """The message at the start of an attempt."""
+        """Return the message for the start of an attempt."""
         start = f"from step {self.best}" if self.best else "from the beginning"
         count = f"{self.without_progress} of at most {self.limit} without a newer save"
         return f"restart {self.number}, {start} ({count}): {reason}"
 
     def given_up(self, reason: str) -> str:
-        """The message after the last attempt."""
+        """Return the message for the end of the last attempt."""
         if not self.limit:
             return f"not started again, as --max-restarts is 0: {reason}"
         since = f"no step after {self.best} was saved" if self.best else "no step was saved"
@@ -115,19 +116,19 @@ class Restarts:
 
 
 def at_launch(limit: int, saved: int, launched: float) -> Restarts:
-    """The state at the launch."""
+    """Return the state at the launch."""
     return Restarts(limit, saved, saved, saved, launched=launched)
 
 
 def note_step(folder: Path, step: int) -> None:
-    """Called by a rank: record that this host's memory holds the copies of a step."""
+    """Record, on a rank, that this host's memory holds the copies of a step."""
     temporary = folder / "step.new"
     temporary.write_text(str(step))
     temporary.rename(folder / "step")
 
 
 def noted_step(folder: Path | None) -> int:
-    """The newest step whose copies are in this host's memory, or 0."""
+    """Return the newest step whose copies are in this host's memory, or 0."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / "step").read_text()) if folder is not None else 0
     return 0
@@ -167,7 +168,7 @@ def exit_code(ending: Ending) -> int:
 
 
 def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]:
-    """Environment variables of an attempt, with torchrun's names where torchrun has the same variables."""
+    """Return the environment variables of an attempt, with torchrun's names for those that torchrun also sets."""
     variables = {"TORCHELASTIC_RUN_ID": "mega", "TORCHELASTIC_RESTART_COUNT": str(restarts.number)}
     variables[LAUNCHED] = repr(restarts.launched)
     return variables if folder is None else {**variables, MEMORY_FOLDER: str(folder)}
@@ -175,7 +176,7 @@ def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Raise Stopped at a signal, while no rank runs to which the signal could be forwarded."""
+    """Raise Stopped if a signal arrives while no ranks run to which the signal can be forwarded."""
 
     def stop(number: int, _: object) -> None:
         for each in handlers:  # a second signal must not interrupt the cleanup
@@ -192,8 +193,8 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory(job: Job) -> Iterator[Path | None]:
-    """The folder in memory, for a job that needs one. The folder is removed at the end or, if this process is killed,
-    by the next launcher on this host."""
+    """Yield a folder in memory if the job needs one, else None. The folder is removed at the end or, if this process is
+    killed, by the next launcher on this host."""
     if not job.memory:
         yield None
         return

@@ -1,4 +1,5 @@
-"""A watchdog that finds the rank that others wait for: a thread of every rank answers questions in the shared store.
+"""A watchdog that finds the rank for which other ranks wait. A thread of every rank answers questions in a shared
+store.
 
     1 a rank suspects            its main thread has not moved for a quarter of --timeout-minutes, or an exchange has
                                  timed out
@@ -9,10 +10,10 @@
     5 the verdict                the first rank to decide writes to the store which rank is at fault; all ranks end with
                                  that message
 
-So the timeouts of exchanges matter only if this thread or the store has failed. A server waits for requests, not for
-steps, so a main thread that does not move is normal: its ranks ask regularly (`keep_asking`), and a rank that has not
-answered for --timeout-minutes is lost. The store itself may be silent, if its rank or host was stopped or disconnected:
-every call to the store has a time limit. This module depends neither on collectives nor on training.
+So the timeouts of exchanges matter only if this thread or the store has failed. The main thread of a server may not
+move for a long time, because it waits for requests. So the ranks of a server ask regularly (`keep_asking`), and a rank
+that has not answered for --timeout-minutes is lost. The store itself may not answer, if its rank or host was stopped or
+disconnected, so every call to the store has a time limit. This module depends neither on collectives nor on training.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ SILENT = 10.0
 """Seconds within which a living store answers, even on a very busy machine."""
 
 INTERVAL = 120.0
-"""Seconds between the questions of a rank that asks regularly; at most a quarter of the timeout."""
+"""Seconds between two questions of a rank that asks regularly; at most a quarter of the timeout."""
 
 LEAVING = 2.0
-"""Time limit, in seconds, for a rank that ends to record that it has left."""
+"""Time limit, in seconds, for recording in the store that a rank has left."""
 
 PEERS = 4.0
 """Seconds within which ranks answer after a connection has broken."""
@@ -66,7 +67,7 @@ Result = TypeVar("Result")
 
 
 class RollCall:
-    """The watchdog of one rank, from `start` to `close`. store: a client that no other thread uses."""
+    """The watchdog of one rank, from `start` to `close`. store: a store client that no other thread uses."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class RollCall:
         self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._first: dict[int, str] = {}
-        """Rank 0 -> the name of its host. Cached, because the store cannot be read when that host has stopped."""
+        """The name of rank 0's host, by rank. Cached, because the store cannot be read when that host has stopped."""
         self._interval: float | None = None
         self._lost: Callable[[str], None] | None = None
         """A callback that is called with the reason instead of ending this process."""
@@ -199,7 +200,7 @@ class RollCall:
                 self._end(reason if self._hosted else "the launcher's store has gone")
 
     def _answer(self) -> str:
-        """Answer new questions; returns the verdict, or "" before it is written."""
+        """Answer new questions; returns the verdict, or "" if no verdict has been written yet."""
         if self._host is not None and not self._first and (name := self.questions.host(0)) is not None:
             self._first = {0: name}
         self.questions.answer()
@@ -239,8 +240,8 @@ class RollCall:
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
         """Write the verdict, or return the verdict of another rank. positions: rank -> position, for the ranks that
-        answered. The verdict is about silent ranks if there are any; otherwise, with a limit, about ranks that others
-        wait for; otherwise it is "". Errors: TimeoutError.
+        answered. The verdict is about silent ranks if there are any; otherwise, if `limit` is given, about ranks for
+        which other ranks wait; otherwise the result is the verdict of another rank or "". Errors: TimeoutError.
         """
 
         def judge() -> str:
@@ -272,8 +273,8 @@ class RollCall:
         return silence([0], self.minutes, self._first) if self._hosted else store_silence(self.minutes)
 
     def _standing(self) -> tuple[int, int, int] | None:
-        """A value that changes when the main thread moves. It includes the moves of ACTIVITY, because the frame of a
-        wait may be the same in every step."""
+        """Return a value that changes when the main thread moves. The value includes ACTIVITY.moves, because the frame
+        of a wait may be the same in every step."""
         frame = sys._current_frames().get(self._main or 0)
         return None if frame is None else (id(frame), frame.f_lasti, ACTIVITY.moves)
 
@@ -285,7 +286,7 @@ def _limit(minutes: float, phase_minutes: float | None) -> str:
 
 
 def in_time(act: Callable[[], Result], seconds: float) -> Result:
-    """Call `act` on another thread with a time limit: a call to a stopped or disconnected store never returns.
+    """Call `act` on another thread with a time limit, because a call to a stopped or disconnected store never returns.
 
     Errors: those of `act`; TimeoutError.
     """
@@ -308,7 +309,7 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
 
 
 def launchers_note() -> str:
-    """The launcher's report of a local rank that was killed, or ""."""
+    """Return the launcher's report of a local rank that was killed, or "" without such a report."""
     with contextlib.suppress(OSError, KeyError):
         return Path(os.environ[LAUNCHER_FILE] + LOST).read_text()
     return ""

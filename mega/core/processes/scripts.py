@@ -1,8 +1,8 @@
-"""Scripts for Slurm, torchrun and mpirun, and manifests for Kubernetes, that start a run on several hosts.
+"""Write scripts for Slurm, torchrun and mpirun, and manifests for Kubernetes, that start a run on several hosts.
 
-With --max-restarts in the command the scheduler starts one process per host, which starts and restarts the ranks of
-that host (hosts.py); without it the scheduler starts each rank, and each rank has its own log. This module only makes
-text: it starts no processes and reads no files.
+With --max-restarts in the command, the scheduler starts one process per host, which starts and restarts the ranks of
+that host (hosts.py). Otherwise the scheduler starts each rank, and each rank has its own log. This module only creates
+text. It does not start processes or read files.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _FIRST = '"${MASTER_ADDR:?the name of the first host}"'
 
 
 def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run: Options) -> list[str]:
-    """The command of each process, after `mega`. run: the parsed options of `words`, including files that the options
-    name.
+    """Return the arguments of `mega` for each process. run: the options parsed from `words`, including files that these
+    options name.
 
     Errors: ValueError for options that `kind` does not support.
     """
@@ -49,7 +49,7 @@ def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run:
 
 
 def written(kind: str, options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """The script, or the manifest, that starts `mega COMMAND`. restarts: --max-restarts.
+    """Return the script or manifest that starts `mega COMMAND`. restarts: the value of --max-restarts.
 
     Errors: ValueError for options that `kind` does not support.
     """
@@ -58,7 +58,7 @@ def written(kind: str, options: LaunchOptions, command: Sequence[str], restarts:
 
 
 def _check_values(kind: str, options: LaunchOptions) -> None:
-    """Errors: ValueError for a value that the scheduler would reject or misread."""
+    """Check the options. Errors: ValueError for a value that the scheduler would reject or misread."""
     for name, kinds in _ONLY.items():
         if getattr(options, name) is not None and kind not in kinds:
             raise ValueError(f"--{name} {getattr(options, name)}: belongs to {' and '.join(kinds)}, not to {kind}")
@@ -77,7 +77,7 @@ def _check_values(kind: str, options: LaunchOptions) -> None:
 _CONTAINERS = ("jobset", "pytorchjob")
 
 _LEAVING = 300
-"""Seconds that Slurm's other tasks have to end by themselves after the first task has ended (`srun --wait`)."""
+"""Seconds after the end of the first task at which Slurm terminates the other tasks (`srun --wait`)."""
 
 _STARTS = 6
 """Failures per host, on average, after which Kubernetes gives up."""
@@ -102,7 +102,7 @@ _ONLY = {
 
 
 def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """A batch script. Slurm signals the job before its time limit; the job saves and is requeued."""
+    """Return a batch script. Slurm signals the job before its time limit; the job then saves and is requeued."""
     tasks = 1 if restarts else options.nproc
     heads = {
         "job-name": options.name,
@@ -139,7 +139,7 @@ def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str
 
 
 def _torchrun(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """A script to be run on each host; torchrun's own agent restarts the ranks."""
+    """Return a script to be run on each host; torchrun's own agent restarts the ranks."""
     if options.spares:
         hosts = f"{options.hosts}:{options.hosts + options.spares}"
         raise ValueError(f"--spares {options.spares}: torchrun would run on {hosts} hosts; valid kinds: slurm, jobset")
@@ -152,7 +152,7 @@ def _torchrun(options: LaunchOptions, command: Sequence[str], restarts: int) -> 
 
 
 def _mpi(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """A script that runs mpirun, which ends all processes when one process is lost."""
+    """Return a script that runs mpirun, which ends all processes when one process is lost."""
     if options.spares:
         raise ValueError(f"--spares {options.spares}: mpirun ends all when a host is lost; valid kinds: slurm, jobset")
     each = 1 if restarts else options.nproc
@@ -167,7 +167,7 @@ def _mpi(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
 
 
 def _pod(options: LaunchOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, object]:
-    """The pod of one host in Kubernetes. Its log is the container's log."""
+    """Return the Kubernetes pod of one host. The host's log is the container's log."""
     if options.image is None:
         raise ValueError("--image is missing: give the container that has mega in it")
     container: dict[str, Any] = {
@@ -193,7 +193,7 @@ def _pod(options: LaunchOptions, command: Sequence[str], environment: Mapping[st
 
 
 def _jobset(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """A manifest of a JobSet with one pod per host."""
+    """Return a manifest of a JobSet with one pod per host."""
     count, first = options.hosts + options.spares, f"{options.name}-hosts-0-0.{options.name}"
     pod = _pod(options, command, {"MASTER_ADDR": first, "MASTER_PORT": str(options.port)})
     limits: dict[str, object] = {"activeDeadlineSeconds": 60 * options.minutes} if options.minutes else {}
@@ -205,7 +205,7 @@ def _jobset(options: LaunchOptions, command: Sequence[str], restarts: int) -> st
 
 
 def _pytorchjob(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """A manifest for Kubeflow, whose operator sets MASTER_ADDR and MASTER_PORT of each pod."""
+    """Return a manifest for Kubeflow, whose operator sets MASTER_ADDR and MASTER_PORT of each pod."""
     pod = _pod(options, command, {})
     del pod["restartPolicy"]  # the operator derives this policy from the policy of the replicas
     count = {"Master": 1, "Worker": options.hosts + options.spares - 1}
@@ -219,7 +219,7 @@ def _pytorchjob(options: LaunchOptions, command: Sequence[str], restarts: int) -
 
 
 def _manifest(version: str, kind: str, name: str, spec: Mapping[str, object]) -> str:
-    """A manifest as JSON, which `kubectl apply -f` accepts as well as YAML."""
+    """Return a manifest as JSON, which `kubectl apply -f` accepts as well as YAML."""
     whole = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
     return json.dumps(whole, indent=2) + "\n"
 

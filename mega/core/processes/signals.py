@@ -1,4 +1,5 @@
-"""Signals that ask a run to stop: which signals a process handles, and when a repeated signal means "now".
+"""Signals that ask a run to stop: which signals a process handles, and when a repeated signal requests an immediate
+end.
 
 This module depends neither on how a run stops (training/stop.py) nor on how ranks are started.
 """
@@ -19,7 +20,8 @@ SAME_SIGNAL_SECONDS = 2.0
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
-    """The signals of STOPPING that this process handles: without SIGHUP if that signal is ignored, as under `nohup`."""
+    """Return the signals of STOPPING that this process handles; SIGHUP is left out if it is ignored, as under
+    `nohup`."""
     return tuple(each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
 
 
@@ -30,8 +32,8 @@ def restore_signals(heeded: Iterable[signal.Signals]) -> None:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Raise KeyboardInterrupt once. The terminal sends SIGINT to every process, and the launcher forwards it to ranks
-    that are already ending."""
+    """Raise KeyboardInterrupt only once, because the terminal sends SIGINT to every process, and the launcher forwards
+    SIGINT to ranks that are already ending."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -61,7 +63,8 @@ class RepeatedSignal:
         """The newest signal; 0 before the first signal."""
 
     def repeats(self, number: int) -> bool:
-        """Record a signal; return whether the user asks to end at once, without waiting for the stop to complete."""
+        """Record a signal; return whether the user requests an immediate end, without waiting for the stop to
+        complete."""
         arrival, self.number = time.monotonic(), number
         if self._first is None:
             self._first = arrival

@@ -1,5 +1,5 @@
-"""A connection between the launchers of two hosts, for lines of JSON. It detects a peer that stops without closing the
-connection. This module does not depend on jobs, unlike hosts.py and leader.py.
+"""A connection that sends lines of JSON between the launchers of two hosts, and detects a peer that stops without
+closing the connection. This module does not depend on jobs, unlike hosts.py and leader.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Wire:
         self.socket = connection
         self.here: str = connection.getsockname()[0]
         self.there: str = connection.getpeername()[0]
-        # struct timeval: a send to a stopped process would block forever once the buffers are full.
+        # A struct timeval. Without this timeout, a send to a stopped process would block forever once the buffers are
+        # full.
         limit = struct.pack("ll", int(SILENT), 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -49,7 +50,7 @@ class Wire:
         return self
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Send a message. Errors are ignored: the reader thread detects a lost connection."""
+        """Send a message. Errors are ignored, because the reader thread detects a lost connection."""
         with self._sending, contextlib.suppress(OSError):
             self.socket.sendall(f"{json.dumps(message)}\n".encode())
 

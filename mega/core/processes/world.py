@@ -1,8 +1,9 @@
-"""World size, rank and rendezvous address, from the environment variables of the launcher. Does not import torch.
+"""Read the world size, rank and rendezvous address from the launcher's environment variables. Does not import torch.
 
-torchrun sets WORLD_SIZE, RANK and others, mpirun OMPI_COMM_WORLD_* (Open MPI) or PMI_* (MPICH, Intel MPI, Cray), a bare
-`srun` SLURM_*; without them there is one process, which may start local ranks with `--nproc`. Launchers nest: the inner
-launcher has precedence, and an outer launcher that gives a different rank of the same world is an error.
+These variables are WORLD_SIZE, RANK and others for torchrun, OMPI_COMM_WORLD_* (Open MPI) or PMI_* (MPICH, Intel MPI,
+Cray) for mpirun, and SLURM_* for a bare `srun`. Without such variables there is one process, which may start local
+ranks with `--nproc`. If launchers are nested, the inner launcher has precedence. It is an error if an outer launcher
+gives a different rank of a world of the same size.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ MOST_DIGITS = 18
 """Maximum number of digits in a number that a launcher sets, because parsing thousands of digits is slow."""
 
 _STARTED_HERE = (MEETING_FILE, "TORCHELASTIC_RUN_ID")
-"""Variables that --nproc and torchrun set themselves; if one is set, the variables of all outer launchers are
-ignored."""
+"""Variables that only --nproc and torchrun set. If either is set, the variables of all outer launchers are ignored."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class World:
 
 
 class _Launcher(NamedTuple):
-    """Names of the variables of a launcher. Where several names are given for a local value, the first that is set
+    """Names of the variables of a launcher. If there are several names for a local value, the first name that is set
     counts."""
 
     source: Source
@@ -77,7 +77,7 @@ _LAUNCHERS = (
         ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
     ),
 )
-"""From the innermost launcher to the outermost: `srun torchrun`, `mpirun` in an allocation of SLURM."""
+"""Launchers from the innermost to the outermost, as in `srun torchrun` or in `mpirun` within a SLURM allocation."""
 
 
 class _Stated(NamedTuple):
@@ -122,7 +122,7 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
-    """The rank according to each launcher in the environment, from the innermost to the outermost."""
+    """Yield the rank according to each launcher in the environment, from the innermost to the outermost launcher."""
     launchers = [launcher for launcher in _LAUNCHERS if launcher.rank in environ or launcher.size in environ]
     if launchers and any(name in environ for name in _STARTED_HERE):
         launchers = launchers[:1]
@@ -141,7 +141,7 @@ def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
 
 
 def _world(environ: Mapping[str, str], launcher: _Launcher, size_name: str = "") -> World:
-    """The rank that the variables of `launcher` give. Errors: ValueError naming a variable."""
+    """Return the rank that the variables of `launcher` give. Errors: ValueError naming a variable."""
     size_name = size_name or launcher.size
     size = _number(environ, size_name, least=1)
     rank = _number(environ, launcher.rank, below=(size, size_name))
@@ -158,7 +158,7 @@ def _world(environ: Mapping[str, str], launcher: _Launcher, size_name: str = "")
 
 
 def _slurm_world(environ: Mapping[str, str]) -> World:
-    """The rank of a task of srun. A shell of `salloc` is a step with one task, in a job with many."""
+    """Return the rank of a task of srun. A shell of `salloc` is a step with one task, in a job with several tasks."""
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     if _number(environ, name, 1, least=1) == 1:
         return World(rank=0, size=1, local_rank=0, local_size=1, source="slurm")
@@ -166,9 +166,9 @@ def _slurm_world(environ: Mapping[str, str]) -> World:
 
 
 def batch_tasks(environ: Mapping[str, str]) -> int:
-    """In a batch script of SLURM itself, the number of tasks that the script could start; else 0.
+    """Return the number of tasks that this process could start if it is a SLURM batch script itself; else 0.
 
-    SLURM gives the script the variables of task 0. A task of srun also has the variables of its step.
+    SLURM sets the variables of task 0 for the batch script. A task of srun also has the variables of its step.
 
     >>> batch_tasks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})
     8
@@ -183,8 +183,8 @@ def batch_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, launchers: list[_Launcher]) -> bool:
-    """Whether only RANK or WORLD_SIZE is set, as scripts export it, and another launcher sets both, that variable to
-    the same value."""
+    """Whether `launcher` has only one of its two variables, because a script exported it, and another launcher gives
+    both the rank and the size, one of them with the same value."""
     partial = (environ.get(launcher.rank), environ.get(launcher.size))
     pairs = [(environ.get(other.rank), environ.get(other.size)) for other in launchers if other is not launcher]
     return any(None not in pair and (partial[0] == pair[0] or partial[1] == pair[1]) for pair in pairs)
@@ -192,7 +192,8 @@ def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, launchers:
 
 def _contradict(inner: _Stated, outer: _Stated) -> bool:
     """Whether two launchers contradict each other: they give different ranks of a world of the same size, or torchrun
-    was started several times by mpirun. Worlds of different sizes nest: tasks of srun may start further ranks."""
+    was started several times by mpirun. Worlds of different sizes may be nested, because tasks of srun may start
+    ranks."""
     inside, outside = inner.world, outer.world
     if outside.size == 1 or (inside.rank, inside.size) == (outside.rank, outside.size):
         return False
@@ -200,18 +201,18 @@ def _contradict(inner: _Stated, outer: _Stated) -> bool:
 
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process prints for all ranks, before the launcher's variables are checked."""
+    """Whether this process prints messages for all ranks. The launcher's variables need not be checked before."""
     return next((environ[launcher.rank] for launcher in _LAUNCHERS if launcher.rank in environ), "0") == "0"
 
 
 def note(line: str) -> None:
-    """Print a line for the user on stderr, only on the first rank."""
+    """Print a message for the user on stderr, only on the first rank."""
     if is_first_rank():
         print(f"mega: {line}", file=sys.stderr, flush=True)
 
 
 def point_to_first_host(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Under srun, set MASTER_ADDR and MASTER_PORT, which torchrun sets by itself.
+    """Under srun, set MASTER_ADDR and MASTER_PORT, which torchrun would set but srun does not.
 
     >>> environ = {"SLURM_STEP_NODELIST": "node[003-010,012]", "SLURM_JOB_ID": "7"}
     >>> point_to_first_host(World(3, 4, 3, 4, "slurm"), environ)
@@ -244,14 +245,14 @@ def check_address(world: World, environ: Mapping[str, str] = os.environ) -> None
 
 
 def cores() -> int:
-    """Processor cores that this process may use; a scheduler or a container may limit them."""
+    """Return the number of CPU cores that this process may use, which a scheduler or container may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """First host of SLURM's list, such as `node[003-010,012]` or `a1,a2`.
+    """Return the first host of SLURM's list of hosts, such as `node[003-010,012]` or `a1,a2`.
 
     >>> _first_host({"SLURM_STEP_NODELIST": "node[003-010,012]"}), _first_host({"SLURM_NODELIST": "a1,a2"})
     ('node003', 'a1')
@@ -264,7 +265,8 @@ def _first_host(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
-    """Number of tasks on this node, from SLURM_STEP_TASKS_PER_NODE or SLURM_NTASKS_PER_NODE, such as `4(x2),2`.
+    """Return the number of tasks on this node, from SLURM_STEP_TASKS_PER_NODE or SLURM_NTASKS_PER_NODE, such as
+    `4(x2),2`.
 
     >>> _slurm_local_size({"SLURM_STEP_TASKS_PER_NODE": "4(x2),2", "SLURM_NODEID": "2"}, 10)
     2
@@ -291,7 +293,8 @@ def _number(
     below: tuple[int, str] | None = None,
     most: tuple[int, str] | None = None,
 ) -> int:
-    """The integer in the variable `name`. below, most: an exclusive or inclusive bound, and the variable that gives it.
+    """Return the integer in the variable `name`. below, most: an exclusive or inclusive upper bound, and the name of
+    the variable that sets this bound.
 
     >>> _number({"RANK": "5"}, "RANK", below=(2, "WORLD_SIZE"))
     Traceback (most recent call last):
@@ -314,7 +317,7 @@ def _number(
 
 
 def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks of a run: the launcher's, else `--nproc`, else one; in a dry run `--world`.
+    """Return the number of ranks of a run: `dry` in a dry run (`--world`); else the launcher's number, `--nproc` or 1.
 
     Errors: ValueError in a batch script of SLURM that has several tasks and starts one process, because the other tasks
         would idle.
@@ -342,7 +345,7 @@ def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapp
 def supervised_ranks(
     world: World, nproc: int, hosts: int | None, environ: MutableMapping[str, str] = os.environ
 ) -> int:
-    """The number of ranks of a run whose ranks this command starts and restarts, on one host or on several.
+    """Return the number of ranks of a run whose ranks this command starts and restarts, on one host or on several.
 
     Several hosts need MASTER_ADDR and MASTER_PORT. This process is not a rank, so the launcher's variables are removed
     from `environ`. Errors: ValueError if a launcher has started ranks, or if hosts have no address.

@@ -1,7 +1,8 @@
-"""Evaluation of held-out sets: mean losses over global batches. A validation continues where the previous one ended.
+"""Evaluation of held-out sets: mean losses over global batches. Each validation continues after the last sample of the
+previous validation.
 
-If a request to stop interrupts a validation, the next validation still starts at its usual sample, so results do not
-change.
+If a request to stop interrupts a validation, the next validation still starts at the same sample as without the
+interruption, so results do not change.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Evaluation:
 
     def _evaluate(self, held_out: HeldOut) -> float | None:
         """Evaluate a set over `iterations` global batches; returns the mean loss, or None if a request to stop
-        interrupts it."""
+        interrupts the evaluation."""
         if not self._iterations:
             return None
         began = time.monotonic()
@@ -89,7 +90,7 @@ class Evaluation:
         return self._iterations if held_out.iterations is None else held_out.iterations
 
     def _begin(self, held_out: HeldOut) -> int:
-        """The first sample to read. For a set that continues, advance its position."""
+        """Return the index of the first sample to read. For a set that continues, also advance the position."""
         if not held_out.continues:
             return 0
         progress, size = self._state.progress, self._iterations * self._global_batch
@@ -98,7 +99,7 @@ class Evaluation:
         return begin
 
     def _sums(self, held_out: HeldOut, begin: int) -> torch.Tensor | None:
-        """Sum totals and weights over all batches, float64 [names, 2]; None if the run is to stop."""
+        """Sum totals and weights over all batches, float64 [names, 2]; None if the run must stop."""
         state, stop = self._state, self._stop
         sums = torch.zeros(len(state.pipeline.names), 2, dtype=torch.float64, device=state.device.torch)
         for number in range(total := self._batches(held_out)):

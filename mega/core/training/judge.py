@@ -46,13 +46,14 @@ class Pending:
     limits: SpikeLimits
     """The limits that applied to the step."""
     batches: Sequence[Batch]
-    """This rank's microbatches, to find the origin of a NaN."""
+    """This rank's microbatches, in which to search for the origin of a NaN."""
     sums: HostArray | None
     """The sums of `Probes`."""
 
 
 class Judge:
-    """Checks the steps of a run on one rank. meters: None except on rank 0. report: prints a line on rank 0."""
+    """Checks the steps of a run on one rank. meters: None except on rank 0. report: function that prints a message on
+    rank 0."""
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class Judge:
         """A loss above this limit is reported once."""
 
     def judge(self, pending: Pending, numbers: dict[str, float], *, has_gradients: bool) -> None:
-        """Check a step, and remove its internal numbers from `numbers`. has_gradients: whether the gradients of the
-        step have not been overwritten.
+        """Check a step, and remove the numbers for internal use from `numbers`. has_gradients: whether the gradients of
+        the step still exist.
 
         Errors: FloatingPointError if the run ends.
         """
@@ -94,8 +95,8 @@ class Judge:
                 self.saver.observe(pending.step, loss, applied)
 
     def _reason(self, pending: Pending, loss: float, norm: float, broken: bool, applied: bool) -> str:
-        """Why a step is not sound: "nan", "spike" or "". An overflow of gradients under a dynamic loss scale is not a
-        reason, unless weights or moments are broken, too."""
+        """Return the reason why a step is unsound: "nan" or "spike"; "" if the step is sound. An overflow of gradients
+        under a dynamic loss scale counts only if weights or moments are not finite either."""
         scaler = self.state.scaler
         if broken and scaler is not None and scaler.follows and self._all_finite(loss):
             return "nan" if broken_tensors(self.state) is not None else ""
@@ -109,7 +110,8 @@ class Judge:
         return all(self.state.exchange(math.isfinite(loss)))
 
     def _act(self, pending: Pending, reason: str, loss: float, norm: float, has_gradients: bool) -> None:
-        """React to an unsound step by the policy, equally on all ranks. Errors: FloatingPointError if the run ends."""
+        """Apply the policy to an unsound step, in the same way on all ranks. Errors: FloatingPointError if the run
+        ends."""
         policy, step, scaler = self.guard.policy(reason), pending.step, self.state.scaler
         if reason == "nan" and not self._all_finite(loss):
             loss = math.nan
@@ -141,7 +143,7 @@ class Judge:
         self._leave_out(self._rolled_back(left_out, message) if policy == "rollback" else left_out, policy, message)
 
     def heal(self, error: NotFiniteError) -> None:
-        """After a save or a copy has found that the newest update broke the state: roll back with --on-nan rollback.
+        """Roll back with --on-nan rollback, after a save or a copy has found that the newest update broke the state.
 
         Errors: FloatingPointError if the run ends.
         """
@@ -159,7 +161,7 @@ class Judge:
         self.report(f"{message}: {action}; samples {record.first:,} to {record.end - 1:,} change nothing")
 
     def _rolled_back(self, record: LeftOut, message: str) -> LeftOut:
-        """Roll back; returns `record` with all samples since the restored step. Errors: FloatingPointError."""
+        """Roll back; returns `record`, extended by all samples since the restored step. Errors: FloatingPointError."""
         most = self.guard.options.max_rollbacks
         if not self.guard.may_roll_back():
             raise self._end(record, f"{message}: this would be rollback {most + 1}, and --max-rollbacks is {most}")
@@ -180,7 +182,8 @@ class Judge:
             self.meters.event(record.step, record.reason, policy=policy, samples=samples, to=record.to)
 
     def _check_rise(self, pending: Pending, loss: float) -> None:
-        """Report once if the loss exceeds LIMIT (proving.py) times that of a random guess and of the first step."""
+        """Report once if the loss exceeds LIMIT (proving.py) times both the loss of a random guess and the first
+        loss."""
         if self._limit is None:
             self._limit = LIMIT * max(math.log(max(architecture(self.state.run.model).input.vocab, 2)), loss)
         elif loss > self._limit:
@@ -192,8 +195,8 @@ class Judge:
             self._limit = math.inf
 
     def _check_stuck(self, step: int, applied: bool, reason: str) -> None:
-        """End the run after STUCK consecutive skipped steps, because no later step would be applied. Skips by a loss
-        scale that can still decrease are not counted here, nor are spikes, which the guard counts. Errors:
+        """End the run after STUCK consecutive skipped steps, because no later step would be applied. This count
+        excludes skips by a loss scale that can still decrease, and spikes, which the guard counts. Errors:
         FloatingPointError.
         """
         scaler = self.state.scaler

@@ -1,4 +1,4 @@
-"""The training loop, for every family, layout and task: a step, then the routines that are due.
+"""The training loop, for every model family, layout and task. Each step is followed by the routines that are due.
 
 for each step:   report = train_step(...)                 device values, read while the next step runs
                  due: routines.py, then stop              all ranks agree on each routine, so no rank waits alone
@@ -31,7 +31,7 @@ from mega.core.training.stop import StopSignal
 
 @dataclass
 class Training:
-    """The run of one rank, from its first step to its end."""
+    """A run on one rank, from the first step to the end."""
 
     state: TrainState
     task: Task
@@ -43,17 +43,17 @@ class Training:
     stop: StopSignal
     saver: Saver | None
     meters: Meters | None
-    """On rank 0, else None."""
+    """The meters on rank 0; None on other ranks."""
     report: Callable[[str], None]
-    """Prints a line on rank 0."""
+    """Function that prints a message on rank 0."""
     judge: Judge
     clock: StepClock
     stragglers: Stragglers | None = None
-    """On rank 0, else None."""
+    """The detector of slow ranks on rank 0; None on other ranks."""
     profiler: StepProfiler | None = None
-    """On the ranks that are profiled, else None."""
+    """The profiler on a rank that is profiled; None on other ranks."""
     last: dict[str, float] = field(default_factory=dict)
-    """The numbers of the newest step that was read."""
+    """The numbers of the newest step whose numbers were read."""
 
     def play(self) -> int:
         """Train to the last step, then validate and test; always close all reporters.
@@ -85,7 +85,7 @@ class Training:
         return self.stop.code
 
     def _announce(self, doing: str, *, ending: bool = False) -> None:
-        """Update the message that a user reads after asking the run to stop. doing: what the run does until it
+        """Update the message that is shown when the run is asked to stop. doing: the work that is left before the run
         stops."""
         outlook, saved_step = self.stop.outlook, 0 if self.saver is None else self.saver.saved_step
         outlook.doing, outlook.step, outlook.saved_step, outlook.ending = (
@@ -137,8 +137,8 @@ class Training:
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
 
     def _healed(self, keep: Callable[[], None]) -> None:
-        """Save or copy the state; if it is not finite, roll back and repeat. Errors: FloatingPointError unless the
-        policy is to roll back."""
+        """Save or copy the state by `keep`; if the state is not finite, roll back and repeat. Errors:
+        FloatingPointError if the policy is not to roll back."""
         try:
             keep()
         except NotFiniteError as error:
@@ -146,7 +146,8 @@ class Training:
             keep()
 
     def _save_last(self, saver: Saver) -> None:
-        """Save the final state. Errors: those of `Saver.finish`, with the earlier fault that stopped the run."""
+        """Save the final state. Errors: those of `Saver.finish`; the message includes an earlier fault that stopped the
+        run."""
         try:
             clean = self._at_end and self.state.progress.skipped < self.state.progress.step
             self._healed(lambda: saver.finish(clean=clean))
@@ -162,15 +163,15 @@ class Training:
 
     @property
     def _must_read(self) -> bool:
-        """Whether to read the numbers of a step before the next step starts. With a loss scale or a guard, the next
-        learning rate depends on whether the step was skipped. A CPU has already completed the step, and still has its
-        gradients."""
+        """Whether the numbers of a step must be read before the next step starts. With a loss scale or a guard, the
+        next learning rate depends on whether the step was skipped. On a CPU the step is already complete, and its
+        gradients still exist."""
         depends = self.judge.guard.decides or self.state.scaler is not None
         return self._at_end or self.stop.requested or depends or not self.state.device.is_cuda
 
     def _step(self, before: Pending | None) -> Pending:
-        """Start one step; its numbers are read later. before: the previous step if it is still running, in which case
-        this step's time begins at the end of the previous step."""
+        """Start one step, whose numbers are read later. before: the previous step, if it is still running; this step's
+        time then begins at the end of the previous step."""
         run, progress, device = self.state.run, self.state.progress, self.state.device
         # Steps of a GPU are queued before earlier steps have ended.
         self._announce(
@@ -222,7 +223,7 @@ class Training:
             self.profiler.after_step(pending.step)
 
     def _find_stragglers(self, step: int) -> None:
-        """On rank 0, report from time to time the ranks that others wait for."""
+        """On rank 0, periodically report the ranks for which other ranks wait."""
         if self.stragglers is None or self.meters is None:
             return
         for rank, ratio, words in self.stragglers.observe(step, self.stop.seconds):

@@ -1,8 +1,8 @@
-"""Messages printed when a user interrupts a run, at once after the signal.
+"""Print messages immediately after a signal with which a user interrupts a run.
 
-A thread reads the numbers of signals from a pipe, so the thread can print while the main thread is in a kernel or waits
+A thread reads the numbers of signals from a pipe, so the thread can print while the main thread runs a kernel or waits
 for other ranks. A signal handler would run only when the main thread executes Python code. This module depends neither
-on steps nor on checkpoints; `Outlook` has the texts.
+on steps nor on checkpoints; `Outlook` contains the texts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mega.core.processes.signals import RepeatedSignal
 from mega.core.words import name_ranks
 
 LEAVES_WITHIN = 1.0
-"""Seconds after a second Ctrl-C in which the main thread may end by itself."""
+"""Seconds that the main thread has to exit after a second Ctrl-C; then this thread ends the process."""
 
 NOTICE_WITHIN = 5.0
-"""Maximum seconds for which a run waits until the message about a signal is printed."""
+"""Maximum number of seconds for which a run waits until the message about a signal is printed."""
 
 _MARK = 0
 """A marker in the pipe after all signals so far; 0 is not the number of a signal."""
@@ -31,7 +31,7 @@ _MARK = 0
 
 @dataclass
 class Outlook:
-    """The current work of the run and its newest save; the loop updates it."""
+    """The current work and the newest save of the run. The training loop updates this object."""
 
     doing: str = "starting"
     """The work that the run completes before it stops."""
@@ -45,7 +45,7 @@ class Outlook:
     """Whether the run ends after `doing`, without another save."""
 
     def first(self, number: int, silent: Sequence[int] = ()) -> str:
-        """The message after the first signal. silent: ranks that may be lost, without which no save is possible.
+        """Return the message after the first signal. silent: ranks that may be lost, so that no save may be possible.
 
         >>> Outlook("finishing step 24", "runs/first").first(signal.SIGINT)
         'SIGINT received: finishing step 24, then saving to runs/first; Ctrl-C again leaves at once'
@@ -59,7 +59,8 @@ class Outlook:
         return f"{signal.Signals(number).name} received: {self.doing}, then {then}{advice}"
 
     def lost(self) -> str:
-        """
+        """Return the message after a second Ctrl-C.
+
         >>> Outlook(step=24, saved_step=20, place="runs/first").lost()
         'leaving at once: lost is what was trained after step 20, the newest in runs/first; step 24 was the last'
         >>> Outlook(step=24).lost()
@@ -102,7 +103,7 @@ class SignalNotice:
         threading.Thread(target=self._listen, args=(reading,), name="signal-notice", daemon=True).start()
 
     def report_lost(self) -> None:
-        """Print once which steps are lost, after a second Ctrl-C."""
+        """Print the message about lost steps, only once, after a second Ctrl-C."""
         if self._prints and self._said.acquire(blocking=False):
             write_error(f"mega: {self._outlook.lost()}\n")
 
@@ -119,7 +120,7 @@ class SignalNotice:
             self._reporting.join(NOTICE_WITHIN)
 
     def close(self) -> None:
-        """Stop reading signals; their handlers still receive them."""
+        """Stop reading signals from the pipe. Signal handlers are still called."""
         signal.set_wakeup_fd(self._before)
         os.close(self._writing)
 

@@ -1,4 +1,4 @@
-"""The policy for unsound steps: numbers that are not finite, or a spike of the loss or the gradient norm.
+"""The policy for unsound steps, which have numbers that are not finite, or a spike of the loss or the gradient norm.
 
     limits before a step      from median and spread of earlier steps; the device compares, so a step beyond the limits
                               is not applied [--on-spike skip, rollback]
@@ -30,11 +30,11 @@ WARM_UP = 32
 
 LASTING = 20
 """Number of consecutive spikes, without an applied step between them, after which the limits are reset. The weights did
-not change in these steps, so the batches must have changed, and no later step would be applied either."""
+not change in these steps, so the data must have changed, and later steps would not be applied either."""
 
 LEAST_SPREAD = 0.005, 0.05
-"""Lower limits of the spread, for runs with very little noise: the spread of the loss, relative to the loss, and the
-spread of the logarithm of the norm."""
+"""Lower limits of the spread, for runs with very little noise: of the loss, relative to the loss, and of the logarithm
+of the gradient norm."""
 
 MOST_LEFT_OUT = 200
 """Number of the newest `LeftOut` records that a checkpoint stores; the file of events has all of them."""
@@ -58,8 +58,8 @@ NO_LIMITS = SpikeLimits()
 
 
 def limits(losses: Iterable[float], norms: Iterable[float], threshold: float) -> SpikeLimits:
-    """The limits median + threshold x spread of the loss and of the logarithm of the norm (the noise of the norm is
-    multiplicative).
+    """Return the limits median + threshold x spread, for the loss and for the logarithm of the gradient norm, because
+    the noise of the norm is multiplicative.
 
     >>> quiet = limits([2.0, 2.1] * 20, [0.5, 1.0] * 20, 10)
     >>> round(quiet.loss, 2), quiet.exceeded(2.5, 0.7), quiet.exceeded(4.6, 0.7), quiet.exceeded(2.0, 2000.0)
@@ -84,7 +84,7 @@ class LeftOut:
     step: int
     """The unsound step."""
     reason: str
-    """nan or spike."""
+    """"nan" or "spike"."""
     first: int
     """The first sample that was left out."""
     end: int
@@ -109,10 +109,9 @@ class GuardMemory:
     """The state of the guard, which checkpoints store."""
 
     window: int = 128
-    """Length of `losses` and `norms`."""
+    """Maximum length of `losses` and `norms`."""
     level: str = ""
-    """A key of everything except the weights that the losses depend on; losses under a different key are not
-    restored."""
+    """A hash of everything except the weights on which losses depend; losses with a different hash are not restored."""
     losses: deque[float] = field(init=False)
     """Losses of the newest applied steps."""
     norms: deque[float] = field(init=False)
@@ -170,7 +169,7 @@ def decides(options: GuardConfig) -> bool:
 
 
 class Guard:
-    """The policy of a run. memory: the guard's part of the run's state."""
+    """The policy of a run. memory: the state of the guard, which is part of the run's state."""
 
     def __init__(self, options: GuardConfig, memory: GuardMemory):
         self.options, self.memory = options, memory
@@ -178,28 +177,29 @@ class Guard:
 
     @property
     def decides(self) -> bool:
-        """Whether the next step depends on the numbers of this step, which must then be read first."""
+        """Whether the next step depends on the numbers of the current step, so that these numbers must be read
+        first."""
         return decides(self.options)
 
     def limits(self) -> SpikeLimits:
-        """The limits for the next step."""
+        """Return the limits for the next step."""
         return limits(self.memory.losses, self.memory.norms, self.options.spike_threshold)
 
     def applied(self, limits: SpikeLimits) -> SpikeLimits:
-        """The limits beyond which a step is not applied; none if spikes are only reported."""
+        """Return the limits beyond which a step is not applied; no limits if spikes are only reported."""
         return NO_LIMITS if self.options.on_spike == "warn" else limits
 
     def policy(self, reason: str) -> str:
-        """The policy for `reason`: stop, warn, skip or rollback. reason: "nan" or "spike"."""
+        """Return the policy for `reason`: stop, warn, skip or rollback. reason: "nan" or "spike"."""
         return self.options.on_nan if reason == "nan" else self.options.on_spike
 
     def is_first_spike(self, step: int) -> bool:
-        """Record a spike; returns whether there was no spike in the last WARM_UP steps, so that a series of spikes is
-        reported once."""
+        """Record a spike; returns whether no other spike occurred in the last WARM_UP steps, so that a series of spikes
+        is reported once."""
         previous, self._last_spike = self._last_spike, step
         return step > previous + WARM_UP
 
     def may_roll_back(self) -> bool:
-        """Count a rollback; returns whether the rollback is allowed."""
+        """Count a rollback; returns whether this rollback is allowed."""
         self.memory.rollbacks += 1
         return self.memory.rollbacks <= self.options.max_rollbacks

@@ -7,10 +7,10 @@ Every step records on the device, without waiting for the device:
     computed     the time at which the gradients were computed, to compare ranks (stragglers.py)
 
 A NaN spreads to later layers, to tensor ranks with the next exchange, and to all replicas with the gradient reduction.
-The origin of a NaN is the first unit in the order of the model whose output is not finite, on the rank that reports
-that output; or, if all outputs are finite, the last unit in that order whose gradient is not finite. Weights, masters,
-moments and the batch are checked before that, because they still exist (guards/finite.py). This module does not depend
-on the training state.
+The origin of a NaN is the first unit, in the order of the model, whose output is not finite, on the rank that reports
+this output. If all outputs are finite, the origin is the last unit in this order whose gradient is not finite. Weights,
+masters, moments and the batch are checked first, because they still exist (guards/finite.py). This module does not
+depend on the training state.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mega.core.parallel.weight import weights
 
 
 class ProbePoint(NamedTuple):
-    """A position in the order of the model."""
+    """A unit or weight, with its position in the order of the model."""
 
     stage: int
-    """Index of the global stage, counting all chunks."""
+    """Index of the stage among the stages of all ranks and chunks."""
     unit: int
     """Index of the unit in its stage."""
     name: str
@@ -65,7 +65,8 @@ class Probes:
         self.batch: torch.Tensor
         """bool [], whether the loss weights of the newest step's batch are finite."""
         self.computed: tuple[Timestamp, float] | None = None
-        """The time at which the newest step had computed its gradients, and the rank's working time until then."""
+        """The time at which the gradients of the newest step were complete, and the rank's working time until this
+        time."""
 
     def start(self) -> None:
         """Reset the sums at the start of a step."""
@@ -74,8 +75,8 @@ class Probes:
     def end(self, factors: torch.Tensor) -> None:
         """Record the end of the backward pass, before all gradients are reduced.
 
-        factors: factors of the losses, which are 0 if the loss weights are infinite. Otherwise a stage without a loss
-        would not notice broken weights.
+        factors: factors of the losses, which are 0 if the loss weights are infinite. The factors are checked because a
+        stage without a loss would not detect such loss weights otherwise.
         """
         self.batch = (torch.isfinite(factors) & (factors > 0)).all()
         self.computed = Timestamp(self.sums.device), ACTIVITY.worked()
@@ -87,7 +88,7 @@ class Probes:
         self.sums[first : first + len(norms)] += torch.stack(norms)
 
     def broken(self, sums: Sequence[float]) -> dict[str, list[ProbePoint]]:
-        """The points whose sums are not finite. sums: `self.sums` after a step."""
+        """Return the points whose sums are not finite. sums: `self.sums` after a step."""
         bad = [not (abs(value) < float("inf")) for value in sums]
         outputs = [place for place, is_bad in zip(self.outputs, bad, strict=False) if is_bad]
         gradients = [place for place, is_bad in zip(self.gradients, bad[len(self.outputs) :], strict=True) if is_bad]
@@ -103,7 +104,7 @@ class Damage(Protocol):
 
 
 class _Output:
-    """A forward hook that adds the sum of a unit's output to `total`; it can be captured in a CUDA graph."""
+    """A forward hook that adds the sum of a unit's output to `total`. The hook can be captured in a CUDA graph."""
 
     def __init__(self, total: torch.Tensor):
         self._total = total
@@ -116,8 +117,8 @@ class _Output:
 
 
 def _units(stages: Sequence[nn.Module], mesh: Mesh) -> Iterator[tuple[ProbePoint, nn.Module]]:
-    """The units of this rank's stages. A layer is named by the common prefix of its tensors' names; other units (the
-    embedding, the head) are named by their attribute in the stage."""
+    """Yield the units of this rank's stages. A layer is named by the common prefix of its tensors' names; other units
+    (the embedding, the head) are named by their attribute in the stage."""
     for chunk, stage in enumerate(stages):
         ends = {id(child): f"the {name}" for name, child in stage.named_children()}
         for number, unit in enumerate(units_of(stage)):
@@ -137,7 +138,7 @@ def all_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broken_fields(batches: Sequence[Batch]) -> list[str]:
-    """Names of the tensors of microbatches that contain a NaN or an infinity."""
+    """Return the names of the tensors of microbatches that contain a NaN or an infinity."""
     return [
         f"{name} of microbatch {number}"
         for number, batch in enumerate(batches)

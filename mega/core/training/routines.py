@@ -17,8 +17,9 @@ from mega.core.training.state import TrainState
 
 @dataclass(frozen=True)
 class Routine:
-    """due: whether the routine is due; takes the index of the step that was just started. needs_numbers: whether the
-    numbers of all steps must be read before the routine runs."""
+    """Work that is due after some steps. due: function that takes the index of a step and returns whether the routine
+    is due after this step. needs_numbers: whether the numbers of all steps so far must be read before the routine
+    runs."""
 
     due: Callable[[int], bool]
     run: Callable[[], None]
@@ -34,8 +35,9 @@ def routines(
     *,
     steps: int,
 ) -> Iterator[Routine]:
-    """The routines of a run. The last step is validated after training, not here. evaluation: None if there are no
-    held-out sets. If the length of a run is given in epochs, each epoch ends with a validation and a save."""
+    """Yield the routines of a run. The last step is validated after training, not by a routine. evaluation: None if
+    there are no held-out sets. If the length of a run is given in epochs, each epoch ends with a validation and a
+    save."""
     run, epoch = state.run, epoch_steps(state.run)
     yield Routine(every(run.runtime.audit_interval), lambda: audit(state), needs_numbers=False)
     if evaluation is not None:
@@ -60,7 +62,8 @@ def due(step: int, *intervals: int | None) -> bool:
 
 
 def every(interval: int | None) -> Callable[[int], bool]:
-    """A function that returns whether a step is a multiple of `interval`; always false for an interval of None or 0.
+    """Return a function that returns whether a step is a multiple of `interval`; always false for the intervals None
+    and 0.
 
     >>> [step for step in range(1, 7) if every(3)(step)]
     [3, 6]

@@ -19,7 +19,7 @@ from mega.core.training.state import TrainState
 
 
 def expert_layers(state: TrainState) -> list[ExpertLayer]:
-    """The layers with experts in this rank's stages."""
+    """Return the layers with experts in this rank's stages."""
     return [module for stage in state.stages for module in stage.modules() if isinstance(module, ExpertLayer)]
 
 
@@ -30,7 +30,7 @@ def start_counting(state: TrainState) -> None:
 
 
 def finish_counting(state: TrainState) -> ExpertLoad | None:
-    """The load of the step; None for a model without experts. This is a collective that all ranks must call."""
+    """Return the load of the step; None for a model without experts. This is a collective that all ranks must call."""
     mixtures, mesh, layers = state.options.mixtures, state.mesh, expert_layers(state)
     if not mixtures:
         return None

@@ -1,6 +1,6 @@
-"""Texts generated from fixed prompts between steps, by the stages that are being trained, in any layout without context
-ranks. Every token takes a forward pass over its whole text, without a KV cache, because a few texts from time to time
-are cheap compared with training. All ranks run the same steps, and rank 0 draws the tokens.
+"""Generate texts from fixed prompts between steps, with the stages that are being trained, in any layout without
+context parallelism. Every token needs a forward pass over the whole text, without a KV cache, because a few texts are
+cheap compared with training. All ranks run the same steps, and rank 0 draws the tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MULTIPLE = 64
 
 
 class Sampler:
-    """Continues each prompt by `tokens` tokens. prompts: texts; if empty, one text is generated from the beginning of a
+    """Continues each prompt by `tokens` tokens. prompts: texts; if empty, one text is generated from the start of a
     document. meters: None except on rank 0."""
 
     def __init__(
@@ -73,14 +73,14 @@ def continuation(
     """Generate up to `tokens` ids after `prompt`, without the end-of-document id. This is a collective that all ranks
     must call."""
     ids = list(prompt)
-    for _ in range(tokens):  # equally often on all ranks, so even after the end of a document
+    for _ in range(tokens):  # the same number of passes on all ranks, even after the end of a document
         ids.append(_draw(state, _next_logits(state, ids), draws, temperature, top_k))
     new = ids[len(prompt) :]
     return new[: new.index(end)] if end in new else new
 
 
 def _next_logits(state: TrainState, ids: Sequence[int]) -> torch.Tensor:
-    """fp32 [vocab] on the CPU, equal on all ranks with the same data index."""
+    """Return the logits of the next token, fp32 [vocab] on the CPU, equal on all ranks with the same data index."""
     model, mesh, device = architecture(state.run.model), state.mesh, state.device.torch
     prompt = family(state.run.model).prompt
     assert prompt is not None
@@ -96,7 +96,8 @@ def _next_logits(state: TrainState, ids: Sequence[int]) -> torch.Tensor:
 
 
 def _draw(state: TrainState, logits: torch.Tensor, draws: torch.Generator, temperature: float, top_k: int) -> int:
-    """Draw a token on rank 0 for all ranks. temperature: 0 takes the most likely token. top_k: 0 allows all tokens."""
+    """Draw a token on rank 0 for all ranks. temperature: 0 selects the most likely token. top_k: 0 allows all
+    tokens."""
     top, ids = logits.topk(min((top_k or len(logits)) if temperature else 1, len(logits)))
     probabilities = torch.softmax(top / (temperature or 1.0), 0)
     sample = ids[torch.multinomial(probabilities, 1, generator=draws)]

@@ -1,7 +1,7 @@
 """The schedules of a run, stored as numbers in its checkpoints, and the choice of schedule when a run resumes.
 
-A run that resumes must have the checkpoint's schedule, or choose one of the two explicitly, because a learning rate
-that jumps after a forgotten flag would ruin a run unnoticed.
+A run that resumes must have the checkpoint's schedule, or explicitly choose the schedule of the checkpoint or of the
+flags, because a learning rate that jumps after a forgotten flag would ruin the run unnoticed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Schedules:
 
     @classmethod
     def of(cls, run: RunConfig) -> Schedules:
-        """The schedules of a resolved run."""
+        """Return the schedules of a resolved run."""
         options, schedule, length = run.optimizer, run.schedule, lengths(run)
         return cls(
             LearningRate(
@@ -70,12 +70,12 @@ class Schedules:
         )
 
     def state_dict(self) -> dict[str, dict[str, Json]]:
-        """Plain values for a checkpoint."""
+        """Return the schedules as plain values for a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state_dict(cls, state: object, source: str) -> Schedules:
-        """The schedules of a `state_dict`. Errors: CheckpointError naming its `source`."""
+        """Return the schedules that `state_dict` returned as `state`. Errors: CheckpointError naming `source`."""
         try:
             loaded = cls(_stored(LearningRate, below(state, "lr")), _stored(WeightDecay, below(state, "weight_decay")))
             # Untrusted numbers may overflow or divide by 0, so evaluate the ends of all pieces of the curve.
@@ -114,7 +114,7 @@ def _stored(kind: Callable[..., Part], fields: Mapping[str, Json]) -> Part:
 
 
 def _effective(schedules: Schedules) -> dict[str, object]:
-    """Name -> value, without values that the styles ignore."""
+    """Return the values of the schedules, by name, without values that the styles ignore."""
     values = {f"{kind}.{name}": value for kind, part in schedules.state_dict().items() for name, value in part.items()}
     ignored = {"lr.decay", "lr.least"} if schedules.lr.style == "constant" else set()
     ignored |= {"lr.anneal", "lr.anneal_style"} if schedules.lr.style != "wsd" else set()
@@ -124,7 +124,7 @@ def _effective(schedules: Schedules) -> dict[str, object]:
 
 
 def resumed_schedules(run: RunConfig, meta: Mapping[str, Json], source: str) -> Schedules:
-    """The schedules of a run that resumes from the checkpoint `source` with the metadata `meta`.
+    """Return the schedules of a run that resumes from the checkpoint `source` with the metadata `meta`.
 
     Errors: CheckpointError naming each flag that differs, unless the run chooses a schedule.
     """

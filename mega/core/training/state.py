@@ -1,4 +1,5 @@
-"""The state of a run on one rank: stages, gradients, optimizer and progress; and its representation on disk.
+"""The state of a run on one rank: stages, gradients, optimizer and progress, and the representation of this state on
+disk.
 
 The `..._pieces` methods list all saved state as rectangles of logical tensors, so any layout can read the checkpoint of
 any other layout. Dropout and initial values are functions of the seed, so checkpoints need no random state.
@@ -46,8 +47,8 @@ class Progress:
 
     @classmethod
     def from_meta(cls, progress: Mapping[str, float]) -> Progress:
-        """Make the progress from meta["progress"] of a checkpoint, even if an old checkpoint has the former name of the
-        last field.
+        """Return the progress from meta["progress"] of a checkpoint. Old checkpoints have a different name of the last
+        field.
 
         >>> Progress.from_meta({"step": 7, "consumed": 28, "unscheduled": 4}).skipped_samples
         4
@@ -66,14 +67,14 @@ class StepOptions:
     chunks: int = 1
     """Number of model chunks per rank."""
     normalizer: str = "global"
-    """"global" if losses are divided by the loss weight of the global batch, "microbatch" if by that of each
+    """"global": divide losses by the loss weight of the global batch; "microbatch": by the loss weight of each
     microbatch."""
     params_norm: bool = False
     """Whether a step reports the norm of the weights."""
     zeros: bool = False
     """Whether a step reports the share of zero gradients."""
     guarded: bool = False
-    """Whether the guards may leave batches out, as if they had not been drawn."""
+    """Whether the guards may leave out batches, so that the state is as if these batches had not been drawn."""
     mixtures: Mapping[int, int] = field(default_factory=dict)
     """Index of each layer with experts -> its number of experts."""
 
@@ -100,13 +101,14 @@ class TrainState:
     injector: Damage | None = None
     """Injects faults on this rank, for tests."""
     copy: HostCopy | None = None
-    """The copy for a save in progress; a step waits for it before it changes any tensor."""
+    """The host copy for a save in progress. A step waits for the copy before it changes any tensor."""
     load: ExpertLoad | None = None
     """Load of the experts in the newest step; None if the model has no experts."""
     reference: str | None = None
-    """A digest of the initial weights, if the loss needs them (dpo.py)."""
+    """A digest of the initial weights, if the loss needs these weights (dpo.py)."""
     base: Mapping[str, str] | None = None
-    """The location of the frozen weights (checkpoint/own/base.py), which checkpoints store instead of these weights."""
+    """The location of the frozen weights (checkpoint/own/base.py). Checkpoints store this location instead of the
+    weights."""
 
     @cached_property
     def coefficients(self) -> torch.Tensor | None:
@@ -137,15 +139,16 @@ class TrainState:
     # -- checks
 
     def flats(self) -> Iterator[torch.Tensor]:
-        """All weights and optimizer state of this rank, flat, including replicas of tensors of other ranks."""
+        """Yield all weights and optimizer state of this rank as flat tensors, including replicas of other ranks'
+        tensors."""
         for bucket in self.grads.buckets:
             yield bucket.own_weights if self.grads.zero else bucket.weights
         for owned in self.optimizer.shards:
             yield from (tensor for tensor in owned.tensors() if tensor.numel())
 
     def sound(self) -> torch.Tensor:
-        """bool [], whether all tensors of this rank that an update reads are finite, except gradients that the norm
-        counts; a device value."""
+        """Return, as a device value, bool [], whether all tensors of this rank that an update reads are finite, except
+        gradients that the gradient norm already includes."""
         uncounted = (bucket.own_grads for bucket in self.grads.buckets if not bucket.counted)
         flats = [flat for flat in (*self.flats(), *uncounted) if flat.numel()]
         return torch.stack([all_finite(flat).to(self.device.torch) for flat in flats]).all()
@@ -153,11 +156,11 @@ class TrainState:
     # -- on disk
 
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """This rank's trained weights; with `mine`, only those that this rank writes, because one rank writes each
-        element."""
+        """Yield this rank's trained weights. mine: yield only the weights that this rank writes to a checkpoint,
+        because each element is written by one rank."""
         yield from self._counted_pieces(mine=mine)
         for number, bucket in enumerate(self.grads.buckets):
-            # With ZeRO 3 a rank holds only its span; with ZeRO 1 and 2 the gather of the other spans may still be
+            # With ZeRO 3 a rank holds only its span; with ZeRO 1 and 2 the all-gather of the other spans may still be
             # running.
             if self.grads.zero >= 3 or (self.grads.zero and mine):
                 if not mine or bucket.counted:
@@ -166,7 +169,7 @@ class TrainState:
                 yield from _pieces("weights", bucket, bucket.weights, 0)
 
     def _counted_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """Weights that steps set by counting (biases of experts). They are equal on all ranks of a stage."""
+        """Yield the weights that steps set by counting (biases of experts), which are equal on all ranks of a stage."""
         if mine and not self.mesh.stage.first:
             return
         for weight in (weight for stage in self.stages for weight in weights(stage)):
@@ -176,7 +179,7 @@ class TrainState:
                     yield Piece(f"weights/{shard.name}", shard.whole, shard.start, segment.real(weight.data))
 
     def frozen_pieces(self) -> Iterator[Piece]:
-        """This rank's frozen weights. They are not in buckets and not sharded by ZeRO."""
+        """Yield this rank's frozen weights, which are neither in buckets nor sharded by ZeRO."""
         for stage in self.stages:
             for weight in weights(stage):
                 for segment in weight.segments:
@@ -186,7 +189,7 @@ class TrainState:
                     yield Piece(f"weights/{shard.name}", shard.whole, shard.start, segment.real(weight.data))
 
     def optimizer_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """Masters (if they are more precise than the weights), moments and factors of this rank's spans."""
+        """Yield masters (if they are more precise than the weights), moments and factors of this rank's spans."""
         for number, owned in enumerate(self.optimizer.shards):
             bucket = owned.bucket
             if mine and not bucket.counted:
@@ -204,7 +207,7 @@ class TrainState:
                 yield from _pieces(kind, bucket, flat.values, flat.begin)
 
     def gradient_pieces(self) -> Iterator[Piece]:
-        """Reduced gradients of this rank's spans, for comparing layouts."""
+        """Yield the reduced gradients of this rank's spans, for comparing layouts."""
         for bucket in self.grads.buckets:
             yield from _pieces("grads", bucket, bucket.own_grads, bucket.span[0])
 
@@ -215,6 +218,6 @@ def _our_turn(number: int, bucket: Bucket) -> bool:
 
 
 def _pieces(kind: str, bucket: Bucket, flat: torch.Tensor, base: int) -> Iterator[Piece]:
-    """Cut `flat` into rectangles of logical tensors. base: index of its first element in the bucket."""
+    """Divide `flat` into rectangles of logical tensors. base: offset of the first element of `flat` in the bucket."""
     for shard, origin, view in bucket.rectangles(flat, base):
         yield Piece(f"{kind}/{shard.name}", shard.whole, origin, view)

@@ -30,12 +30,13 @@ SOUND_EVERY = 10
 """Number of steps between two checks of weights and moments on a GPU."""
 
 LEAST_WEIGHT = 1e-30
-"""Lower limit of the divisor of losses, because a batch may have no token with a loss weight, such as prompts alone."""
+"""Lower limit of the divisor of losses, because a batch, for example of prompts only, may have no token with a loss
+weight."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The results of a step, as device values, so that the host waits only when it reads them."""
+    """The results of a step, as device values, so that the host waits only when it reads the values."""
 
     loss: torch.Tensor
     """The loss of the global batch."""
@@ -54,7 +55,7 @@ class StepReport:
     tied: torch.Tensor | None = None
     """`GradNorm.tied` of the optimizer."""
     load: ExpertLoad | None = None
-    """Load of the experts, if there are any."""
+    """Load of the experts, if the model has experts."""
     broken: torch.Tensor | None = None
     """Whether gradients, weights or moments of any rank are not finite."""
     sums: torch.Tensor | None = None
@@ -77,15 +78,15 @@ class StepReport:
 def train_step(
     state: TrainState, batches: Sequence[Batch], lr: float, decay: float, limits: SpikeLimits = NO_LIMITS
 ) -> StepReport:
-    """One step over this data rank's microbatches. This is a collective that all ranks of the mesh must call. The
-    update is skipped if loss or gradient norm exceed `limits`."""
+    """Perform one step over this data rank's microbatches. All ranks of the mesh must call this function together. The
+    update is skipped if the loss or the gradient norm exceeds `limits`."""
     return update(state, backward(state, batches), lr, decay, limits)
 
 
 def update(
     state: TrainState, sums: torch.Tensor, lr: float, decay: float, limits: SpikeLimits = NO_LIMITS
 ) -> StepReport:
-    """Phases 4 to 6, after `backward`. sums: the result of `backward`."""
+    """Perform phases 4 to 6, after `backward`. sums: the result of `backward`."""
     # 4 gradient norm
     scaler = state.scaler
     scale = None if scaler is None else scaler.scale
@@ -118,8 +119,8 @@ def update(
 
 
 def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """bool [], whether the loss scale takes a step into account: if the step was applied, or if its gradients are not
-    finite although the loss is.
+    """Return bool [], whether the loss scale takes a step into account: if the step was applied, or if its gradients
+    are not finite but its loss is finite.
 
     The loss must be finite on all ranks, because each tensor rank has its own copy of the batch, which may be damaged.
     """
@@ -129,11 +130,11 @@ def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowe
 
 
 def _sound(state: TrainState) -> torch.Tensor:
-    """bool [], whether the batch, weights and moments of this rank are finite; a device value.
+    """Return, as a device value, bool [], whether the batch, weights and moments of this rank are finite.
 
     A pass over weights and moments costs up to half of the memory traffic of a fused update, so a GPU makes this pass
-    only every SOUND_EVERY steps. Damage between two passes makes the loss of the next step NaN, which that step
-    detects.
+    only every SOUND_EVERY steps. Damage between two passes makes the loss of the next step NaN, and that step detects
+    the NaN.
     """
     batch = torch.ones((), dtype=torch.bool, device=state.device.torch) if state.probes is None else state.probes.batch
     looks = not state.device.is_cuda or state.progress.step % SOUND_EVERY == 0
@@ -141,7 +142,8 @@ def _sound(state: TrainState) -> torch.Tensor:
 
 
 def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
-    """Phases 0 to 3: gradients of the global loss in `state.grads`; returns this rank's loss sums."""
+    """Perform phases 0 to 3: compute the gradients of the global loss in `state.grads`. Returns this rank's loss
+    sums."""
     mesh, options = state.mesh, state.options
     state.train()
     state.grads.start()
@@ -169,7 +171,7 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def _factors(batches: Sequence[Batch], state: TrainState) -> torch.Tensor:
-    """float64 [microbatches, terms]: the factor of each microbatch's totals in the mean of the step."""
+    """Return float64 [microbatches, terms]: the factors of each microbatch's totals in the mean of the step."""
     stage, count = state.stages[0], len(batches)
     by_name = [stage.weights(batch) for batch in batches]
     sums = [weights[name].double().sum() for weights in by_name for name in stage.terms]
@@ -188,7 +190,7 @@ def _weighed(means: torch.Tensor, state: TrainState) -> torch.Tensor:
 
 
 def _sums_of_step(sums: torch.Tensor, factors: torch.Tensor, state: TrainState) -> torch.Tensor:
-    """[microbatches, names, 2] -> float64 [names, 2]: totals and weights whose ratio is the loss of the step.
+    """Sum [microbatches, names, 2] to float64 [names, 2]: totals and weights whose ratio is the loss of the step.
 
     With the normalizer "microbatch" each total and its weight have the same factor, so all microbatches count equally.
     """
@@ -208,8 +210,8 @@ def _share_of_zeros(state: TrainState) -> torch.Tensor:
 
 
 def evaluate_step(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
-    """float64 [names, 2]: total and weight of every term and metric over the global batch, without dropout; with the
-    normalizer "microbatch" scaled as in `_sums_of_step`."""
+    """Return float64 [names, 2]: total and weight of every term and metric over the global batch, without dropout. With
+    the normalizer "microbatch", the sums are scaled as in `_sums_of_step`."""
     schedule, batches = _forward_only(state, batches)
     sums = state.pipeline.run(schedule, batches)
     microbatch = state.options.normalizer == "microbatch"
@@ -219,7 +221,7 @@ def evaluate_step(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def output_step(state: TrainState, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """The model's output for each microbatch without dropout, on ranks of the last stage; [] on other ranks."""
+    """Return the model's output for each microbatch, without dropout, on ranks of the last stage; [] on other ranks."""
     schedule, batches = _forward_only(state, batches)
     return state.pipeline.outputs(schedule, batches)
 
@@ -231,14 +233,14 @@ def _forward_only(state: TrainState, batches: Sequence[Batch]) -> tuple[Plan, li
 
 
 def _own_columns(state: TrainState, batches: Sequence[Batch]) -> list[Batch]:
-    """This context rank's columns of each batch."""
+    """Return this context rank's columns of each batch."""
     index_and_size, split = (state.mesh.cp.index, state.mesh.cp.size), getattr(state.stages[0], "split", None)
     return [batch.split(*index_and_size) if split is None else split(batch, *index_and_size) for batch in batches]
 
 
 def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of the global batch from the sums of all ranks, and the mean of each term and metric, which is 0 if the
-    total weight is 0."""
+    """Return the loss of the global batch from the sums of all ranks, and the mean of each term and metric, which is 0
+    if the total weight is 0."""
     loss, by_name, _ = _means(state, sums)
     return loss, by_name
 
@@ -246,8 +248,8 @@ def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str
 def _means(
     state: TrainState, sums: torch.Tensor, *flags: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """The result of `means`, and for each flag, bool [], whether the flag is set on any rank; one exchange serves
-    both."""
+    """Return the result of `means` and, for each flag, bool [], whether the flag is set on any rank, with a single
+    all-reduce."""
     rows = [torch.stack([flag.double(), flag.double()]) for flag in flags]
     sums = torch.cat([sums, torch.stack(rows)]) if rows else sums
     all_reduce(sums, state.mesh.loss_group)

@@ -30,7 +30,7 @@ from mega.core.processes.world import LAUNCHED
 from mega.core.training.notice import Outlook, SignalNotice
 
 _TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512
-"""Codes of requests; the number of a signal is added to _SIGNAL. The largest code of all ranks counts."""
+"""Codes of requests; the number of a signal is added to _SIGNAL. The largest code of all ranks applies."""
 
 
 ANSWER_SECONDS = 1.5
@@ -47,7 +47,7 @@ class StopSignal:
     """The requests that may end this run before its last step.
 
     on_signal: whether to handle signals of a terminal or a scheduler. minutes: time limit, counted from now, or from
-    the launch of a run with restarts. prints: whether this rank prints a message at once after a signal.
+    the launch of a run with restarts. prints: whether this rank prints a message immediately after a signal.
     """
 
     def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, prints: bool):
@@ -55,7 +55,7 @@ class StopSignal:
         """The content of the message after a signal; the loop updates it."""
         self.reason = ""
         self.requested = False
-        """Whether the run is to stop; equal on all ranks."""
+        """Whether the run must stop; equal on all ranks."""
         self.code = 0
         """The exit code of a run that was asked to stop: 128 + the signal; 0 after the time limit."""
         self.fault: Exception | None = None
@@ -75,11 +75,11 @@ class StopSignal:
             self._before = {number: signal.signal(number, self._note) for number in handled_signals()}
 
     def poll(self, seconds: float = 0.0) -> StopFlag:
-        """Start to exchange requests. A collective: all ranks must call it. seconds: working time of this rank, which
-        is exchanged as well."""
+        """Start to exchange the requests of all ranks. All ranks must call this together. seconds: working time of this
+        rank, which is exchanged, too."""
         if not self._request and time.monotonic() > self._deadline:
             self._request = _TIME_IS_UP
-        # Filled on the device, because the host would wait for a copy from host memory.
+        # The flag is filled on the device, because the host would wait for a copy from host memory.
         flag = torch.zeros(1 + self._everyone.size, device=self._device)
         flag[0], flag[1 + self._everyone.index] = float(self._request), seconds
         return StopFlag(self, flag, all_reduce(flag, self._everyone, "max", wait=False))
@@ -102,8 +102,8 @@ class StopSignal:
         self.apply(int(flag[0]))
 
     def apply(self, request: int) -> None:
-        """Set code and reason for the request that all ranks agree on. request: its code; 0 means that no rank has a
-        request."""
+        """Set code and reason for a request that is the same on all ranks. request: code of the request; 0 if no rank
+        has a request."""
         if not request:
             return
         self.requested = True
@@ -114,8 +114,8 @@ class StopSignal:
             self.code, self.reason = request, f"{signal.Signals(request - _SIGNAL).name} was received"
 
     def settle(self) -> None:
-        """Wait, at most some seconds, until the messages about this rank's signals are printed, so that later messages
-        come after them."""
+        """Wait, at most some seconds, until the messages about this rank's signals are printed, so that they precede
+        later messages."""
         if self._notice is not None:
             self._notice.settle()
 
@@ -140,7 +140,7 @@ class StopSignal:
 
 
 def ignore_signals() -> None:
-    """Ignore all signals to stop from here on."""
+    """Ignore all later signals that ask the run to stop."""
     for number in handled_signals():
         signal.signal(number, _ignore)
 
@@ -151,7 +151,7 @@ def _ignore(number: int, frame: object) -> None:
 
 
 class StopFlag:
-    """The requests of all ranks, during their reduction."""
+    """The requests of all ranks, while they are reduced."""
 
     def __init__(self, stop: StopSignal, flag: torch.Tensor, work: CollectiveHandle):
         self._stop, self._flag, self._work = stop, flag, work

@@ -1,7 +1,7 @@
-"""Builds the objects of a rank from a resolved config: its mesh, its stages, and its training state.
+"""Build the objects of a rank from a resolved config: the mesh, the stages, and the training state.
 
-All constructors get sections or single values of the config. They also work for ranks that do not exist, without
-process groups and on the meta device.
+All constructors get sections or single values of the config. They also work without the processes of ranks, that is,
+without process groups and on the meta device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mega.core.training.state import StepOptions, TrainState
 
 
 def build_mesh(run: RunConfig, rank: int, world: int, groups: Groups | None = None) -> Mesh:
-    """The mesh of a run, for one rank of `world`."""
+    """Return the mesh of a run, for one rank of `world`."""
     parallel, dp = run.parallel, data_parallel(run, world)
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.etp}
     return Mesh(rank, dp=dp, groups=groups, **sizes)
@@ -143,7 +143,8 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
 
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
-    """The operations of this run on `device`; for the meta device, the operations of the run's own device."""
+    """Return the operations of this run on `device`; for the meta device, those of the device on which the run
+    trains."""
     precision, shapes = run.precision, device.type == "meta"
     if shapes:
         device = torch.device("cpu" if run.runtime.device == "cpu" else "cuda")
@@ -164,7 +165,7 @@ def _placement(run: RunConfig) -> dict[Unit, tuple[int, int]]:
 
 
 def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:
-    """The loss scale: dynamic for fp16; constant, in any precision, with --loss-scale; else None."""
+    """Return the loss scaler: constant with --loss-scale, in any precision; otherwise dynamic for fp16; else None."""
     options = run.precision
     if options.loss_scale is not None:
         return LossScaler(initial=options.loss_scale, window=None, device=device)

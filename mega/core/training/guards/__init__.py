@@ -2,6 +2,6 @@
 
 finite      checks that all numbers are finite, and finds the rank and tensor of the first number that is not finite
 audit       checks that ranks with the same tensor hold the same bits
-stragglers  finds the rank that the others wait for
+stragglers  finds the rank for which the other ranks wait
 inject      fault injection, to test all these checks
 """

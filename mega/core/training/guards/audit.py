@@ -2,8 +2,8 @@
 hash differs.
 
 A run whose replicas differ by one bit continues, and its loss looks normal (one large run did so for thousands of
-steps). The hash is the sum of bits x (2 position + 1) in wrapping int64: a change of one element always changes it,
-because odd numbers have inverses modulo 2^64. An audit costs one pass over the weights and two small collectives.
+steps). The hash is the sum of bits x (2 position + 1) in wrapping int64: a change of one element always changes the
+hash, because odd numbers have inverses modulo 2^64. An audit costs one pass over the weights and two small collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.training.state import TrainState
 
 BLOCK = 1 << 22
-"""Number of elements hashed at a time, to bound the memory."""
+"""Number of elements hashed at a time, which limits the memory."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Copy:
 
 
 def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 hash of a tensor's bits.
+    """Return an int64 hash of a tensor's bits.
 
     >>> a = torch.tensor([1.0, 2.0]); b = torch.nextafter(a, torch.tensor(9.0))
     >>> bool(bit_hash(a) == bit_hash(a.clone())), bool(bit_hash(a) == bit_hash(b))
@@ -49,7 +49,7 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copies(state: TrainState) -> Iterator[Copy]:
-    """Every weight and optimizer tensor of this rank that has replicas on other ranks."""
+    """Yield every weight and optimizer tensor of this rank that has replicas on other ranks."""
     mesh, zero = state.mesh, state.grads.zero
     # Sorted, because stages that share several tensors must compare them in the same order.
     for owned in sorted(state.optimizer.shards, key=lambda one: one.bucket.tied_name()):
@@ -109,7 +109,7 @@ def audit(state: TrainState) -> None:
 
 
 def odd_ranks(values: list[int], ranks: tuple[int, ...]) -> str:
-    """A message that names the ranks whose values differ from the majority.
+    """Return a message that names the ranks whose values differ from the majority.
 
     >>> odd_ranks([7, 7, 9, 7], (0, 2, 4, 6))
     'rank 4 differs from 3 others'

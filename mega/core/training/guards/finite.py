@@ -1,9 +1,9 @@
-"""Check that all numbers of a checkpoint are finite, on all ranks before anything is written; each step also checks
-before its update.
+"""Check on all ranks that all numbers of a checkpoint are finite, before anything is written. Each step makes a similar
+check before its update.
 
-Weights, masters, moments and factors take one pass each and no extra memory (the minimum and the maximum of a flat
-tensor are NaN if any element is). The host waits once per save. If numbers are not finite, the ranks together find the
-rank and tensor in which that happened first.
+The check needs one pass over weights, masters, moments and factors and no extra memory, because the minimum and the
+maximum of a flat tensor are NaN if any element is NaN. The host waits once per save. If a number is not finite, the
+ranks together find the rank and tensor in which such a number appeared first.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def broken_tensors(
 ) -> BrokenTensor | None:
     """Find the tensor and rank whose numbers are not finite; the result is equal on all ranks, None if all are finite.
 
-    A broken moment is reported rather than the weights that it has broken. This is a collective that all ranks must
-    call, and that waits for their devices.
-    batches: the microbatches of the step. sums: the sums of its `Probes`. gradients: whether the gradients of the step
-    have not been overwritten.
+    A broken moment is reported rather than the weights that this moment has broken. This is a collective that all ranks
+    must call, and that waits for the devices.
+    batches: the microbatches of the step. sums: the step's sums of `Probes`. gradients: whether the gradients of the
+    step still exist.
     """
     report: dict[str, Sequence[object]] = {
         "state": _broken(state),
@@ -91,7 +91,7 @@ def check_tied(state: TrainState, step: int, differs: int, copy_hash: int) -> No
 
 
 def _broken(state: TrainState) -> list[str]:
-    """The tensors of this rank that contain a NaN or an infinity."""
+    """Return the names of the tensors of this rank that contain a NaN or an infinity."""
     pieces = (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False), *state.frozen_pieces())
     return sorted(_not_finite(pieces))
 

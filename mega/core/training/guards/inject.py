@@ -41,7 +41,7 @@ class Injector:
         state.grads.before_reduce = self._reduce
         heads = {id(getattr(stage, "head", None)) for stage in state.stages}
         self._units = [unit for stage in state.stages for unit in units_of(stage) if id(unit) not in heads]
-        for unit in self._units:  # prepended, because the probes must see the damaged output
+        for unit in self._units:  # prepended, because the probes must record the damaged output
             unit.register_forward_hook(self._output, prepend=True)
         for each in self._faults:
             if each.target in ("weight", "moment") and not any(self._tensors(each.target)):
@@ -72,7 +72,7 @@ class Injector:
                 self._element(each, random.Random(each.seed), self._tied()[:1])
 
     def before_save(self, step: int) -> None:
-        """Called while this rank writes. Errors: OSError for a fault of the disk."""
+        """Raise the fault of a save that is due; called while this rank writes. Errors: OSError."""
         if any(each.target == "save" and each.due(step, each.rank) for each in self._faults):
             raise OSError(errno.ENOSPC, "no space left on device (--inject)")
 
@@ -115,7 +115,7 @@ class Injector:
         """Damage one element of one of the tensors."""
         name, tensor = dice.choice(tensors)
         index = tuple(dice.randrange(size) for size in tensor.shape)
-        if each.kind == "ulp":  # the largest element, whose change no update rounds away
+        if each.kind == "ulp":  # the largest element, because no update hides its change by rounding
             index = tuple(int(i) for i in torch.unravel_index(tensor.abs().argmax(), tensor.shape))
         self.named.append(name)
         with torch.no_grad():
@@ -145,13 +145,13 @@ def _value(each: Fault) -> float:
 
 
 def _poisoned(output: torch.Tensor, value: float) -> torch.Tensor:
-    """The output with one element replaced by a NaN or an infinity."""
+    """Return the output with one element replaced by a NaN or an infinity."""
     mask = torch.zeros_like(output)
     mask.view(-1)[0] = value
     return output + mask
 
 
 def injector(state: TrainState, texts: Iterable[str]) -> Injector | None:
-    """The injector for `--inject`; None if this rank has no fault."""
+    """Return the injector for `--inject`; None if this rank has no fault."""
     rank_faults = [each for each in map(fault, texts) if each.rank == state.mesh.rank]
     return Injector(state, rank_faults) if rank_faults else None

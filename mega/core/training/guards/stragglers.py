@@ -1,10 +1,10 @@
-"""Find the rank that the others wait for, from the working time of each rank. The working times are reduced together
-with the requests to stop (stop.py), so they need no separate exchange.
+"""Find the rank for which the other ranks wait, from the working time of each rank. The working times are reduced
+together with the requests to stop (stop.py), so they need no separate exchange.
 
 Working time is the time from the start of a step until the gradients are computed. On a CPU it excludes waits for other
 ranks and for a core. On a GPU the device measures working time, including waits between tensor and pipeline ranks, so
 all ranks of a slow replica are reported. A rank is compared with the other ranks of its pipeline stage, which have
-equal work; a rank that is alone in its stage is compared with its own past.
+equal work; a rank that is alone in its stage is compared with its own earlier steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WINDOW = 10
 """Number of steps that are evaluated together."""
 
 MOST = 8
-"""A rank must be slow in this number of the WINDOW steps to be reported."""
+"""Number of the WINDOW steps in which a rank must be slow to be reported."""
 
 IGNORED = 20
 """Number of first steps of a run that are ignored, because kernels are selected and files are read from the disk."""
@@ -33,7 +33,7 @@ PAST = 100
 """Number of earlier steps with which a rank that is alone in its stage is compared."""
 
 LEAST_SECONDS = 0.002
-"""A smaller difference is regarded as noise of the host."""
+"""Differences below this number of seconds are regarded as noise of the host."""
 
 REPEAT = 200
 """Number of steps until a slow rank is reported again."""
@@ -78,7 +78,7 @@ class Stragglers:
         self._named: dict[int, int] = {}
         self._steps = 0
         self.slowest: tuple[int, float] | None = None
-        """The slowest rank, and its ratio to the others in the newest steps."""
+        """The slowest rank, and the ratio of its working time to that of the other ranks in the newest steps."""
 
     def observe(self, step: int, seconds: NDArray[np.float64]) -> Iterator[tuple[int, float, str]]:
         """Record the working time of each rank in one step (0 if unknown); yields (rank, ratio, message) of slow
@@ -97,7 +97,7 @@ class Stragglers:
         ratios, excess = np.array(self._ratios), np.array(self._excess)
         middle = np.median(ratios, axis=0)
         self.slowest = int(middle.argmax()), float(middle.max())
-        # Few extreme steps could determine the median, so a slow rank must also be slow in most steps.
+        # A few extreme steps could determine the median, so a slow rank must also be slow in most steps.
         often = ((ratios > 1 + (self._threshold - 1) / 2) & (excess > LEAST_SECONDS)).sum(axis=0) >= MOST
         for rank in np.flatnonzero((middle > self._threshold) & often).tolist():
             if step < self._named.get(rank, -REPEAT) + REPEAT:
@@ -108,7 +108,7 @@ class Stragglers:
             yield rank, float(middle[rank]), f"step {step}: rank {rank} is slow: its own work takes {words}"
 
     def _usual(self, seconds: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """The time with which each rank's own time is compared; None if that time is not yet known."""
+        """Return the time with which each rank's working time is compared; None if this time is not known yet."""
         usual = np.empty_like(seconds)
         for ranks in self._stages:
             stage_seconds = seconds[ranks]

@@ -1,9 +1,9 @@
 """Kinds of training tasks, by their name in --task: the datasets and evaluation of a run.
 
-A kind gives the only training loop its datasets and a `Task`. A kind is imported when a run needs it. torch is not
-imported, because a launcher opens datasets before any rank starts.
+A kind provides the datasets and a `Task` for the training loop, which is the same for all kinds. A kind is imported
+only when a run needs it. torch is not imported, because a launcher opens datasets before any rank starts.
 
-kind, task     the interface of a kind, and the `Task` that a kind gives to the loop
+kind, task     the interface of a kind, and the `Task` that a kind creates for the loop
 pretraining    token files, conversations, random tokens
 labelled       rows with labels
 dpo            pairs of answers
@@ -47,11 +47,11 @@ KINDS: dict[str, Callable[[], TaskKind]] = {
 
 
 def kind_of(run: AnyRun) -> TaskKind:
-    """The kind of task of a run."""
+    """Return the kind of task of a run."""
     return KINDS[run.finetuning.task]()
 
 
 def register_task(name: str, load: Callable[[], TaskKind], needs: tuple[str, ...] = ()) -> None:
-    """Register a choice of --task; to be called on every rank. load: imports the kind. needs: options that give the
-    training data."""
+    """Register a choice of --task. Must be called on every rank. load: function that imports the kind. needs: options
+    that give the training data."""
     KINDS[name], TASKS[name] = load, needs

@@ -1,12 +1,13 @@
-"""Direct preference optimisation as a kind of task: pairs of answers, and their log-probabilities under a reference.
+"""Direct preference optimisation (DPO) as a kind of task: pairs of answers, and their log-probabilities under a
+reference.
 
     1 the reference   log-probabilities of all answers under the initial weights, without dropout, computed once before
                       training: the data ranks share the work on the pairs, then all ranks get all values
-    2 its cache       in --data-cache, or under --save, keyed by the digests of those weights and of the pairs
+    2 its cache       in --data-cache, or under --save, keyed by the digests of these weights and of the pairs
     3 training        the loss of `Preference` (model/objective.py), for each pair
 
-The weights of a run that resumes have changed, so the run reads the reference from the cache or, without a cache entry,
-loads the initial weights from --load again.
+When a run resumes, its weights have already changed, so the run reads the reference from the cache or, without a cache
+entry, loads the initial weights from --load again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
-    """The pairs of --dpo-data and of --valid-sets. Errors: ValueError naming flag, file and line."""
+    """Return the pairs of --dpo-data and of --valid-sets. Errors: ValueError naming flag, file and line."""
     from mega.core.data.build import Datasets, named_sets
     from mega.core.data.pairs import pair_dataset
     from mega.core.text.chat.format import chat_format, shown
@@ -64,7 +65,7 @@ def objective(run: RunConfig) -> Objective:
 
 
 def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
-    """Give every dataset its reference. Errors: ValueError if the initial weights are no longer available."""
+    """Set the reference of every dataset. Errors: ValueError if the initial weights are no longer available."""
     state.reference = _first_weights(state.run, point)
     sets = [cast("PairDataset", each) for each in (data.train, *data.named.values()) if each is not None]
     cache = _cache(state.run)
@@ -88,8 +89,8 @@ def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
 
 
 def _unit(state: TrainState) -> int | None:
-    """The number of columns to a multiple of which microbatches are padded, so that few widths occur; None if all
-    microbatches must have one shape."""
+    """Return the number to a multiple of which the columns of microbatches are padded, so that few widths occur; None
+    if all microbatches must have the same shape."""
     from mega.core.config.resolve import column_unit, records_graph
 
     if state.run.parallel.tp_overlap or (state.device.is_cuda and records_graph(state.run, state.mesh.world)):
@@ -98,7 +99,8 @@ def _unit(state: TrainState) -> int | None:
 
 
 def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.float64]:
-    """float64 [pairs, 2]: log-probabilities of both answers of every pair under the current weights, on every rank."""
+    """Return float64 [pairs, 2]: the log-probabilities of both answers of every pair under the current weights, on
+    every rank."""
     import torch
 
     from mega.core.parallel.collectives import all_reduce
@@ -109,7 +111,7 @@ def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.flo
     values = torch.zeros(dataset.pairs, 2, dtype=torch.float64, device=state.device.torch)
     for first in range(0, dataset.pairs, size * mesh.dp.size):
         numbers = range(first + mesh.dp.index * size, first + (mesh.dp.index + 1) * size)
-        # Ranks without a pair compute the last pair again, because all ranks must take the same steps.
+        # Ranks without a pair compute the last pair again, because all ranks must run the same steps.
         rows = [dataset.pair(min(number, dataset.pairs - 1)) for number in numbers]
         batch = dataset.collate(rows, numbers.start).to(state.device.torch)
         outputs = output_step(state, [batch])
@@ -122,7 +124,7 @@ def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.flo
 
 
 def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
-    """An identifier of the initial weights: a digest, or the seed from which they are drawn."""
+    """Return an identifier of the initial weights: a digest, or the seed from which the weights are drawn."""
     if point is None:
         return f"seed {run.runtime.seed} of {run.model}"
     if point.weights_only:
@@ -176,7 +178,7 @@ class _Missing(Exception):
 
 
 def _known(state: TrainState, cache: Path | None, key: Mapping[str, object], pairs: int) -> NDArray[np.float64] | None:
-    """The reference that rank 0 reads from the cache, returned on all ranks; None if the cache has no entry."""
+    """Return, on all ranks, the reference that rank 0 reads from the cache; None if the cache has no entry."""
     import numpy as np
     import torch
 

@@ -26,7 +26,7 @@ class TaskKind:
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
     """Opens the datasets of a resolved run, without torch. Errors: ValueError naming flag or file."""
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
-    """Makes this data rank's part of the datasets, and their evaluation."""
+    """Returns this data rank's part of the datasets, and their evaluation."""
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
     """Returns the loss of the model's head; None for the loss of the next token."""
     begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None

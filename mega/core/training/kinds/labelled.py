@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def kind(form: Format) -> TaskKind:
-    """The kind of task for files of `form`."""
+    """Return the kind of task for files in the format `form`."""
     return TaskKind(partial(_datasets, form), task, questions=partial(_questions, form))
 
 
@@ -44,12 +44,12 @@ def _set(
 
 
 def _questions(form: Format, options: Options) -> int:
-    """The number of rows in --train-data. Errors: ValueError naming flag, file and line."""
+    """Return the number of rows in --train-data. Errors: ValueError naming flag, file and line."""
     return sum(1 for path in options.data.train_data for _ in form.read("--train-data", Path(path), lambda note: None))
 
 
 def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
-    """The datasets of a run. Errors: ValueError naming flag, file and line."""
+    """Return the datasets of a run. Errors: ValueError naming flag, file and line."""
     from mega.core.data.build import Datasets
     from mega.core.data.labelled import LabelledDataset, set_names
 
@@ -71,7 +71,7 @@ def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Data
 
 
 def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
-    """This data rank's part of the datasets; each validation reads every held-out set completely."""
+    """Return this data rank's part of the datasets; each validation reads every held-out set completely."""
     from dataclasses import replace
 
     from mega.core.training.kinds import pretraining

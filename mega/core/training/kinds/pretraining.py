@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
-    """The datasets of --data-path and similar flags, with the neighbours of their chunks if the run reads neighbours.
+    """Return the datasets of --data-path and similar flags, with the neighbours of their chunks if --retro is given.
 
     phases: earlier blends of the training set. Errors: ValueError naming flag and file.
     """
@@ -29,7 +29,7 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[Blend
 
 
 def plain_datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
-    """The datasets without neighbours."""
+    """Return the datasets without neighbours."""
     from mega.core.data.build import build_datasets
 
     batch = run.batch
@@ -67,7 +67,7 @@ def _retrieving(run: RunConfig, plain: Datasets, tokenizer: Tokenizer | None) ->
 
 
 def former_blends(run: RunConfig, meta: Mapping[str, Any]) -> tuple[BlendPhase, ...]:
-    """The earlier blends of the training set, from the metadata of the checkpoint from which the run resumes."""
+    """Return the earlier blends of the training set, from the metadata of the checkpoint from which the run resumes."""
     from mega.core.config.corpora import expand
     from mega.core.data.build import parse_blend
     from mega.core.data.phases import BlendPhase
@@ -91,7 +91,7 @@ def former_blends(run: RunConfig, meta: Mapping[str, Any]) -> tuple[BlendPhase, 
 
 
 def requested(run: RunConfig) -> tuple[int, int, int]:
-    """The number of training, validation and test samples that a run may read."""
+    """Return the numbers of training, validation and test samples that a run may read."""
     from mega.core.data.build import samples_requested
 
     batch, evaluation = run.batch, run.evaluation
@@ -106,7 +106,7 @@ def requested(run: RunConfig) -> tuple[int, int, int]:
 
 
 def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
-    """This data rank's part of the datasets of a run."""
+    """Return this data rank's part of the datasets of a run."""
     from mega.core.data.batches import Batches
     from mega.core.data.dataset import Dataset
     from mega.core.family import collate

@@ -19,7 +19,7 @@ class HeldOut:
     name: str
     batches: Batches
     continues: bool = False
-    """Whether each validation starts where the previous one ended; otherwise each starts at the first sample."""
+    """Whether each validation starts where the previous validation ended; otherwise at the first sample."""
     iterations: int | None = None
     """Number of global batches per validation; None means --eval-iters."""
 
@@ -34,9 +34,9 @@ class Task:
     test: Sequence[HeldOut] = ()
 
     def measure(self, means: Mapping[str, float], terms: Mapping[str, float]) -> Mapping[str, float]:
-        """The results of a held-out set by name. means: name of each term and metric -> its mean. terms: name of each
-        term -> its coefficient. "loss" is the weighted sum of the terms; if there are several terms or metrics, each is
-        included by name.
+        """Return the results of a held-out set, by name. means: name of each term and metric -> its mean. terms: name
+        of each term -> its coefficient. "loss" is the weighted sum of the terms; if there are several terms or metrics,
+        each is included by name.
         """
         loss = sum(coefficient * means[name] for name, coefficient in terms.items())
         return {"loss": loss, **(means if len(means) > 1 else {})}

@@ -1,6 +1,7 @@
-"""An HTTP server in the process of rank 0: numbers of the run for Prometheus at /metrics, and whether the run makes
-progress at /health. Threads answer from the newest numbers of the meters and from `ACTIVITY`; the run does not wait for
-a slow client. This module does not depend on ranks; processes/roll_call.py finds the rank that others wait for.
+"""An HTTP server in the process of rank 0: /metrics returns numbers of the run for Prometheus, and /health returns
+whether the run makes progress. Threads answer with the newest numbers of the meters and of `ACTIVITY`; the run does not
+wait for a slow client. This module does not depend on ranks; processes/roll_call.py finds the rank for which others
+wait.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ FIGURES = {
     "consumed": "Training samples consumed since step 0",
     "skipped": "Steps without an update since step 0",
 }
-"""Column of a row of metrics that becomes a gauge -> its description."""
+"""Column of a row of metrics -> description of the gauge for this column."""
 
 
 class Exporter:
-    """The server, until `close`.
+    """The HTTP server, which runs until `close`.
 
     port: the port to listen at, on all interfaces; 0 chooses a free port. steps: index of the last step. still_s:
     seconds without progress after which /health returns 503. Errors: ValueError if the port is in use.
@@ -40,7 +41,7 @@ class Exporter:
         self._steps, self._still_s, self._began = steps, still_s, time.monotonic()
         self._productive = 0.0
         self._moved: tuple[object, float] = (_place(), self._began)
-        """The newest position of the process, and the time at which the process has reached that position."""
+        """The newest position of the process, and the time at which the process reached this position."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
         restarts = self._gauge("restarts", "Restarts of the ranks since the launch, if the launcher counts them")
@@ -96,8 +97,8 @@ class Exporter:
             self._evaluated.labels(split, name).set(value)
 
     def health(self) -> tuple[int, dict[str, object]]:
-        """The status, which is 200, or 503 after too long without progress, and the JSON body. Saves and evaluations
-        may take any time."""
+        """Return the HTTP status and the JSON body. The status is 200, or 503 after `still_s` seconds without progress.
+        Saves and evaluations have no time limit."""
         still, phase = self._still(), ACTIVITY.phase
         stuck = still > self._still_s and phase not in PATIENT
         body = {"status": "stands still" if stuck else "ok", "phase": phase, "step": ACTIVITY.step}
@@ -113,7 +114,7 @@ class Exporter:
         return self._figures[name]
 
     def slowest(self, rank: int, ratio: float) -> None:
-        """Record the rank with the longest working time, and the ratio of that time to the other ranks'."""
+        """Record the rank with the longest working time, and the ratio of this time to that of the other ranks."""
         self._gauge("slowest_rank", "Rank with the longest working time").set(rank)
         self._gauge("slowest_rank_ratio", "Working time of the slowest rank divided by that of the others").set(ratio)
 
@@ -125,7 +126,7 @@ class Exporter:
         self._still()
 
     def _still(self) -> float:
-        """Seconds since the position of the process has changed, as seen by two polls per second."""
+        """Return the seconds since the position of the process changed. The position is polled twice per second."""
         moment, position = time.monotonic(), _place()
         if position != self._moved[0]:
             self._moved = position, moment
@@ -160,14 +161,14 @@ class Exporter:
 
 
 class _Server(ThreadingHTTPServer):
-    """look: called between requests, every half second."""
+    """A threading HTTP server. look: function that is called between requests, every half second."""
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], look: Callable[[], object]):
         self._look = look
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """Bind without the base class's lookup of the host name, which may ask a name server."""
+        """Bind without the base class's lookup of the host name, which may query a name server."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]
 

@@ -1,10 +1,10 @@
-"""The reports of a run: one row of numbers per step, log lines, a progress bar on a terminal. This module does not
-depend on ranks.
+"""Report the progress of a run: one row of numbers per step, log lines, and a progress bar on a terminal. This module
+does not depend on ranks.
 
 Rows are always written to a JSON-lines file; flags also send them to TensorBoard, Weights & Biases and MLflow. A run
-that resumes removes the rows after its first step, so the file has each step once. Events between steps are written to
-a second file, from which nothing is removed. A run that does not resume renames the files of an earlier run, except
-after a restart by the same launcher before the first save.
+that resumes from a step removes the rows of later steps, so the file has each step once. Events between steps are
+written to a second file, from which nothing is removed. A run that does not resume renames the files of an earlier run,
+except after a restart by the same launcher before the first save.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ ALWAYS = 100.0
 """The priority of a field that is always in the line."""
 
 EARLY = (1, 10)
-"""Steps, counted from the start, that are always logged unless a bar is shown, so that users see progress before
---log-interval."""
+"""Steps, counted from the start, that are always logged unless a bar is shown, so that users see progress before the
+first --log-interval."""
 
 MOST_LOSS, LARGE = 700.0, 1e6
 """Above MOST_LOSS a perplexity is infinite; from LARGE on, a perplexity is printed with four digits and an exponent."""
 
 SLOW = 1.1
-"""The line contains the slowest rank if its working time exceeds this multiple of the other ranks'."""
+"""The log line contains the slowest rank if the rank's working time exceeds this multiple of the other ranks' time."""
 
 LEAST_TFLOPS = 0.01
 """TFLOP/s below this value are not printed."""
 
 
 class Meters:
-    """The reports of one run, on rank 0 only.
+    """Reports the steps and events of one run. Only rank 0 has this object.
 
     start: the step from which the run resumes. steps: index of the last step. flops_per_token: FLOPs of the model per
     token, forward and backward.
@@ -63,8 +63,9 @@ class Meters:
     unknown.
     settings: the options of the run. terms: names of the terms of the loss, if there are several. shown: names of
     further numbers of a step for the log line.
-    fail: called with the error if the file of metrics cannot be written, so that the run can save before it ends; None
-    raises the error. still_s: see `Exporter`. lines: called with log lines, unless a bar is shown.
+    fail: called with the error if the file of metrics cannot be written, so that the run can save before it ends; if
+    None, the error is raised. still_s: see `Exporter`. lines: function that prints a log line, used unless a bar is
+    shown.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Meters:
         self._start = start
         self._steps = self._tokens = 0
         self._seconds = 0.0
-        """With `_steps` and `_tokens`: steps, tokens and seconds since the last line."""
+        """Seconds since the last log line, in which the run made `_steps` steps with `_tokens` tokens."""
         self.slowest: tuple[int, float] | None = None
         """The rank with the longest working time, and the ratio of that time to the other ranks'; None if unknown."""
         self._started, self._last = False, start
@@ -142,25 +143,25 @@ class Meters:
             self.report(self._line(step, row, memory))
 
     def _figures(self, tokens: int, seconds: float, memory: int) -> dict[str, float | None]:
-        """Speed and memory of a step, per device."""
+        """Return the speed and memory of a step, per device."""
         rate, tflops = self._speed(tokens, seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory_bytes": float(memory)}
         return {**speed, "mfu_ratio": tflops / self.peak if self.peak else None}
 
     def _rate(self, step: int, memory: int) -> None:
-        """Write a row with the speed since the previous such row, and reset the counters."""
+        """Write a row with the speed since the previous row of this kind, and reset the counters."""
         rate, tflops = self._speed(self._tokens, self._seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory}
         self._write({"step": step, **speed})
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
 
     def _speed(self, tokens: int, seconds: float) -> tuple[float, float]:
-        """Tokens per second and TFLOP/s, per device."""
+        """Return the tokens per second and TFLOP/s, per device."""
         rate = tokens / max(seconds, 1e-9) / self.devices
         return rate, rate * self.flops_per_token / 1e12
 
     def _line(self, step: int, row: Mapping[str, float], memory: int) -> str:
-        """The log line of a step."""
+        """Return the log line of a step."""
         each = self._seconds / self._steps
         (rate, tflops), unit = self._speed(self._tokens, self._seconds), "/device" if self.devices > 1 else ""
         eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # the bar has its own eta
@@ -202,8 +203,8 @@ class Meters:
         self.report(f"{split} at step {step} | loss {loss:.6f}{text}")
 
     def event(self, step: int, what: str, **details: object) -> None:
-        """Append an event and its time to the file of events, which a resumed run does not cut. report/goodput.py sums
-        the "seconds" of events."""
+        """Append an event and its time to the file of events, which a resumed run does not truncate. report/goodput.py
+        sums the "seconds" of events."""
         details = {name: each for name, each in details.items() if each is not None}
         if self._events is not None:
             with contextlib.suppress(OSError), self._events.open("a", encoding="utf-8") as events:
@@ -259,7 +260,8 @@ class Meters:
                 self._plotting(partial(self._board.add_scalar, name, value, step))
 
     def _plotting(self, act: Callable[[], object]) -> None:
-        """Call TensorBoard; after an error turn TensorBoard off, because the file of metrics also has the numbers."""
+        """Call TensorBoard; after an error, turn TensorBoard off, because the file of metrics contains the same
+        numbers."""
         try:
             act()
         except OSError as error:
@@ -269,8 +271,8 @@ class Meters:
 
 
 def fitting(fields: Sequence[tuple[float, str]], columns: float = COLUMNS) -> str:
-    """Join (priority, text) fields to a line of at most `columns` characters; omit empty fields and, if necessary, the
-    fields of the lowest priority.
+    """Join (priority, text) fields into a line of at most `columns` characters; omit empty fields and, if necessary,
+    the fields of the lowest priority.
 
     >>> fitting([(9, "step 1/10"), (1, "0.30 GiB"), (2, ""), (3, "eta 0:00:09")], columns=24)
     'step 1/10 | eta 0:00:09'
@@ -284,12 +286,12 @@ def fitting(fields: Sequence[tuple[float, str]], columns: float = COLUMNS) -> st
 
 
 def _shown(template: str, value: float | None) -> str:
-    """Format a number; None gives an empty text."""
+    """Format a number; returns "" for None."""
     return "" if value is None else template.format(value)
 
 
 def _extras(row: Mapping[str, float]) -> list[tuple[float, str]]:
-    """(priority, text) of numbers that only some runs report.
+    """Return (priority, text) fields for numbers that only some runs report.
 
     >>> _extras({"loss": 2.0, "params_norm": 12.3456, "zeros": 0.25})
     [(6.4, 'params norm 12.346'), (6.2, 'zeros 25.0%')]
@@ -302,23 +304,23 @@ def _extras(row: Mapping[str, float]) -> list[tuple[float, str]]:
 
 
 def _perplexity(loss: float) -> float:
-    """exp(loss), or infinity at an overflow."""
+    """Return exp(loss), or infinity if it overflows."""
     return math.exp(loss) if not loss > MOST_LOSS else math.inf
 
 
 def _plain(value: float | str) -> float | str | None:
-    """A value for JSON, which has neither NaN nor infinity; for example, the gradient norm of a skipped step becomes
-    None."""
+    """Return a value that JSON can represent: None for NaN or infinity, such as the gradient norm of a skipped step."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _clock(seconds: int) -> str:
-    """Seconds as h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def _before(path: Path, start: int) -> dict[str, float]:
-    """The rows that a resume at step `start` discards: number of steps, their seconds, and the time of the last row."""
+    """Summarise the rows that a resume at step `start` discards: number of steps, their seconds, and the time of the
+    last row."""
     if not path.is_file():
         return {}
     steps, seconds = 0, 0.0
@@ -331,12 +333,12 @@ def _before(path: Path, start: int) -> dict[str, float]:
 
 
 def _launcher() -> str:
-    """An identifier of the parent process, which may restart this one."""
+    """Return an identifier of the parent process, which may restart this process."""
     return f"{socket.gethostname()}:{os.getppid()}"
 
 
 def _started_again(metrics: Path) -> bool:
-    """Whether the existing events come from earlier ranks of the same launcher."""
+    """Whether the existing events were written by earlier ranks of the same launcher."""
     if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         return False
     launcher = None
@@ -349,7 +351,7 @@ def _started_again(metrics: Path) -> bool:
 
 
 def events_file(metrics: str) -> Path:
-    """The path of the file of events, next to the file of metrics.
+    """Return the path of the file of events, next to the file of metrics.
 
     >>> str(events_file("runs/a/metrics.jsonl"))
     'runs/a/metrics.events.jsonl'
@@ -358,8 +360,8 @@ def events_file(metrics: str) -> Path:
 
 
 def _open_events(metrics: Path, resumes: bool) -> Path | None:
-    """The file of events; the file of an earlier run is renamed to `.previous`. None if metrics go to a pipe or a
-    device."""
+    """Return the file of events, after renaming the file of an earlier run to `.previous`; None if metrics are written
+    to a pipe or a device."""
     if metrics.exists() and not metrics.is_file():
         return None
     events = events_file(str(metrics))
@@ -371,7 +373,8 @@ def _open_events(metrics: Path, resumes: bool) -> Path | None:
 def _open_rows(path: Path, start: int, resumes: bool) -> TextIO:
     """Open the metrics file and remove rows after step `start`, as well as a partial last row after a kill.
 
-    The file of an earlier run is renamed to `.previous`. A link still points to the same file afterwards.
+    The file of an earlier run is renamed to `.previous`. If `path` is a symbolic link, its target is rewritten and the
+    link is kept.
     """
     if path.is_file() or not path.exists():
         path = Path(os.path.realpath(path))
@@ -390,7 +393,7 @@ def _open_rows(path: Path, start: int, resumes: bool) -> TextIO:
 
 
 def _last_step(path: Path) -> int:
-    """The newest step in a file of metrics, or 0."""
+    """Return the newest step in a file of metrics, or 0."""
     last = 0
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:
@@ -400,7 +403,7 @@ def _last_step(path: Path) -> int:
 
 
 def _board(directory: str | None, start: int, resumes: bool) -> SummaryWriter | None:
-    """TensorBoard's writer. Rows after step `start` are purged, as in the file of metrics."""
+    """Return TensorBoard's writer. Values after step `start` are purged, as in the file of metrics."""
     if directory is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""Lines on a stdout that may fail, because the reader of a pipe has exited, a terminal was closed, or a disk is full.
-Training continues without stdout. This module does not depend on the content of the lines.
+"""Print lines on a stdout that may fail, because the reader of a pipe has exited, a terminal was closed, or a disk is
+full. Training continues without stdout. This module does not depend on the content of the lines.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class ProfiledOperation(Protocol):
 class StepProfiler:
     """The profiler of one rank.
 
-    directory: the folder for trace and table. report: prints a line, on ranks that print; the table is also written to
-    a file.
+    directory: the folder for trace and table. report: function that prints a message, on ranks that print. The table is
+    also written to a file.
     """
 
     def __init__(self, steps: range, rank: int, directory: Path, report: Callable[[str], None]):
@@ -45,7 +45,7 @@ class StepProfiler:
             self._running.start()
 
     def after_step(self, step: int) -> None:
-        """Called when the numbers of a step have been read; writes the profile after its last step."""
+        """Write the profile after its last step; called when the numbers of a step have been read."""
         self._last = step
         if step >= self._steps[-1]:
             self.close()
@@ -73,8 +73,8 @@ class StepProfiler:
 
 
 def missed(steps: range, first: int, last: int) -> str:
-    """The message about steps to profile that a run with steps `first` to `last` does not have; "" if the run has all
-    of them.
+    """Return a message about steps to profile that a run with steps `first` to `last` does not have; "" if the run has
+    all these steps.
 
     >>> missed(range(10, 13), 1, 20), missed(range(10, 13), 1, 11)
     ('', '--profile 10:12: the run has steps 1 to 11, so that steps 10 to 11 are profiled')
@@ -89,7 +89,8 @@ def missed(steps: range, first: int, last: int) -> str:
 
 
 def summary(events: Iterable[ProfiledOperation]) -> list[str]:
-    """The table of operations with the longest self time, on the device if there is one. events: `key_averages`."""
+    """Return the table of operations with the longest self time, on the device if there is one. events: the result of
+    `key_averages`."""
     rows = [(float(each.self_device_time_total), float(each.self_cpu_time_total), each) for each in events]
     on_device = any(device for device, _, _ in rows)
     times = sorted(((device if on_device else host, each) for device, host, each in rows), key=lambda row: -row[0])

@@ -1,8 +1,8 @@
 """Services that store the numbers of a run: Weights & Biases and MLflow, optional packages that are imported on demand.
 
-Both use the metric names of the Llama-2 fork of Megatron-LM. A run that resumes continues under the same id, which is
-stored next to its metrics, and does not send steps again that were sent before. If a service fails, the run continues
-without that service; the file of metrics has all numbers, too.
+Both use the metric names of the Llama-2 fork of Megatron-LM. A run that resumes continues with the same id, which is
+stored next to the file of metrics, and does not send a step again. If a service fails, the run continues without this
+service, because the file of metrics also contains all numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = {
     "zeros": "others/num-zeros",
     "params_norm": "others/params-norm",
 }
-"""Column of a row of metrics -> its name in the fork."""
+"""Column of a row of metrics -> name of the metric in the fork."""
 
 
 class Tracker(Protocol):
@@ -51,7 +51,7 @@ class Tracker(Protocol):
 def training_values(
     row: Mapping[str, float], *, tokens: int, devices: int, replicas: int, flops: float, terms: Sequence[str] = ()
 ) -> dict[str, float]:
-    """The numbers of a training step under the names of the fork.
+    """Return the numbers of a training step under the names of the fork.
 
     tokens: number of tokens in the global batch. replicas: number of data-parallel ranks. flops: FLOPs per token.
     terms: names of the terms of the loss.
@@ -73,7 +73,8 @@ def training_values(
 
 
 def held_out_values(split: str, measured: Mapping[str, float]) -> dict[str, float]:
-    """
+    """Return the results of an evaluation under the names of the fork.
+
     >>> held_out_values("valid", {"loss": 2.5})
     {'lm-loss-validation/valid loss': 2.5}
     """
@@ -85,8 +86,8 @@ def _finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Trackers:
-    """The services of a run. start: the step from which the run resumes. last: the newest step in the run's metrics
-    before the resume. settings: the options of the run."""
+    """The tracking services of a run. start: the step from which the run resumes. last: the newest step in the run's
+    metrics before the resume. settings: the options of the run."""
 
     def __init__(self, options: LogConfig, *, start: int, last: int, settings: Mapping[str, Mapping[str, object]]):
         self._note = Path(options.metrics + ".trackers.json")
@@ -126,7 +127,7 @@ class Trackers:
 
 
 def _noted(path: Path) -> dict[str, str]:
-    """Service -> the id of the run before the resume; empty if the file is absent or damaged."""
+    """Return the run's id before the resume for each service; empty if the file is absent or damaged."""
     try:
         ids = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,13 +1,13 @@
-"""Copies of each rank's state in the memory of its host and of the next host, from which restarted ranks resume.
+"""Keep copies of each rank's state in the memory of its host and of the next host, from which restarted ranks resume.
 
     1 every --peer-copy-interval steps   each rank copies weights, moments and progress into memory that outlives the
                                          rank
     2 a thread                           sends the copy to the corresponding rank of the next host, and receives the
                                          copy of the previous host, so the state of a lost host exists on another host
-    3 a copy is valid                    once its header has been written, as the last part; two files per rank
+    3 a copy is valid                    once its header has been written, after the state; two files per rank
                                          alternate
     4 before a copy is overwritten       all ranks have completed the newer copy
-    5 restarted ranks                    tell each other which copies their hosts hold, and choose the newest step for
+    5 restarted ranks                    exchange the steps of their hosts' copies, and choose the newest step for
                                          which every rank's state exists, if it is newer than the newest save; ranks
                                          without their own copy receive it. A copy with damaged bytes is ignored
 
@@ -43,8 +43,8 @@ from mega.core.training.guards.finite import check_finite
 from mega.core.training.state import Progress, TrainState
 
 HEADER = 16 * mmap.PAGESIZE
-"""Number of bytes before the state. They contain JSON, padded with spaces, or zeros while the state is being
-written."""
+"""Size of the header before the state, in bytes. It contains JSON, padded with spaces, or zeros while the state is
+being written."""
 
 COPIES = 2
 """Number of copies of one rank's state on one host."""
@@ -63,7 +63,7 @@ class StateFile:
         self.header, self.state = self._memory[:HEADER], self._memory[HEADER:]
 
     def read(self) -> dict[str, Any] | None:
-        """The header; None if the header is missing, such as after a kill during the copy."""
+        """Return the header; None if the header is missing, for example after a kill during the copy."""
         with contextlib.suppress(ValueError):
             header = json.loads(self.header.numpy().tobytes())
             return header if isinstance(header, dict) else None
@@ -96,7 +96,7 @@ class HostFiles:
             )
 
     def steps(self) -> dict[int, list[int]]:
-        """Rank -> the steps of its copies on this host, in the current layout."""
+        """Return the steps of each rank's copies on this host, in the current layout, by rank."""
         steps_of_owner: dict[int, list[int]] = {}
         for _, header in self.headers():
             steps_of_owner.setdefault(int(header["owner"]), []).append(int(header["step"]))
@@ -116,7 +116,7 @@ class HostFiles:
         return next(file for file, header in self.headers() if (header["owner"], header["step"]) == (owner, step))
 
     def older(self, owner: int) -> StateFile:
-        """The file with the older step, among the two files of a rank."""
+        """Return the file with the older step among the two files of a rank."""
 
         def step(file: StateFile) -> int:
             header = file.read()
@@ -247,7 +247,7 @@ class PeerCopies:
         ]
         for file in damaged:
             file.clear()
-        # Agreed before anything is sent, because a rank that waits for a damaged copy would wait forever.
+        # All ranks must agree before anything is sent, because a rank that waits for a damaged copy would wait forever.
         if any(self._state.exchange(bool(damaged))):
             return False
         head = torch.empty(HEADER, dtype=torch.uint8)
@@ -298,7 +298,7 @@ class PeerCopies:
 
 
 def peer_copies(state: TrainState) -> PeerCopies | None:
-    """The copies of a run with --peer-copy-interval, under a launcher that provides the memory; else None."""
+    """Return the copies of a run with --peer-copy-interval if the launcher provides the memory; else None."""
     folder = os.environ.get(MEMORY_FOLDER)
     if folder is None or not state.run.supervision.peer_copy_interval:
         return None
@@ -306,13 +306,13 @@ def peer_copies(state: TrainState) -> PeerCopies | None:
 
 
 def _pieces(state: TrainState) -> Iterator[Piece]:
-    """All tensors of this rank that training changes."""
+    """Yield all tensors of this rank that training changes."""
     yield from state.weight_pieces(mine=False)
     yield from state.optimizer_pieces(mine=False)
 
 
 def _moment(state: TrainState) -> dict[str, object]:
-    """The state that is not in tensors."""
+    """Return the values of the state that are not in tensors."""
     return {
         "progress": dataclasses.asdict(state.progress),
         "guard": state.guard.as_json(),

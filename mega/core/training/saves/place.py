@@ -1,5 +1,5 @@
-"""Checks of --save: only one run uses the directory at a time, and the directory has no checkpoint of a different
-history."""
+"""Check the directory of --save: only one run may use the directory at a time, and it must not contain a checkpoint of
+a different history."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ LOCK_WAIT = 10.0
 """Seconds for which a run waits for the lock of its directory, because a run that was stopped may still be ending."""
 
 LEASE_WAIT = 150.0
-"""The same after a restart: rank 0 may have been on a lost host, and a file server keeps that host's lock until the
-lease expires, which takes 90 seconds with NFS."""
+"""Seconds for which a run waits for the lock after a restart, because rank 0 may have been on a lost host, and a file
+server keeps that host's lock until the lease expires, which takes 90 seconds with NFS."""
 
 
 def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: torch.device) -> None:
@@ -59,7 +59,7 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
     free = torch.ones((), device=device)
     if place is not None and url_of(place) is None and mesh.rank == 0:
         store, deadline = store_at(place), time.monotonic() + (LEASE_WAIT if restarted else LOCK_WAIT)
-        with contextlib.suppress(OSError):  # a place that cannot be written to is the saver's to report
+        with contextlib.suppress(OSError):  # the saver reports a directory that it cannot write to
             if not store.directory.exists():
                 store.directory.mkdir(parents=True)
                 until.callback(_remove_empty, store.directory)
@@ -78,19 +78,19 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
 
 
 SEEN_WITHIN = 10.0
-"""Seconds within which every rank must see a file that rank 0 has written. Network file systems cache for some time
-that a file does not exist."""
+"""Seconds within which every rank must find a file that rank 0 has written. Network file systems may cache for some
+time that a file does not exist."""
 
 
 def check_shared(place: str | None, exchange: JsonExchange, rank: int) -> None:
     """Check that --save is one folder that all hosts share, because a checkpoint consists of the files of all ranks.
-    Errors: ValueError on all ranks, naming the ranks that do not see a file of rank 0.
+    Errors: ValueError on all ranks, naming the ranks that do not find a file of rank 0.
     """
     if place is None or url_of(place) is not None or exchange is alone:
         return
     mark = Path(place) / f".seen-{uuid.uuid4().hex}"
     if rank == 0:
-        with contextlib.suppress(OSError):  # a place that cannot be written to is the saver's to report
+        with contextlib.suppress(OSError):  # the saver reports a directory that it cannot write to
             mark.touch()
     name = str(exchange(mark.name if mark.exists() else "")[0])
     if not name:

@@ -5,17 +5,18 @@
     neither     a skipped step, such as while a loss scale is adjusted
 
 The limit is LIMIT times the larger of the loss of a uniform guess (the logarithm of the vocabulary size) and the first
-loss after this start. No model that learns is above the limit, and a model whose weights have exploded stays above the
-limit as long as its loss is finite.
+loss after the run started or resumed. The loss of a model that learns stays below the limit. If the weights of a model
+have exploded, its loss stays above the limit or is not finite.
 
-    a save                  the step is on trial; the step is suspect at once if the loss of the newest step was above
+    a save                  the step is on trial, and already suspect if the loss of the newest step was above
                             the limit
     --good-after sound      the step is good, regardless of earlier verdicts
     divergence              every step on trial becomes suspect, and the count of sound steps restarts
     the last step           all steps on trial that are not suspect are good
     a stop, a kill          no verdict: steps stay on trial, with the count of sound steps at the last save
 
-checkpoint/own/verdicts.py defines the file of verdicts, and what verdicts mean for a resume. One rank keeps the record.
+checkpoint/own/verdicts.py defines the file of verdicts, and what verdicts mean for a resume. Only one rank keeps this
+record.
 """
 
 from __future__ import annotations
@@ -80,19 +81,19 @@ class Proving:
 
     @property
     def on_trial(self) -> int | None:
-        """The step that will be the next good step, which retention must keep, or None."""
+        """The first step that can become the next good step, or None. Retention must keep this step."""
         good = max((step for step, verdict in self._known.items() if verdict.status == "good"), default=None)
         tried = (step for step, trial in self._trials.items() if good is None or (step > good and not trial.reason))
         return min(tried, default=None)
 
     def saves(self, step: int) -> None:
-        """Called when a save starts: the step is on trial."""
+        """Put a step on trial. Called when the save of the step starts."""
         reason = f"it was saved while {self._blown_up}" if self._blown_up else ""
         self._trials[step] = Trial(self._sound, reason=reason)
         self._known.pop(step, None)  # a verdict on the checkpoint that is replaced
 
     def published(self, step: int) -> None:
-        """Called when the save of `step` is published. Trials of deleted checkpoints are removed."""
+        """Record that the save of `step` is published, and remove trials of deleted checkpoints."""
         trial = self._trials.get(step)
         manifest, fault = attempt(lambda: self._store.digest(step))
         if trial is None or manifest is None:
@@ -114,8 +115,8 @@ class Proving:
             self._write()
 
     def observe(self, step: int, loss: float | None, applied: bool) -> None:
-        """Record a step's loss and whether its update was applied; called for every step, in order. loss: None if the
-        loss cannot be compared with the loss of a random guess."""
+        """Record a step's loss and whether its update was applied. Must be called for every step, in order. loss: None
+        if the loss cannot be compared with the loss of a random guess."""
         if loss is not None and self._limit == math.inf:
             self._limit = LIMIT * max(self._guess, loss)
         if loss is not None and loss > self._limit:
@@ -130,14 +131,14 @@ class Proving:
             self._promote(lambda trial: self._sound - trial.begun >= self._good_after)
 
     def diverged(self, reason: str) -> None:
-        """Called when the run has diverged: all steps on trial become suspect."""
+        """Mark all steps on trial as suspect. Called when the run has diverged."""
         for trial in self._trials.values():
             trial.reason = trial.reason or f"the run that saved it blew up: {reason}"
         self._write()
 
     def finished(self, *, clean: bool) -> None:
-        """Called at the end of the run. clean: whether the run has reached its last step; otherwise the counts are
-        stored for a resume."""
+        """Write the verdicts at the end of the run. clean: whether the run has reached its last step; otherwise steps
+        stay on trial, and the counts are stored for a resume."""
         if clean:
             self._promote(lambda trial: not trial.reason)
         self._write()

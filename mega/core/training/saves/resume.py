@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: find the checkpoint from which a run starts, and restore the state. saver.py writes
+"""Resume from a checkpoint: find the checkpoint from which a run starts, and restore the run's state. saver.py writes
 checkpoints."""
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def find_resume_point(
 
 
 def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange) -> ResumePoint | None:
-    """The checkpoint from which this run starts: the one of --resume, else the one of --load, else None; equal on all
-    ranks.
+    """Return the checkpoint from which this run starts: that of --resume, else that of --load, else None. The result is
+    equal on all ranks.
 
-    Every rank searches, and the results are compared before any weight is read. In the directory of a run, the newest
-    step is chosen that all ranks see with equal content (`CheckpointStore.find`); a message names the ranks that do not
-    trust a newer step, and why. A step that the user names is either used or refused.
+    Every rank searches, and the results are compared before any weight is read. In the directory of a run, the run
+    starts from the newest step that is complete and equal on all ranks (`CheckpointStore.find`). A message names the
+    ranks that do not trust a newer step, with the reason. A step that the user names is either used or refused.
     Errors: ValueError on all ranks, if a named checkpoint is absent or damaged for any rank, or if there is no
     checkpoint that all ranks trust.
     """
@@ -86,8 +86,8 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
         return ResumePoint(locate(options.resume, report, exchange), weights_only=False)
     if options.load is None:
         return None
-    # --load and --save may name the same directory, which is empty at the first start; else a missing checkpoint is a
-    # mistake.
+    # --load and --save may name the same directory, which is empty at the first start. Otherwise a missing checkpoint
+    # is a mistake of the user.
     if options.load == options.save and not options.require_load:
         together(partial(_check_own_place, options.load), exchange)
         checkpoint = _store(options.load, exchange).find(verify=False, report=report, exchange=exchange)
@@ -105,12 +105,13 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
 
 
 def _continuing(tree: str, place: str) -> str:
-    """The advice on how to continue from a checkpoint of Megatron-LM."""
+    """Return the advice on how to continue from a checkpoint of Megatron-LM."""
     return f"`mega reshard --load-dir {tree} --save-dir {place}` makes a checkpoint, which --load {place} continues"
 
 
 def _check_own_place(place: str) -> None:
-    """Check that a directory for both --load and --save holds no foreign weights. Errors: CheckpointError."""
+    """Check that a directory for both --load and --save contains no weights in a foreign format. Errors:
+    CheckpointError."""
     form = None if url_of(place) is not None else foreign_form(Path(place))
     if form is not None:
         other = f"{place.rstrip('/')}-mega"
@@ -123,9 +124,9 @@ def _store(place: str, exchange: JsonExchange) -> CheckpointStore:
 
 
 def sidecar_files(checkpoint: StoredWeights, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The small files of the checkpoint to copy into new checkpoints: files of its tokenizer, and files for foreign
-    tools. run.toml is not copied, because each run writes its own run.toml. Empty if the run has a different tokenizer,
-    because the files refer to token ids of the old tokenizer.
+    """Return the small files of the checkpoint to copy into new checkpoints: the tokenizer's files, and files for other
+    tools. run.toml is not copied, because each run writes its own run.toml. The result is empty if the run has a
+    different tokenizer, because the files refer to token ids of the old tokenizer.
     """
     stored_files = {name: path.read_bytes() for name, path in checkpoint.attachments.items() if name != "run.toml"}
     tokenizer_files = {
@@ -149,7 +150,7 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
         base = checkpoint if point.base is None else point.base
         base_record = named_base(checkpoint)
         digest = base.digest if base_record is None else base_record["digest"]
-        # If a base is identified by the values of its weights, it is read from these weights, not from masters.
+        # If a base is identified by the values of its weights, read these weights instead of their masters.
         as_named = digest.startswith(SAMPLED)
         base.read([piece if as_named else _truest(piece, base) for piece in state.frozen_pieces()], cast=True)
         state.base = describe(base, digest)
@@ -197,8 +198,8 @@ def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
 
 
 def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
-    """Names of tensors that the checkpoint does not have, which start at their initial values: tensors of a new head,
-    of a head with a different number of classes, or of a new retriever.
+    """Return the names of tensors that start at their initial values, because the checkpoint does not have them:
+    tensors of a new head, of a head with a different number of classes, or of a new retriever.
 
     Empty for a run that resumes, which must find all tensors.
     """
@@ -212,7 +213,7 @@ def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
 
 
 def _stated(checkpoint: StoredWeights, name: str) -> Json:
-    """A metadata value that is required for a resume. Errors: CheckpointError."""
+    """Return a metadata value that is required for a resume. Errors: CheckpointError."""
     if name not in checkpoint.meta:
         raise CheckpointError(
             f"{checkpoint.path}: its manifest says no meta.{name}; give --finetune to load weights alone"
@@ -221,8 +222,8 @@ def _stated(checkpoint: StoredWeights, name: str) -> Json:
 
 
 def _dropout_rule(point: ResumePoint) -> int:
-    """The dropout rule of the run. A mega checkpoint that does not state the rule uses the oldest rule; imported
-    weights use the newest rule."""
+    """Return the dropout rule of the run: the oldest rule if a mega checkpoint does not state the rule, the newest rule
+    for imported weights."""
     meta = point.checkpoint.meta
     rule = meta.get("dropout_rule", OLD_RULE if "fingerprint" in meta else RULE)
     assert isinstance(rule, int)  # plain_state.py has checked it
@@ -232,7 +233,7 @@ def _dropout_rule(point: ResumePoint) -> int:
 def differences(
     run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh, threads: int | None = None
 ) -> Iterator[str]:
-    """Messages about the differences to the checkpoint: options, layout, and the content of token files.
+    """Yield messages about differences from the checkpoint: options, layout, and the content of token files.
 
     threads: the number from `Device.threads`. The schedule is not compared here, because schedules.py refuses a
     different schedule.
@@ -281,7 +282,7 @@ def differences(
 
 
 def other_corpora(point: ResumePoint, data: Datasets) -> list[str]:
-    """Token files whose content has changed since the checkpoint was written."""
+    """Return the token files whose content has changed since the checkpoint was written."""
     stored = below(point.checkpoint.meta, "corpora")
     return [
         prefix
@@ -295,8 +296,8 @@ def other_corpora(point: ResumePoint, data: Datasets) -> list[str]:
 
 
 def check_corpora(run: RunConfig, point: ResumePoint, data: Datasets) -> None:
-    """Check that the token files of a run that resumes have not changed; otherwise its samples would be neither the
-    remaining samples nor new samples. Errors: CheckpointError naming the files."""
+    """Check that the token files of a run that resumes have not changed; otherwise the run would continue at an
+    arbitrary position in the new files. Errors: CheckpointError naming the files."""
     if not point.weights_only and not run.data.allow_corpus_change and (changed := other_corpora(point, data)):
         raise CheckpointError(
             f"{', '.join(changed)}: holds other tokens than when {point.checkpoint.path} was written; put the old ones "
@@ -306,7 +307,8 @@ def check_corpora(run: RunConfig, point: ResumePoint, data: Datasets) -> None:
 
 
 def _layout(sizes: Mapping[str, float]) -> str:
-    """
+    """Format the sizes of a layout for a message.
+
     >>> _layout({"tp": 2, "dp": 4}), _layout({})
     ('--tp 2 x 4 data ranks', '1 rank')
     """
@@ -315,7 +317,7 @@ def _layout(sizes: Mapping[str, float]) -> str:
 
 
 def _reshuffled(run: RunConfig, stored: Mapping[str, object], data: Datasets) -> str:
-    """The change of the run's length, if it changes the order of samples; else "".
+    """Return a description of the change of the run's length if this change affects the order of samples; else "".
 
     A single pass has one shuffle, independent of the length. Several passes are shuffled together for the whole length,
     as in Megatron-LM.
@@ -330,7 +332,7 @@ def _reshuffled(run: RunConfig, stored: Mapping[str, object], data: Datasets) ->
 
 
 def _length(values: Mapping[str, object]) -> tuple[str, int]:
-    """The length of a run as a flag, and in samples."""
+    """Return the length of a run, as a flag and as a number of samples."""
     integers = {name: value for name, value in values.items() if isinstance(value, int)}
     samples, steps = integers.get("samples"), integers.get("steps")
     if samples is not None:
@@ -343,14 +345,14 @@ def _shown(value: object) -> str:
 
 
 def _truest(weight: Piece, checkpoint: StoredWeights) -> Piece:
-    """The piece of the weight's master, if the checkpoint has one; else the weight itself."""
+    """Return the piece of the weight's master if the checkpoint has this master; else the weight itself."""
     master = weight.key.replace("weights/", "master/", 1)
     return dataclasses.replace(weight, key=master) if master in checkpoint.tensors else weight
 
 
 def _same_rule(run: RunConfig, checkpoint: StoredWeights) -> None:
-    """Check that the update rule is that of the checkpoint, because different rules may have moments of the same
-    name."""
+    """Check that the run and the checkpoint have the same update rule, because moments of different rules may have
+    equal names."""
     optimizer, stored = run.optimizer.optimizer, below(checkpoint.meta, "config", "optimizer").get("optimizer")
     if stored not in (None, optimizer):
         raise CheckpointError(
@@ -360,7 +362,7 @@ def _same_rule(run: RunConfig, checkpoint: StoredWeights) -> None:
 
 
 def _same_task(run: RunConfig, checkpoint: StoredWeights) -> None:
-    """Check that --task is that of the checkpoint. Errors: CheckpointError."""
+    """Check that the run and the checkpoint have the same --task. Errors: CheckpointError."""
     task = run.finetuning.task
     stored = below(checkpoint.meta, "config", "finetuning").get("task", "lm")
     if stored != task:
@@ -371,8 +373,8 @@ def _same_task(run: RunConfig, checkpoint: StoredWeights) -> None:
 
 
 def _same_model(run: RunConfig, point: ResumePoint) -> None:
-    """Check that the options of the model are those of the checkpoint, except for the head of a task, a new retriever
-    and new adapters. Errors: CheckpointError naming each option that differs."""
+    """Check that the model's options equal those of the checkpoint, except for the head of a task, a new retriever and
+    new adapters. Errors: CheckpointError naming each option that differs."""
     checkpoint = point.checkpoint
     model = model_of(checkpoint.meta, str(checkpoint.path))
     if point.weights_only:

@@ -1,5 +1,5 @@
-"""Restore the newest checkpoint during a run: its weights, moments and loss scale, but the current data position, so
-that the batches since then are left out. This is a collective of all ranks."""
+"""Restore the newest checkpoint during a run: weights, moments and loss scale are restored, but the current data
+position is kept, so that the batches since the checkpoint are left out. All ranks must call this together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) ->
     """Roll back; returns the progress of the restored state, or None if nothing has been saved yet.
 
     Later steps count as skipped. A damaged checkpoint is reported, and an older checkpoint is used. Errors, on all
-    ranks: CheckpointError if all are damaged; UnreadableError if a checkpoint temporarily cannot be read.
+    ranks: CheckpointError if all checkpoints are damaged; UnreadableError if a checkpoint temporarily cannot be read.
     """
     saver.wait()
     exchange = state.exchange if state.mesh.world > 1 else alone
@@ -43,8 +43,7 @@ def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) ->
                 if isinstance(error, UnreadableError) or not steps:
                     raise
                 report(f"step {step} is passed over: {error}")
-    # `restore` has replaced the progress and the guard's records with those of the checkpoint; put the current ones
-    # back.
+    # `restore` has replaced the progress and the guard's records with those of the checkpoint; undo this.
     restored = state.progress
     progress.skipped = restored.skipped + progress.step - restored.step
     progress.skipped_samples = restored.skipped_samples + progress.consumed - restored.consumed

@@ -1,6 +1,7 @@
-"""Save the state of a run, at once or in the background. resume.py reads saved states.
+"""Save the state of a run, either immediately or in the background. resume.py reads saved states.
 
-A state that is not finite is not saved (guards/finite.py); the steps after a save show whether it is good (proving.py).
+A state that is not finite is not saved (guards/finite.py); the steps after a save show whether the save is good
+(proving.py).
 
 A save with --async-save:
 
@@ -93,7 +94,7 @@ class Saver:
         self._running: Future[tuple[int, float]] | None = None
         self._saved_step = state.progress.step if saved is None else saved
         self.saved_step = self._saved_step
-        """The newest step that is complete on disk, or the step at which the run has started."""
+        """The newest step that is complete on disk, or the step at which the run started."""
         self._stalled = 0.0
         """Seconds for which the run was stalled by the current save."""
         self._writers: Axis | None = None
@@ -142,7 +143,7 @@ class Saver:
         return self._running is not None and not self._running.done()
 
     def look(self) -> None:
-        """Called at every step: report a save that has ended, or raise its error."""
+        """Report a save that has ended, or raise its error. Must be called at every step."""
         if not self.busy:
             self.wait()
 
@@ -155,8 +156,9 @@ class Saver:
             self._reported(running.result(), f" in the background, stalling the run for {self._stalled:.2f} s")
 
     def finish(self, *, clean: bool = False, saves: bool = True) -> None:
-        """At the end of training: save the state, unless this step is already saved, and wait. clean: whether the run
-        has reached its last step, so that its saves are good. saves: whether to save. Errors: those of `save`.
+        """Save the state at the end of training, unless this step is already saved, and wait for the save. clean:
+        whether the run has reached its last step, so that its saves are good. saves: whether to save. Errors: those of
+        `save`.
         """
         if saves and self._saved_step != self.state.progress.step:
             self.save()
@@ -165,8 +167,8 @@ class Saver:
             self._proving.finished(clean=clean)
 
     def observe(self, step: int, loss: float | None, applied: bool) -> None:
-        """Record the finite loss of a step, and whether the step was applied; called for every step, in order, before a
-        save of that step. loss: None if the loss cannot be compared with the loss of a random guess."""
+        """Record the finite loss of a step, and whether its update was applied. Must be called for every step, in
+        order, before a save of that step. loss: None if the loss cannot be compared with the loss of a random guess."""
         if self._proving is not None:
             self._proving.observe(step, loss, applied)
 
@@ -176,7 +178,8 @@ class Saver:
             self._proving.record_validation(step, loss)
 
     def diverged(self, reason: str) -> None:
-        """Called when the run ends because it has diverged: its newest saves are suspect, and a resume ignores them."""
+        """Mark the newest saves as suspect, so that a resume ignores them. Called when the run ends because it
+        diverged."""
         with contextlib.suppress(SaveError):
             self.wait()
         if self._proving is not None:
@@ -210,8 +213,8 @@ class Saver:
     def _publish(
         self, pieces: Iterable[Piece], meta: dict[str, Json], agree: Callable[[bool], bool], spared: frozenset[int]
     ) -> tuple[int, float]:
-        """Publish a checkpoint and apply retention; returns its step and the seconds that this took. spared: older
-        steps that are kept regardless of the limits."""
+        """Publish a checkpoint and apply retention; returns the step and the duration in seconds. spared: older steps
+        to keep regardless of the limits."""
         mesh, step = self.state.mesh, int(numbers_below(meta, "progress")["step"])
         piece_list = list(pieces)
 
@@ -240,7 +243,7 @@ class Saver:
             yield from self.state.optimizer_pieces(mine=True)
 
     def _meta(self) -> dict[str, Json]:
-        """The metadata of a checkpoint of the current state."""
+        """Return the metadata of a checkpoint of the current state."""
         state = self.state
         return {
             **self._fixed,
@@ -280,7 +283,7 @@ def _in_time(
     rank: int,
     report: Callable[[str], None],
 ) -> SaveReport:
-    """Save; after a failure try again until the time limit is over on any rank. Errors: the last SaveError."""
+    """Save; after a failure, try again until the time limit expires on any rank. Errors: the last SaveError."""
     until, pause = time.monotonic() + 60 * minutes, RETRY_PAUSES[0]
     while True:
         try:
@@ -297,7 +300,7 @@ def _in_time(
 
 
 def _own_template(run: RunConfig, sidecar_files: Attachments) -> Attachments:
-    """The sidecar files, with the chat template of the run in place of that of the initial weights."""
+    """Return the sidecar files, with the chat template of the run instead of that of the initial weights."""
     template = run.data.chat_template
     if not (run.data.chat_data or run.finetuning.dpo_data):
         return sidecar_files
@@ -305,7 +308,7 @@ def _own_template(run: RunConfig, sidecar_files: Attachments) -> Attachments:
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:
-    """A function that reports to all ranks of an axis whether this rank succeeded, and returns whether all ranks
+    """Return a function that reports to all ranks of an axis whether this rank succeeded, and returns whether all ranks
     succeeded."""
 
     def agree(ok: bool) -> bool:

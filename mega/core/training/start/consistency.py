@@ -35,7 +35,7 @@ LONGEST = 200
 
 
 class Comparable(NamedTuple):
-    """The values of a rank, by names that users know. must: values that must be equal on all ranks. better: values that
+    """The values of a rank, by names for the user. must: values that must be equal on all ranks. better: values that
     should be equal; differences are reported."""
 
     must: Mapping[str, str]
@@ -43,7 +43,7 @@ class Comparable(NamedTuple):
 
 
 def comparable(inputs: Inputs, device: Device) -> Comparable:
-    """The values of this rank."""
+    """Return the values of this rank."""
     return Comparable({**code(), **flags(inputs.run), **contents(inputs)}, _machine(device))
 
 
@@ -58,7 +58,8 @@ def check_consistent(
     device: torch.device,
     report: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Phases 2 and 3: compare the values of all ranks. report: called with a message for each difference in `better`.
+    """Phases 2 and 3: compare the values of all ranks. report: function that is called with a message for each
+    difference in `better`.
     Errors: ValueError on every rank."""
     numbers = torch.tensor(
         [*_numbers(comparable_values.must), *_numbers(comparable_values.better)], dtype=torch.float64, device=device
@@ -79,13 +80,13 @@ def check_consistent(
 
 
 def _numbers(values: Mapping[str, str]) -> list[int]:
-    """A hash as 8 numbers of 32 bits, which are exact in float64, so every backend can reduce them."""
+    """Return a hash as 8 numbers of 32 bits. They are exact in float64, which every backend can reduce."""
     digest = hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()
     return [int(digest[at : at + 8], 16) for at in range(0, 64, 8)]
 
 
 def _differences(own_values: Mapping[str, str], everyone: Axis, device: torch.device) -> list[str]:
-    """For each name whose values differ: the values and the ranks that have them."""
+    """Return a message for each name whose values differ between ranks, with the values and their ranks."""
     shortened = {name: value[:LONGEST] for name, value in own_values.items()}
     reports = gather_json((socket.gethostname(), shortened), everyone, device)
     hosts = [host for host, _ in reports]
@@ -97,7 +98,7 @@ def _differences(own_values: Mapping[str, str], everyone: Axis, device: torch.de
 
 
 def by_rank(values: Sequence[object], hosts: Sequence[str]) -> str:
-    """A message with the ranks of each value. hosts: the host of each rank; the message names hosts if there are
+    """Return a message with the ranks of each value. hosts: the host of each rank; the message names hosts if there are
     several.
 
     >>> by_rank(["a", "a", "b"], ["n1", "n1", "n2"])
@@ -117,7 +118,8 @@ def by_rank(values: Sequence[object], hosts: Sequence[str]) -> str:
 
 
 def _compare_clocks(everyone: Axis, device: torch.device, report: Callable[[str], None]) -> None:
-    """Report clocks that differ. Call it directly after a collective, which all ranks leave at about the same time."""
+    """Report clocks that differ. Must be called directly after a collective, which ends on all ranks at about the same
+    time."""
     local_time = torch.tensor([time.time()], dtype=torch.float64, device=device)
     least, most = local_time.clone(), local_time.clone()
     all_reduce(least, everyone, "min")

@@ -1,8 +1,9 @@
-"""Check a run of any size on a laptop: build all kinds of ranks without memory, prove the plan, report sizes.
+"""Check a run of any size on a laptop: build one rank of each kind without allocating memory, prove the plan, and
+report sizes.
 
 Stages are built on the meta device in a mesh without process groups, so a 128-rank layout needs only one process. All
 tensor and data ranks of a stage hold blocks of equal size, except that the last tensor rank may hold less of the
-vocabulary. So the first and the last tensor rank of the first data rank are built.
+vocabulary. So only the first and the last tensor rank of the first data rank are built.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def dry_run(inputs: Inputs, world: int) -> None:
 
 
 def _run_of(numbers: list[int]) -> str:
-    """
+    """Format consecutive block indices as a range.
+
     >>> _run_of([4, 5, 6]), _run_of([3]), _run_of([])
     ('4-6', '3', 'none')
     """

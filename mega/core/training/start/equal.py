@@ -1,7 +1,8 @@
-"""Values that must be equal on all ranks and hosts of a run, by names that users know: code, flags, tokenizer, data.
-Does not import torch.
+"""The values that must be equal on all ranks and hosts of a run, by names for the user: code, flags, tokenizer, data.
+This module does not import torch.
 
-Ranks compare these values before the first step (consistency.py), and hosts when they join a run (processes/leader.py).
+Ranks compare these values before the first step (consistency.py); hosts compare them when they join a run
+(processes/leader.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def code() -> dict[str, str]:
 
 @cache
 def _source() -> str:
-    """A hash of all source files of the package, with their paths."""
+    """Return a hash of all source files of the package, with their paths."""
     root, digest = Path(mega.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -35,13 +36,13 @@ def flags(run: RunConfig | Options) -> dict[str, str]:
 
 
 def alike(options: Options, inputs: Inputs) -> dict[str, str]:
-    """The values of a host that joins a run. The flags are compared as typed, because their resolved values may depend
-    on the checkpoints of the run."""
+    """Return the values of a host that joins a run. The flags are compared as typed, because their resolved values may
+    depend on the checkpoints of the run."""
     return {**code(), **flags(options), **contents(inputs)}
 
 
 def contents(inputs: Inputs) -> dict[str, str]:
-    """Digests of the tokenizer and of all data files of the run."""
+    """Return digests of the tokenizer and of all data files of the run."""
     digests = {"the tokenizer": inputs.tokenizer.fingerprint()} if inputs.tokenizer is not None else {}
     for prefix, content in inputs.datasets.corpora.items():
         digests[f"the content of {prefix}"] = hashlib.sha256(json.dumps(dict(content)).encode()).hexdigest()

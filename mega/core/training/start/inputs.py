@@ -1,5 +1,5 @@
-"""Check and resolve a run, and open its inputs: tokenizer and data. Does not import torch, nor numpy before data are
-opened.
+"""Check and resolve a run, and open its inputs: tokenizer and data. This module does not import torch, and imports
+numpy only when data are opened.
 
 resolve_run    once in every process that the user has started: check, derive, and read the vocabulary
 open_inputs    once in every process that trains, and in the launcher, so that a mistake in a file is reported once,
@@ -42,14 +42,14 @@ USUAL_RATES = {"adam": 0.1, "lamb": 1.0, "sgd": 10.0}
 """Optimizer -> the largest usual learning rate."""
 
 SWEEPS = ("range-test", "range-exponential")
-"""Schedules that increase the rate until training diverges, on purpose."""
+"""Schedules that deliberately increase the learning rate until training diverges."""
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A checked and resolved run, and messages for the user. The launcher sends it to ranks by pickle.
+    """A checked and resolved run, and messages for the user. The launcher sends this object to ranks by pickle.
 
-    tokenizer: None if this process has not opened it, or if the run has none.
+    tokenizer: None if this process has not opened the tokenizer, or if the run has no tokenizer.
     """
 
     run: RunConfig
@@ -71,14 +71,14 @@ class Inputs:
     """Messages for the user."""
 
     def fingerprint(self) -> str:
-        """Hash of config and tokenizer, which must be equal on all ranks."""
+        """Return a hash of config and tokenizer, which must be equal on all ranks."""
         text = json.dumps(dataclasses.asdict(self.run), sort_keys=True, default=str)
         tokens = self.tokenizer.fingerprint() if self.tokenizer is not None else ""
         return hashlib.sha256(f"{text}\n{tokens}".encode()).hexdigest()
 
     def level(self) -> str:
-        """Hash of everything except the weights that losses and gradient norms depend on: the construction of batches,
-        and the tokens."""
+        """Return a hash of everything on which losses and gradient norms depend, except the weights: the construction
+        of batches, and the tokens."""
         names = [name for name in options_with(on_resume="noted") if entries()[name].section in _OF_BATCHES]
         values = {name: value_of(self.run, name) for name in (*names, "seq_length")}
         tokens = [[content.get("lengths"), content.get("content")] for content in self.datasets.corpora.values()]
@@ -126,7 +126,7 @@ def _check_port(options: Options) -> None:
 
 
 def _rates(options: Options) -> list[str]:
-    """A message about a learning rate far above the optimizer's usual rates."""
+    """Return a message about a learning rate that is far above the optimizer's usual rates."""
     rate, rule = options.optimizer.lr, options.optimizer.optimizer
     if rule not in USUAL_RATES or rate is None or rate <= USUAL_RATES[rule] or options.schedule.lr_decay in SWEEPS:
         return []
@@ -151,7 +151,8 @@ def _in_steps(options: Options, world: int) -> Options:
 
 
 def _check_adapters(options: Options) -> None:
-    """Check that there are weights to add adapters to, and that --lora-targets names linears. Errors: ValueError."""
+    """Check that there are weights to add adapters to, and that --lora-targets names linear layers. Errors:
+    ValueError."""
     if not options.model.lora_rank:
         return
     nothing = options.checkpoint.load is None and options.checkpoint.resume is None
@@ -198,8 +199,8 @@ def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str])
 
 
 def _with_padding(options: Options, vocab: int) -> int:
-    """The size of a vocabulary whose padding counts as tokens: the size in the initial checkpoint, if that is large
-    enough for the tokenizer (so that the run can continue in any layout), else the padded size of this layout."""
+    """Return the size of a vocabulary whose padding counts as tokens: the size in the initial checkpoint, if that is
+    large enough for the tokenizer (so that the run can continue in any layout), else the padded size of this layout."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 
@@ -230,8 +231,9 @@ def _has_data(run: RunConfig) -> bool:
 
 
 def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
-    """With --use-checkpoint-config: `options` with the model of --load, and with the sample kind of its family. Values
-    of `options` have precedence if a resumed run may change them; other values are ignored, with a message."""
+    """With --use-checkpoint-config, return `options` with the model of --load and the sample kind of the model's
+    family. Values of `options` have precedence if a resumed run may change them; other values are ignored, with a
+    message."""
     load, typed = options.checkpoint.load, options.model
     if load is None or not options.checkpoint.use_checkpoint_config:
         return options

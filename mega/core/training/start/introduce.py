@@ -1,6 +1,6 @@
-"""Messages before the first step: the model, the layout, the device, the length and the outputs of a run; after a
-resume also the differences from the checkpoint. Lines have at most 120 columns unless a path is long. This module makes
-no decisions.
+"""Messages before the first step: the model, layout, device, length and outputs of a run and, after a resume, the
+differences from the checkpoint. Lines have at most 120 columns, except with a long path. This module only reports; it
+does not make decisions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mega.core.training.wire import chosen_ops
 from mega.core.words import count_words
 
 MOST_NAMES = 8
-"""Maximum number of tensors that a line lists."""
+"""Maximum number of tensors that a message lists."""
 
 
 def introduce(
@@ -40,8 +40,8 @@ def introduce(
     report: Callable[[str], None],
     saved: int | None = None,
 ) -> None:
-    """Print the messages before the first step. steps: index of the last step. report: called with each line. saved:
-    the step of the checkpoint, if the run has resumed from a later step in memory."""
+    """Print the messages before the first step. steps: index of the last step. report: function that prints a line.
+    saved: the step of the checkpoint, if the run has resumed from a later step in memory."""
     run = inputs.run
     for note in (*inputs.notes, *inputs.datasets.example):
         report(note)
@@ -69,13 +69,13 @@ def introduce(
 
 
 def expert_axes(run: RunConfig) -> list[str]:
-    """The sizes of the axes that share experts: these axes are folded out of the other axes, so they add no ranks."""
+    """Return the sizes of the axes of experts. These axes use the ranks of the other axes, so they add no ranks."""
     sizes = {"ep": run.parallel.ep, "etp": run.parallel.etp}
     return [f"{name} {size}" for name, size in sizes.items() if size > 1 and run.model.experts]
 
 
 def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[str]:
-    """Lines about the model, the layout, the device, the operators and the batch."""
+    """Yield lines about the model, the layout, the device, the operators and the batch."""
     yield f"model: {shape_words(architecture(run.model))}; {parameter_words(run.model)}"
     if (adapters := architecture(run.model).adapters) is not None:
         trained, all_of = (
@@ -113,7 +113,7 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
 
 
 def _mask(run: RunConfig, attention: Attention, length: int) -> AttentionMask:
-    """The mask of an attention in training. Encoders use document indices to separate tokens from padding."""
+    """Return the attention mask for training. Encoders use document indices to separate tokens from padding."""
     numbers = torch.empty(1, length, dtype=torch.int64, device="meta")
     documents = numbers if run.data.reset_attention or not attention.causal else None
     dropout = None
@@ -131,7 +131,8 @@ def _mask(run: RunConfig, attention: Attention, length: int) -> AttentionMask:
 
 
 def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> str:
-    """The line about the length of the run: steps, tokens, and epochs if the size of the training set is known."""
+    """Return the line about the length of the run: steps, tokens, and epochs if the size of the training set is
+    known."""
     samples, tokens = lengths(run).samples, run.runtime.exit_tokens
     if tokens is not None:
         samples = min(samples, -(-tokens // run.batch.seq_length))
@@ -142,7 +143,7 @@ def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> s
 
 
 def _outputs(run: RunConfig) -> str:
-    """The line about checkpoints and metrics."""
+    """Return the line about checkpoints and metrics."""
     checkpoint, log = run.checkpoint, run.log
     answers = f", and at port {log.metrics_port} (/metrics, /health)" if log.metrics_port else ""
     board = f", TensorBoard in {log.tensorboard_dir}" if log.tensorboard_dir else ""
@@ -157,7 +158,7 @@ def _outputs(run: RunConfig) -> str:
 
 
 def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
-    """Notes about settings that are slow on a GPU, and about CUDA graphs."""
+    """Yield notes about settings that are slow on a GPU, and about CUDA graphs."""
     if not device.is_cuda:
         return
     if run.precision.dtype == "fp32":
@@ -173,7 +174,8 @@ def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
 
 
 def _counted(count: int, noun: str) -> str:
-    """
+    """Format a count with its noun.
+
     >>> _counted(1, "step"), _counted(2000, "microbatch")
     ('1 step', '2,000 microbatches')
     """

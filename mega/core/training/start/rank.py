@@ -1,6 +1,6 @@
 """The start of a run on one rank: the mesh, the state, the checkpoint to resume from, the task, and the routines.
 
-All errors of files, and of ranks that disagree, are raised here, before the first step.
+All errors about files, and about ranks with different inputs, are raised here, before the first step.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TrainingResult:
     step: int
     """Index of the last step."""
     numbers: Mapping[str, float]
-    """The numbers of that step: "loss", "grad_norm" and the other numbers of a row of metrics; empty if there was no
-    step."""
+    """The numbers of the last step: "loss", "grad_norm" and the other numbers of a row of metrics; empty if there was
+    no step."""
     evaluation: Mapping[str, Mapping[str, float]]
     """Name of each held-out set -> its newest results, including "loss"."""
     checkpoint: str | None
@@ -91,13 +91,13 @@ class StartedRun:
     point: ResumePoint | None
     """The checkpoint from which the run starts; None for new weights."""
     saved: int
-    """The step of that checkpoint; the copies in memory may be newer."""
+    """The step of this checkpoint, or 0. The copies in memory may be newer."""
     copies: PeerCopies | None
     steps: int
     """Index of the last step."""
 
     def saver(self, report: Callable[[str], None]) -> Saver | None:
-        """The object that publishes checkpoints; None without --save."""
+        """Return the object that publishes checkpoints; None without --save."""
         inputs, point = self.inputs, self.point
         if inputs.run.checkpoint.save is None:
             return None
@@ -169,14 +169,13 @@ def begin(
 ) -> StartedRun:
     """Build the state of one rank, restore the weights from which the run starts or resumes, and open its task.
 
-    resources: holds the lock of --save until it is closed. report: prints a line on rank 0. Errors: ValueError on every
-    rank.
+    resources: stack that holds the lock of --save until it is closed. report: function that prints a message on rank 0.
+    Errors: ValueError on every rank.
     """
     run, evaluated = inputs.run, inputs.run.evaluation
     mesh = build_mesh(run, rank, world, groups)
     check_consistent(comparable(inputs, device), mesh.everyone, device.torch, report)
-    # Locked before the search for the newest checkpoint, because another process with the lock may be saving a
-    # checkpoint.
+    # Lock before searching for the newest checkpoint, because another process with the lock may be saving a checkpoint.
     lock(resources, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     exchange: JsonExchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
     check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)
@@ -213,8 +212,8 @@ def start(
     resources: contextlib.ExitStack,
     lines: Callable[[str], None] = print_line,
 ) -> Training:
-    """Build the run of one rank, ready to play. resources: see `begin`. lines: prints the lines of rank 0. Errors:
-    ValueError on every rank."""
+    """Build a run on one rank, ready to call `play`. resources: see `begin`. lines: function that prints log lines on
+    rank 0. Errors: ValueError on every rank."""
     started = begin(inputs, rank, world, device, groups, resources, lines if rank == 0 else discard)
     run, state, steps = started.inputs.run, started.state, started.steps
     stop = _stop(state)
@@ -234,7 +233,7 @@ def start(
 def _watched(
     state: TrainState, saver: Saver | None, meters: Meters | None, report: Callable[[str], None], last: int
 ) -> tuple[Judge, StepClock, Stragglers | None, StepProfiler | None]:
-    """The objects that check and measure each step of a run, up to step `last`."""
+    """Return the objects that check and measure each step of a run, up to step `last`."""
     run, mesh, rank = state.run, state.mesh, state.mesh.rank
     state.probes = Probes(state.stages, state.grads, mesh, state.device.torch)
     state.injector = injector(state, run.guards.inject)
@@ -305,7 +304,8 @@ def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: C
 def _meters(
     run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None], lines: Callable[[str], None]
 ) -> Meters:
-    """The meters of the run. Call this function after all checks, because it removes rows from the file of metrics."""
+    """Return the meters of the run. Call this function after all checks, because it removes rows from the file of
+    metrics."""
     return Meters(
         run.log,
         start=state.progress.step,
