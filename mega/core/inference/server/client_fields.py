@@ -32,7 +32,7 @@ class ClientFields(Body):
         None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1], description="the same as repetition_penalty"
     )
     guided_json: dict[str, object] | None = Field(None, description="a JSON schema, as of response_format")
-    json_schema: dict[str, object] | None = Field(None, description="the same")
+    json_schema: dict[str, object] | None = Field(None, description="the same as guided_json")
     guided_regex: str | None = Field(None, description="a regular expression, as of response_format")
     guided_choice: list[object] | None = Field(
         None,

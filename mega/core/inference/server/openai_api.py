@@ -121,7 +121,10 @@ class Common(SamplingFields, ClientFields):
         description="subtracted from the logits of tokens that occur in the answer",
     )
     frequency_penalty: float | None = Field(
-        None, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, once for each occurrence"
+        None,
+        ge=-MOST_PENALTY,
+        le=MOST_PENALTY,
+        description="subtracted from logits once per occurrence of the token in the answer",
     )
     logit_bias: dict[str, object] | None = Field(
         None,
@@ -176,9 +179,11 @@ class Chat(Common):
         description="maximum new tokens [-1: as many as fit]",
         json_schema_extra={"not": {"const": 0}},
     )
-    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 62, description="the same")
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 62, description="the same as max_tokens")
     logprobs: bool = Field(False, description="return log-probabilities of each token")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="and of the n most likely; needs logprobs")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="also return the n most likely tokens; needs logprobs"
+    )
     tools: list[object] | None = Field(
         None,
         description='functions that the model may call: [{"type": "function", "function": {"name", "parameters"}}]',
@@ -191,7 +196,9 @@ class Chat(Common):
     add_generation_prompt: Literal[True] | None = Field(None, description="only true")
     continue_final_message: Literal[False] | None = Field(None, description="only false")
     include_reasoning: Literal[True] | None = Field(None, description="only true")
-    reasoning_format: Literal["auto", "deepseek"] | None = Field(None, description="as reasoning_content")
+    reasoning_format: Literal["auto", "deepseek"] | None = Field(
+        None, description="reasoning is always returned as reasoning_content"
+    )
     parallel_tool_calls: bool | None = Field(None, description="false: return only the first call")
 
 
