@@ -43,8 +43,8 @@ from mega.core.plan.layers import split_layers
 Problems = Iterator[str]
 
 MOST_TOKENS = 2**26
-"""Maximum number of tokens in a microbatch. The ids of so many tokens take half a gigabyte, which is allocated even in
-a dry run."""
+"""Maximum number of tokens in a microbatch. The ids of this number of tokens take half a gigabyte, which is allocated
+even in a dry run."""
 MOST_ACTS = 2**21
 """Maximum number of forward passes in a step's plan, over all stages and chunks. The number is limited because every
 rank makes, checks and stores the plan."""

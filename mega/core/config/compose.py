@@ -56,7 +56,8 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def nearest_flag(flag: str, valid: Iterable[str]) -> str:
-    """Return ` (nearest: ...)` as `nearest` does, but for flags: leading dashes and the order of words are ignored.
+    """Return ` (nearest: ...)` for an unknown flag, as `nearest` does. Leading dashes and the order of words are
+    ignored.
 
     >>> nearest_flag("--layrs", ["--layers", "--lr"]), nearest_flag("--size-hidden", ["--hidden-size", "--heads"])
     (' (nearest: --layers)', ' (nearest: --hidden-size)')

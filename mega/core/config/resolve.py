@@ -303,7 +303,7 @@ def batch_sizes(batch: BatchConfig) -> Iterator[int]:
 
 
 def rising_steps(batch: BatchConfig) -> Iterator[int]:
-    """Yield the number of samples in each step of the ramp-up; nothing if there is no ramp-up.
+    """Yield the number of samples in each step of the ramp-up; nothing without a ramp-up.
 
     >>> list(rising_steps(BatchConfig(seq_length=1, micro_batch=1, global_batch=6, rampup=(2, 2, 8), samples=100)))
     [2, 2, 4, 6]

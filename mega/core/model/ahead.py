@@ -1,11 +1,12 @@
-"""Multi-token prediction as in Megatron-LM and DeepSeek-V3 (section 2.2): layers in the head predict later tokens.
+"""Multi-token prediction as in Megatron-LM and DeepSeek-V3 (section 2.2): layers in the head predict tokens after the
+next.
 
-    h_0          the stream after the final norm, which predicts the next token
+    h_0          residual stream after the final norm, which predicts the next token
     h_d          norm(layer(linear [norm(embedding of the token d positions later), norm(h_d-1)]))
     loss of d    the loss of h_d, with the shared output matrix, for the label d positions later
 
-The model's embedding tables, output matrix and loss are used. After the end of a row or of a packed
-document the tokens are 0, with loss weight 0.
+These layers share the model's embedding tables, output matrix and loss. Tokens after the end of a row or of a packed
+document are 0, with loss weight 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class AheadLayer(nn.Module):
-    """The layer of one depth. tensors: tensors of the head. residual: dtype of the residual stream."""
+    """The layer that predicts the token at one depth. tensors: tensors of the head. residual: dtype of the residual
+    stream."""
 
     def __init__(
         self,
@@ -55,7 +57,8 @@ class AheadLayer(nn.Module):
     def forward(
         self, h: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """h [our tokens, h], and the tokens of this depth, int64 [b, s] -> [our tokens, h]."""
+        """Return the stream of this depth, [this rank's tokens, h]. h: the stream of the previous depth, of the same
+        shape. tokens: int64 [b, s], the tokens of this depth."""
         embedded = self.embedding(tokens, positions, context)
         normed = self.token_norm(ResidualState(embedded))[1], self.stream_norm(ResidualState(h))[1]
         x = self.join(torch.cat(normed, 1)).to(self.residual)
@@ -63,7 +66,7 @@ class AheadLayer(nn.Module):
 
 
 class AheadTokens(NamedTuple):
-    """The later tokens of each position, [b, s, depths]."""
+    """Tokens, labels and loss weights at each depth, each [b, s, depths]."""
 
     tokens: torch.Tensor  # int64
     labels: torch.Tensor  # int64
@@ -77,7 +80,8 @@ def tokens_ahead(
     depths: int,
     documents: torch.Tensor | None = None,
 ) -> AheadTokens:
-    """The tokens ahead of whole rows [b, s]. documents: as in `DecoderBatch`; tokens of other documents are masked.
+    """Return the tokens ahead of each position in whole rows [b, s]. documents: as in `DecoderBatch`; tokens of another
+    document are masked.
 
     >>> tokens_ahead(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), torch.ones(1, 3), 2).labels.tolist()
     [[[7, 8], [8, 0], [0, 0]]]

@@ -1,14 +1,14 @@
-"""Losses of layers (load balance, router z-loss, ...): their gradients, their reported sums and their divisors.
+"""Losses of layers (load balance, router z-loss, ...), with gradients, reported sums and divisors.
 
     y = context.auxiliary_loss(loss, x, total, ...)      y is x; in the backward pass
                                                          dx = dy,  d total = scale
 
-The loss is attached to the stream: its backward pass begins when the gradient of x arrives, inside the layer's own
-backward pass. At this point the layer's weights are unsharded (ZeRO 3) and its recomputed activations exist, for any
-schedule. A separate root of the backward pass would run before the layer's weights are gathered. `scale` is known
-before the forward pass.
+The loss is attached to the residual stream: the backward pass of the loss begins when the gradient of x arrives, inside
+the layer's backward pass. At this point the layer's weights are unsharded (ZeRO 3) and the layer's recomputed
+activations exist, for any pipeline schedule. A separate root of the backward pass would run before the layer's weights
+are gathered. `scale` is computed before the forward pass.
 
-Every tensor rank computes the gradient of its own `total`. Reported totals are summed over the tensor ranks once per
+Every tensor rank computes the gradient of its local `total`. Reported totals are summed over the tensor ranks once per
 microbatch.
 """
 
@@ -26,9 +26,10 @@ from mega.core.parallel.mesh import Axis
 
 
 def divisor(loss: AuxiliaryLoss, batch: int, seq: int, *, shards: int) -> float:
-    """The divisor of one layer's total for a microbatch of [batch, seq] tokens on this rank.
+    """Return the divisor of one layer's total for a microbatch of [batch, seq] tokens on this rank.
 
-    shards: number of context ranks that share the sequences; each counts its share of a sequence and of the microbatch.
+    shards: number of context ranks that share the sequences; each context rank counts its share of the sequences or of
+    the microbatch.
     """
     return {"tokens": float(batch * seq), "sequences": batch / shards, "microbatches": 1 / shards}[loss.mean_over]
 
@@ -36,10 +37,10 @@ def divisor(loss: AuxiliaryLoss, batch: int, seq: int, *, shards: int) -> float:
 class AuxiliarySums:
     """The losses that the layers of one stage compute for one microbatch.
 
-    scales: name -> float64 [], the factor of totals before the backward pass; None if only the forward pass runs.
-    tp: the tensor axis. shards: as in `divisor`.
+    scales: name of a loss -> float64 [], the factor of the loss's totals in the backward pass; None for a forward pass
+    only. tp: the tensor axis of the mesh. shards: as in `divisor`.
 
-    Recomputed layers compute their losses again; totals added after the call of `terms` are not counted.
+    Recomputed layers compute their losses again, but totals added after the call of `terms` are not counted.
     """
 
     def __init__(self, scales: Mapping[str, torch.Tensor] | None, tp: Axis, shards: int):
@@ -51,11 +52,12 @@ class AuxiliarySums:
     def add(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: torch.Tensor, shape: tuple[int, int], split: bool
     ) -> torch.Tensor:
-        """As `ForwardContext.auxiliary_loss`, for a computed total. shape: (batch, seq) of the layer's input."""
+        """Attach a loss as `ForwardContext.auxiliary_loss` does, for a total that is already computed. shape: (batch,
+        seq) of the layer's input."""
         assert total.dim() == 0 and total.dtype in (torch.float32, torch.float64), "totals are summed in fp32 at least"
         if self._open:
             weight = divisor(loss, *shape, shards=self._shards) if self._tp.first else 0.0
-            # `terms` sums over tensor ranks, so a total that all ranks computed counts on the first rank only.
+            # `terms` sums over tensor ranks, so a total computed on all ranks is counted on the first rank only.
             reported = total.detach().double() if split or self._tp.first else torch.zeros_like(total).double()
             sums, before = torch.stack([reported, torch.full_like(reported, weight)]), self._sums.get(loss.name)
             self._sums[loss.name] = sums if before is None else before + sums
@@ -71,13 +73,13 @@ class AuxiliarySums:
         return self._open
 
     def once(self, key: tuple[int, str], value: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """value() on the first call with this key; later calls (recomputation) return the same tensor."""
+        """Return value() on the first call with `key`, and the same tensor on later calls (recomputation)."""
         if key not in self._first:
             self._first[key] = value()
         return self._first[key]
 
     def terms(self) -> dict[str, Term]:
-        """Totals and divisors over all layers, by name; the same on every tensor rank."""
+        """Return totals and divisors over all layers, by loss name; equal on every tensor rank."""
         self._open = False
         if not self._sums:
             return {}
@@ -87,7 +89,7 @@ class AuxiliarySums:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity of x. Its backward pass also gives `total` the gradient `scale`."""
+    """Identity of x, whose backward pass also gives `total` the gradient `scale`."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,12 @@
 """BERT (Devlin et al. 2018) as pipeline stages: a bidirectional stack, and two losses.
 
-    lm     prediction of masked words: dense, activation, norm, the tied embedding and a vocabulary bias; the mean over
-           masked words
-    pair   whether a row's two segments are swapped, predicted from its first token; the mean over the labelled rows
+    lm     prediction of masked words by a dense layer, activation, norm, the tied embedding and a vocabulary bias;
+           the mean over masked words
+    pair   prediction, from a row's first token, of whether the row's two segments are swapped; the mean over
+           labelled rows
 
-If the batch lists the masked positions and a rank holds whole rows, the word head runs on these positions only.
-Otherwise it runs on all tokens, as in Megatron-LM.
+If the batch lists the masked positions and a rank holds whole rows, the word head runs only on the masked positions.
+Otherwise the word head runs on all tokens, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ Tensors = dict[str, Tensor]
 
 
 class WholeLinear(ColumnLinear):
-    """A linear layer that every rank holds whole and applies to the rank's own tokens or rows."""
+    """A linear layer that every rank holds whole and applies to the tokens or rows of that rank."""
 
     def __init__(self, factory: ParameterFactory, tensors: Tensors, name: str):
         super().__init__(factory, [tensors[f"{name}.weight"]], [tensors[f"{name}.bias"]], ALONE)
 
 
 class WordHead(nn.Module):
-    """Prediction of masked words: dense, activation and norm of our tokens, then logits over the sharded vocabulary."""
+    """Head for masked words: dense, activation and norm of this rank's tokens, then logits over the sharded
+    vocabulary."""
 
     def __init__(self, factory: ParameterFactory, transform: Transform, tensors: Tensors, region: Region):
         super().__init__()
@@ -57,8 +59,8 @@ class WordHead(nn.Module):
         self.activation, self.ops, self.region = transform.activation, factory.ops, region
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch, scale: torch.Tensor | None = None) -> Term:
-        """x [tokens, h], our tokens under sequence parallelism -> the loss. If `scale` is known, one pass over the
-        logits also computes the gradient."""
+        """Return the loss for x [tokens, h], this rank's tokens under sequence parallelism. If `scale` is given, one
+        pass over the logits also computes the gradient."""
         labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
         if batch.predicted is not None and not self.region.sequence:
             rows = torch.arange(len(batch.predicted), device=x.device) * batch.tokens.shape[1]
@@ -67,7 +69,7 @@ class WordHead(nn.Module):
         return token_loss(self.transformed(x), labels, weights, self.weight, self.region, self.bias, scale)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, h] -> [tokens, ids of this rank]."""
+        """Return the logits [tokens, ids of this rank] for x [tokens, h]."""
         return logits(self.transformed(x), self.weight, self.region, self.bias)
 
     def transformed(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,10 +78,10 @@ class WordHead(nn.Module):
 
 
 class RowHead(nn.Module):
-    """Classification of rows: the pooled first token, then a linear layer with one output per class. Every tensor rank
-    computes the same result.
+    """Head that classifies rows: a linear layer, with one output per class, on the pooled first token. Every tensor
+    rank computes the same result.
 
-    dropout: returns the dropout for the pooled tokens of a batch, one token per row.
+    dropout: function that returns the dropout for the pooled tokens of a batch, one token per row.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class RowHead(nn.Module):
         self.region, self.dropout, self.choices = region, dropout, value.choices
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Losses:
-        """x [tokens, h], our tokens under sequence parallelism -> the loss, and the accuracy as a metric."""
+        """Return the loss and the accuracy for x [tokens, h], this rank's tokens under sequence parallelism."""
         classes = self.logits(x, batch)
         losses = F.cross_entropy(classes.to(accurate(classes.dtype)), batch.pairs.clamp(min=0), reduction="none")
         correct = (classes.detach().argmax(-1) == batch.pairs).to(losses.dtype)
@@ -104,17 +106,17 @@ class RowHead(nn.Module):
         return Losses((Term((losses * rows).sum(), rows.sum()),), (Term((correct * rows).sum(), rows.sum()),))
 
     def logits(self, x: torch.Tensor, batch: MaskedBatch) -> torch.Tensor:
-        """[b, classes] on every rank; for multiple choice [b / choices, choices]."""
+        """Return logits [b, classes], or for multiple choice [b / choices, choices], on every rank."""
         pooled, drop = self.pooler(self.first_tokens(x, *batch.tokens.shape)).tanh(), self.dropout(batch)
         classes: torch.Tensor = self.out(pooled if drop is None else drop(pooled))
         return classes if self.choices == 1 else classes.view(-1, self.choices)
 
     def first_tokens(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
-        """The first token of each row: [batch, h] on every rank."""
+        """Return the first token of each row, [batch, h], on every rank."""
         if not self.region.sequence:
             return x.unflatten(0, (batch, seq))[:, 0]
-        # Under sequence parallelism this rank has the first tokens of some rows: fill the other rows with 0, then sum
-        # over ranks.
+        # Under sequence parallelism this rank has the first tokens of only some rows: fill the other rows with 0, then
+        # sum over ranks.
         positions = torch.arange(batch, device=x.device) * seq - self.region.axis.index * len(x)
         on_this_rank = (positions >= 0) & (positions < len(x))
         first = x[positions.clamp(0, len(x) - 1)].masked_fill(~on_this_rank[:, None], 0)
@@ -122,7 +124,7 @@ class RowHead(nn.Module):
 
 
 class BertHead(nn.Module):
-    """The final norm (in models with norms before branches) and the heads for words and rows."""
+    """The final norm (if norms come before branches) and the heads for masked words and rows."""
 
     def __init__(
         self,
@@ -138,14 +140,14 @@ class BertHead(nn.Module):
         self.norm = normalization(factory, model.stacks[-1].norm, tensors)
         self.words = None if transform is None else WordHead(factory, transform, tensors, region)
         self.rows = None if output.rows is None else RowHead(factory, tensors, output.rows, region, dropout)
-        # A model without a head still has its pooler.
+        # A model with --head none still has a pooler.
         alone = output.pooler and output.rows is None
         self.pooler = WholeLinear(factory, tensors, "pooler.dense") if alone else None
 
     def forward(
         self, stream: ResidualState, batch: MaskedBatch | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """The losses of a batch; if no batch is given, the logits of words [tokens, ids of this rank]."""
+        """Return the losses of a batch; without a batch, the logits of words [tokens, ids of this rank]."""
         x = self.normed(stream)
         if batch is None:
             assert self.words is not None
@@ -159,12 +161,12 @@ class BertHead(nn.Module):
         return Losses((*word_losses.terms, *row_losses.terms), row_losses.metrics)
 
     def normed(self, stream: ResidualState) -> torch.Tensor:
-        """The stream after the last layer and the final norm, [tokens, h]."""
+        """Return the stream after the last layer and the final norm, [tokens, h]."""
         return stream.sum(self.ops) if self.norm is None else self.norm(stream)[1]
 
 
 def losses_of(output: Output) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the losses and metrics of an output."""
+    """Return the names of the losses and metrics of a model with the output `head`."""
     if output.words is None:
         return ((), ()) if output.rows is None else (("class",), ("accuracy",))
     return (("lm",), ()) if output.rows is None else (("lm", "pair"), ("pair_accuracy",))
@@ -186,7 +188,7 @@ class BertStage(StackStage[MaskedBatch]):
         self.head_terms = dict.fromkeys(terms, 1.0)
 
     def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
-        """Logits of the words [b, s, ids of this rank], of the classes [b, classes], or of the choices."""
+        """Return logits of the words [b, s, ids of this rank], of the classes [b, classes], or of the choices."""
         head = cast(BertHead, self.head)
         rows = head.rows
         if head.words is not None or rows is None:
@@ -200,7 +202,7 @@ class BertStage(StackStage[MaskedBatch]):
         return BertHead(factory, self.architecture, tensors, self.region, self.pooled_dropout)
 
     def pooled_dropout(self, batch: MaskedBatch) -> Dropout | None:
-        """Dropout of the pooled first tokens of a classifier. The head for the order of segments has no dropout."""
+        """Return the dropout of a classifier's pooled first tokens. The head for segment order has no dropout."""
         seed, probability = self.dropout_seed, self.architecture.input.dropout
         if seed is None or not probability or self.architecture.output.words is not None:
             return None

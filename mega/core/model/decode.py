@@ -1,10 +1,10 @@
-"""One decoding step on a stage of a decoder: the layers of model/layer.py, with parts prepared for decoding.
+"""One decoding step on a decoder's stage: the layers of model/layer.py as functions that are prepared for decoding.
 
-For a small model the host spends more time between operations than the device spends on the operations. So the
-functions of a stage are prepared once, without the parts that a step does not need: modules, gradients, dropout,
-sequence parallelism, ZeRO. A step takes tensors whose shapes depend only on the number of tokens, and never waits on
-the host, so a CUDA graph can record the step. If the ops have kernels for few rows, these kernels compute branches of
-the usual form, except the attention itself.
+For a small model, launching operations takes the host longer than running them takes the device. So the functions of a
+stage are prepared once, without features that decoding does not need: modules, gradients, dropout, sequence
+parallelism, ZeRO. The inputs of a step are tensors whose shapes depend only on the number of tokens, and a step never
+synchronizes with the host, so a CUDA graph can record the step. If the ops have kernels for few rows, these kernels
+compute all common branches, except the attention itself.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from mega.core.parallel.vocab import logits
 
 
 class KeyValueCache(Protocol):
-    """Keys and values of earlier tokens."""
+    """A cache of the keys and values of earlier tokens."""
 
     @property
     def tables(self) -> Mapping[Rope, Rotary]:
-        """cos and sin of all positions, for each kind of rotary positions, in the form that the stage's ops need."""
+        """cos and sin of all positions, for each type of rotary positions, in the format that the stage's ops need."""
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Store keys and values [tokens, 2 kv_heads, d] of one layer's new tokens, and attend to all visible tokens.
@@ -50,7 +50,8 @@ class KeyValueCache(Protocol):
         """
 
     def attend_new(self, layer: int, fused: torch.Tensor, rotary: Rotary | None, place: Place) -> torch.Tensor:
-        """As `__call__`, for fused [tokens, heads + 2 kv_heads, d] before the rotation of queries and keys.
+        """Store and attend as `__call__` does. fused: [tokens, heads + 2 kv_heads, d], before the rotation of queries
+        and keys.
 
         place: the kernel of `FewRows` that rotates queries and keys and stores keys and values.
         """
@@ -61,14 +62,14 @@ class DecodeContext(NamedTuple):
 
     cache: KeyValueCache
     rotary: Sequence[Rotary | None]
-    """cos and sin of the step's tokens: first None, then an entry for each of the model's `ropes`."""
+    """cos and sin of the step's tokens: None, then an entry for each of the model's `ropes`."""
     neighbours: NeighbourStep | None = None
-    """The neighbours; None in models that do not read neighbours."""
+    """The neighbours that the tokens attend to; None in models without a retriever."""
 
 
 @dataclass(frozen=True)
 class DecodeBranch:
-    """`BranchSteps` whose steps are functions."""
+    """A branch for decoding: `BranchSteps` whose steps are functions."""
 
     value: Branch
     before: NormStep | None  # adds the previous branch to the stream and normalizes the sum
@@ -79,11 +80,12 @@ class DecodeBranch:
 
 
 class DecodeStep:
-    """step(ids, positions, wanted, cache, *cargo) on a stage whose weights stay at their addresses.
+    """The decoding step of a stage, called as step(ids, positions, wanted, cache, *cargo). The weights must stay at
+    their addresses.
 
-    ids, positions: int64 [tokens], the next tokens of any sequences. Returns the cargo of the next stage, [tokens, h];
-    on the last stage the logits of the tokens with the indices `wanted`, int64 [w], as [w, ids of this rank].
-    sum_ranks: sums the partial outputs of a branch, and the rows of the embedding, over tensor ranks; default: the
+    ids, positions: int64 [tokens], the next tokens of any sequences. The step returns the cargo for the next stage,
+    [tokens, h]; on the last stage it returns logits [w, ids of this rank] of the tokens with the indices `wanted`,
+    int64 [w]. sum_ranks: sums partial outputs of a branch, and rows of the embedding, over tensor ranks; default: the
     collective of the region.
     """
 
@@ -123,7 +125,7 @@ class DecodeStep:
 
 
 def _verified_kernels(stage: DecoderStage) -> FewRows | None:
-    """The kernels for few rows, if they pass their trial on this device."""
+    """Return the kernels for few rows if they pass a test on this device, else None."""
     widths = {
         module.weight.shape[1]: None
         for module in stage.layers.modules()
@@ -133,20 +135,20 @@ def _verified_kernels(stage: DecoderStage) -> FewRows | None:
 
 
 class _DecodeParts(NamedTuple):
-    """The parts that the functions of all layers share."""
+    """Objects that the functions of all layers share."""
 
     few: FewRows | None  # kernels for few rows
     sum_ranks: Sum | None  # sum over tensor ranks
-    ropes: Sequence[Rope | None]  # the kinds of rotary positions, in the order of `DecodeContext.rotary`
+    ropes: Sequence[Rope | None]  # types of rotary positions, in the order of `DecodeContext.rotary`
 
 
 StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
 
 
 def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]:
-    """A layer as functions that run one after the other.
+    """Return a layer as a list of functions, to be called in order.
 
-    Each function chooses by the number of rows: the fused branch for few rows, else the prepared branch for any number.
+    Each function selects by the number of rows: the fused branch for few rows, else the prepared branch for any number.
     """
     factors = [_factors(branch) if _has_steps(branch) else None for branch in layer.branches]
     usual = [
@@ -164,7 +166,7 @@ def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]
     fast = [branch_function(branch) for branch in fused if branch is not None]
     if len(fast) < len(run):
         return run
-    # The last weight of the layer decides for all branches of the layer, so that all make the same choice.
+    # The layer's last weight determines the limit for few rows, so that all branches of the layer make the same choice.
     takes, widest = parts.few.takes, all_factors[-1].outer
 
     def either(few: StreamFunction, any_number: StreamFunction) -> StreamFunction:
@@ -174,14 +176,14 @@ def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]
 
 
 class _Factors(NamedTuple):
-    """The weights of the first and of the last linear layer of a branch, in the form that the GEMMs need."""
+    """Weights of the first and the last linear layer of a branch, in the format that the GEMMs need."""
 
     inner: Factor
     outer: Factor
 
 
 def _has_steps(branch: ResidualBranch) -> bool:
-    """Whether the mixer has prepared steps for decoding. Other mixers run as in training."""
+    """Return whether the mixer has prepared steps for decoding. Other mixers run as in training."""
     return type(branch.mixer) in (SelfAttention, FeedForward)
 
 
@@ -192,15 +194,15 @@ def _first(branch: ResidualBranch) -> ColumnLinear:
 
 
 def _factors(branch: ResidualBranch) -> _Factors:
-    """The factors of a branch. In attention the GEMM adds the bias; in a feed-forward network the activation adds
-    it."""
+    """Return the factors of a branch. The first bias is added by the GEMM in attention, and by the activation in a
+    feed-forward network."""
     first, out = _first(branch), branch.mixer.out
     bias = None if isinstance(branch.mixer, FeedForward) else _bias(first)
     return _Factors(_factor(first, bias), _factor(out))
 
 
 def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> DecodeBranch:
-    """A branch with prepared steps, for any number of rows."""
+    """Return a branch with prepared steps, for any number of rows."""
     mixer: Any = branch.mixer
     out, factor = branch.mixer.out, factors.outer
     multiply, bias, add_branch = _linear(out, factor, parts.sum_ranks), out.bias, branch.ops.added
@@ -209,7 +211,7 @@ def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodePa
     transposed = factor.weight.t()
 
     def add(x: torch.Tensor, mixed: torch.Tensor, context: DecodeContext) -> ResidualState:
-        # The last linear adds its output to the stream in one operation (addmm) if no other operation follows.
+        # If no operation follows the last linear layer, one addmm computes its output and adds it to the stream.
         if in_place and x.dtype == mixed.dtype:
             return ResidualState(x.addmm_(mixed, transposed))
         return ResidualState(x, multiply(mixed), bias)
@@ -227,7 +229,8 @@ def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodePa
 
 
 def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
-    """A branch without prepared steps: its mixer reads neighbours, or handles each token separately, as in training."""
+    """Return a branch without prepared steps, whose mixer attends to neighbours, or processes each token separately as
+    in training."""
     mixer, add_branch = branch.mixer, branch.ops.added
 
     def alone(tokens: int) -> ForwardContext:
@@ -256,10 +259,10 @@ def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
 def _fused_branch(
     branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts: _DecodeParts
 ) -> DecodeBranch | None:
-    """A branch for few rows: the first GEMM computes the norm of its input; the last GEMM, or the sum over tensor
-    ranks, adds the branch to the stream.
+    """Return a branch for few rows: the first GEMM also computes the norm of its input; the last GEMM, or the sum over
+    tensor ranks, also adds the branch to the stream.
 
-    None if the branch has other operations in between. usual: the branch for any number of rows.
+    Returns None if the branch has other operations between these steps. usual: the branch for any number of rows.
     """
     mixer, few, value = cast(Any, branch.mixer), parts.few, branch.value
     first, out, region = _first(branch), branch.mixer.out, branch.mixer.out.region
@@ -284,7 +287,7 @@ def _fused_branch(
     def feed(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         if (
             mixer.activation in GATED and mixer.activation != "swiglu"
-        ):  # the kernel implements no other gated activation
+        ):  # the kernel implements only this gated activation
             return mixer.ops.activate(project(x), None, mixer.activation)
         return linear(x, inner, norm, mixer.activation, None)
 
@@ -320,7 +323,7 @@ def _norm(norm: Normalization | ProjectionNorm) -> NormStep:
 
 
 def _factor(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) -> Factor:
-    """The weight of a linear layer in the form that its GEMM needs. bias: added by the GEMM."""
+    """Return the weight of a linear layer in the format that its GEMM needs. bias: added by the GEMM."""
     return linear.weight.ops.matmuls.factor(linear.weight, bias)
 
 
@@ -343,7 +346,7 @@ def _linear(
 def _attention_function(
     attention: SelfAttention, parts: _DecodeParts, project: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor, DecodeContext], torch.Tensor]:
-    """The attention of a branch as a function. project: computes query, key and value."""
+    """Return the attention of a branch as a function. project: computes query, key and value."""
     layer, heads, kv_heads, ops = attention.layer, attention.heads, attention.kv_heads, attention.ops
     q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm))
     rope, few, fused_heads = parts.ropes.index(attention.value.rope), parts.few, heads + 2 * kv_heads
@@ -351,7 +354,7 @@ def _attention_function(
 
     def run(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         fused, cache, rotary = project(x), context.cache, context.rotary[rope]
-        # A norm of queries and keys must be applied between projection and rotation, and a factor of scores before the
+        # A norm of queries and keys must be applied between projection and rotation, and a scale of scores before the
         # attention. So the fused kernel, which does everything after the projection, is used only if the branch has
         # neither.
         if q_norm is None and few is not None and multiplier == 1.0:
@@ -381,7 +384,7 @@ def _feed_forward_function(
 
 
 def use_decoding_layout(stage: Any) -> None:
-    """Store the layers' matrices transposed, so that a GEMM of few rows does not copy the matrices first."""
+    """Store the layers' matrices transposed, so that a GEMM with few rows need not copy the matrices first."""
     for module in stage.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
             module.weight.data = module.weight.data.t().contiguous().t()

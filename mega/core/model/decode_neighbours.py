@@ -1,9 +1,9 @@
-"""Attention to neighbours in a decoding step: as in model/neighbours.py, for a few tokens at a time.
+"""Attention to neighbours in a decoding step, as in model/neighbours.py, for a few tokens at a time.
 
-Between steps a sequence keeps the inputs of its next tokens: the states of the current chunk that the encoder will
-read, and the keys and values of the neighbours of the last complete chunk. The neighbours of a chunk must be known
-before its last token is computed, because that token is the first to read them. This module runs on one rank and does
-not depend on files or requests.
+Between steps a sequence stores the inputs of its next tokens: the states of the current chunk, for the encoder, and the
+keys and values of the neighbours of the last complete chunk. The neighbours of a chunk must be retrieved before the
+chunk's last token is computed, because that token is the first to attend to these neighbours. This module runs on one
+rank and does not depend on files or requests.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from mega.core.parallel.mesh import SINGLE
 
 @dataclass(eq=False)
 class ReadingSequence:
-    """The state of a sequence between steps."""
+    """The state that a sequence keeps between steps."""
 
     text: torch.Tensor | None = None
-    """[t, h], with t less than a chunk's length: the states of the tokens of the current chunk, for the encoder."""
+    """[t, h], with t less than a chunk's length: states of the tokens in the current chunk, for the encoder."""
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Layer -> keys and values [k r, kv_heads, d] of the neighbours of the last complete chunk."""
     found: torch.Tensor | None = None
-    """bool [k]: which of these neighbours exist. None if no chunk is complete yet."""
+    """bool [k]: which neighbours of the last complete chunk exist. None if no chunk is complete yet."""
 
 
 class Run(NamedTuple):
-    """The tokens of one sequence in a step."""
+    """The run of tokens of one sequence in a step."""
 
     sequence: ReadingSequence
     first: int  # index of the first token in the sequence
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 def ended(first: int, count: int, chunk: int) -> range:
-    """The indices of the chunks whose last token is among `count` tokens from token `first` on.
+    """Return the indices of the chunks whose last token is one of the `count` tokens that start at token `first`.
 
     >>> list(ended(0, 9, 4)), list(ended(3, 1, 4)), list(ended(4, 3, 4))
     ([0, 1], [0], [])
@@ -53,15 +53,15 @@ def ended(first: int, count: int, chunk: int) -> range:
 
 
 class _Source(NamedTuple):
-    """A chunk whose neighbours some tokens of the step read."""
+    """A chunk whose neighbours some tokens of the step attend to."""
 
     sequence: ReadingSequence
-    number: int | None  # index among the chunks that end in this step; None if it ended earlier
-    tokens: range  # the tokens of the step that read the chunk's neighbours
+    number: int | None  # index among the chunks that end in this step; None if the chunk ended earlier
+    tokens: range  # the tokens of the step that attend to the chunk's neighbours
 
 
 class NeighbourStep:
-    """One step of the layers that read neighbours.
+    """One decoding step of the layers that attend to neighbours.
 
     runs: the runs of tokens in the step, in order. neighbours: int64 [n, k, r], for the chunks that end in the step, in
     the order of runs. found: bool [n, k], which neighbours exist.
@@ -88,7 +88,7 @@ class NeighbourStep:
         for run in self._runs:
             new = ended(run.first, run.tokens, chunk)
             for ends in (new.start - 1, *new):
-                # The chunk's last token and all but the last token of the next chunk read the chunk's neighbours.
+                # The chunk's last token and all but the last token of the next chunk attend to the chunk's neighbours.
                 first, last = (ends + 1) * chunk - 1 - run.first, (ends + 2) * chunk - 1 - run.first
                 tokens = range(begin + max(first, 0), begin + min(last, run.tokens))
                 if ends >= 0 and len(tokens):
@@ -103,7 +103,7 @@ class NeighbourStep:
         return exists
 
     def attend(self, mixer: ChunkAttention, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, h] -> [tokens, heads x d]; 0 for tokens that read no neighbours."""
+        """Attention of x [tokens, h] to neighbours, [tokens, heads x d]; 0 for tokens without neighbours."""
         if len(mixer.encoder):
             self._encoded = self._encode(mixer, x)
         assert self._encoded is not None
@@ -132,7 +132,7 @@ class NeighbourStep:
         )
 
     def finish(self, mixer: ChunkAttention, mixed: torch.Tensor) -> torch.Tensor:
-        """Apply the last linear layer, and add its bias for the tokens that read neighbours."""
+        """Apply the last linear layer, and add its bias for the tokens that have neighbours."""
         y = mixer.out.matmul(mixed, None)
         if mixer.out.bias is None:
             return y
@@ -143,7 +143,7 @@ class NeighbourStep:
         return y + mixer.out.bias * reads
 
     def _encode(self, mixer: ChunkAttention, x: torch.Tensor) -> torch.Tensor:
-        """The encoded neighbours of the chunks that end in this step, [n k r, h]."""
+        """Return the encoded neighbours of the chunks that end in this step, [n k r, h]."""
         texts, begin = list[torch.Tensor](), 0
         for run in self._runs:
             text = x[begin : begin + run.tokens]
@@ -171,7 +171,7 @@ class NeighbourStep:
         return NeighbourStates(tokens, context, None, (1, self._neighbours.shape[1], width), self._chunk)
 
     def _keep(self, layer: int, new: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Store keys and values of each sequence's last chunk for the tokens of later steps."""
+        """Store the keys and values of the neighbours of each sequence's last chunk, for tokens of later steps."""
         number = 0
         for run in self._runs:
             number += len(ended(run.first, run.tokens, self._chunk))
@@ -180,7 +180,7 @@ class NeighbourStep:
                 run.sequence.pairs[layer] = k.clone(), v.clone()
 
     def close(self) -> None:
-        """End the step after all layers: record which neighbours of the last chunks exist."""
+        """Finish the step after all layers: record which neighbours of the last chunks exist."""
         number = 0
         for run in self._runs:
             number += len(ended(run.first, run.tokens, self._chunk))
@@ -189,7 +189,7 @@ class NeighbourStep:
 
 
 def reading(stage: DecoderStage) -> NeighbourAttention:
-    """The first attention to neighbours in a model that has such layers."""
+    """Return the first attention to neighbours in the model of `stage`."""
     architecture = stage.architecture
     value: NeighbourAttention | None = architecture.layers[architecture.reading[0]].neighbours
     assert value is not None

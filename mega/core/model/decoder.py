@@ -1,6 +1,6 @@
 """Left-to-right language models as pipeline stages: GPT and Llama are configurations of one decoder.
 
-The loss term is "lm": the sum of weight x negative log-likelihood of the next token, divided by the sum of weights.
+The loss term is "lm", the sum of weight x negative log-likelihood of the next token, divided by the sum of weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class LabelledTokens(Protocol):
-    """The fields of `DecoderBatch` that a head reads."""
+    """The fields of a batch that a head uses, as in `DecoderBatch`."""
 
     @property
     def labels(self) -> torch.Tensor: ...
@@ -60,14 +60,14 @@ class Head(nn.Module):
         self.region = region
         self.objective: Objective | CustomLoss | None = None
         self.ahead = nn.ModuleList()
-        """One `AheadLayer` for each predicted token after the next one."""
+        """One `AheadLayer` for each further token that the model predicts after the next token."""
 
     def forward(
         self, stream: ResidualState, batch: LabelledTokens | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """The losses of a batch; if no batch is given, the logits [tokens, ids of this rank].
+        """Return the losses of a batch; without a batch, the logits [tokens, ids of this rank].
 
-        scales: factors of the losses; if known, one pass over the logits computes the loss and its gradient.
+        scales: factors of the losses. If given, one pass over the logits computes both the loss and its gradient.
         """
         normed = self.norm(stream)[1]
         if batch is None:
@@ -89,7 +89,7 @@ class Head(nn.Module):
         further: AheadTokens,
         context: ForwardContext,
     ) -> Losses:
-        """The losses of the next token and of each later token."""
+        """Return the losses of the next token and of each later token."""
         h, terms = self.norm(stream)[1], []
         labels, weights = batch.labels, batch.loss_weights
         for depth, layer in enumerate((None, *self.ahead)):
@@ -101,16 +101,16 @@ class Head(nn.Module):
         return Losses(tuple(terms))
 
     def scores(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
-        """Log-probability of each row's trained labels, [b]."""
+        """Return the log-probability of each row's trained labels, [b]."""
         return row_log_probabilities(self._nll(self.norm(stream)[1], batch), batch)
 
     def _nll(self, normed: torch.Tensor, batch: LabelledTokens) -> torch.Tensor:
-        """Negative log-likelihood of every label, [tokens of the whole rows]."""
+        """Return the negative log-likelihood of every label, [tokens of the whole rows]."""
         return cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias, self.shape)
 
 
 class HeadPredictions:
-    """The `Predictions` of a head. normed: [tokens, h], our tokens under sequence parallelism."""
+    """`Predictions` computed by a head. normed: [tokens, h], this rank's tokens under sequence parallelism."""
 
     def __init__(self, head: Head, normed: torch.Tensor, batch: DecoderBatch):
         self._trained = TrainedLogits(normed, head.weight, head.region, head.bias, head.shape)
@@ -127,7 +127,7 @@ class HeadPredictions:
 
 @contextmanager
 def custom_loss(stages: Sequence[nn.Module], loss: CustomLoss) -> Iterator[None]:
-    """A context in which the head, on the stage that holds it, computes `loss` instead of its own loss."""
+    """Return a context in which the head, if this stage holds it, computes `loss` instead of the usual loss."""
     heads = [head for stage in stages if isinstance(head := getattr(stage, "head", None), Head)]
     before = [head.objective for head in heads]
     for head in heads:
@@ -161,11 +161,11 @@ class DecoderStage(StackStage[DecoderBatch]):
 
     @property
     def _ahead(self) -> tuple[Ahead, ...]:
-        """The layers that predict later tokens; empty if the model has an objective other than the next token."""
+        """The layers of multi-token prediction; empty if the objective is not the next token."""
         return self.architecture.output.ahead if self.options.objective is None else ()
 
     def split(self, batch: DecoderBatch, index: int, size: int) -> DecoderBatch:
-        """Split rows over context ranks. The tokens ahead are read from whole rows before the split."""
+        """Split rows over context ranks. The tokens ahead are taken from whole rows before the split."""
         if size > 1 and self._ahead:
             tokens, labels, weights = self._tokens_ahead(batch)
             batch = replace(batch, ahead_tokens=tokens, ahead_labels=labels, ahead_weights=weights)
@@ -191,7 +191,7 @@ class DecoderStage(StackStage[DecoderBatch]):
         scales: torch.Tensor | None,
         auxiliary: AuxiliarySums | None,
     ) -> Losses:
-        if not self._ahead or not self.training:  # validation uses the next token only
+        if not self._ahead or not self.training:  # the validation loss is that of the next token only
             return super().head_losses(stream, batch, scales, auxiliary)
         assert isinstance(self.head, Head)
         context = replace(self.context(batch), auxiliary=auxiliary)
@@ -216,7 +216,7 @@ class DecoderStage(StackStage[DecoderBatch]):
         return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))
 
     def outputs(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
-        """Logits; for pairs of answers the log-probability of each row, [2 b]."""
+        """Return logits, or for pairs of answers the log-probability of each row, [2 b]."""
         if not isinstance(batch, PreferenceBatch):
             return super().outputs(stream, batch)
         head = self.head

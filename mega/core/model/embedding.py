@@ -1,4 +1,4 @@
-"""The embedding in front of the first layer: tokens, positions and token types. Does not depend on the batch."""
+"""The embedding of tokens, positions and token types before the first layer. This module does not depend on batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mega.core.parallel.vocab import VocabEmbedding, look_up
 from mega.core.parallel.weight import ParameterFactory
 
 OUTSIDE = -1
-"""The "layer" of dropout outside the layers."""
+"""Layer index used for dropout outside the layers."""
 
 
 class Embedding(nn.Module):
-    """dropout(norm(scale x tokens + positions + types)); scale, types and norm are used only in models that have them.
+    """Module that computes dropout(norm(scale x tokens + positions + types)); scale, types and norm are optional.
 
     Positions are learned or sinusoidal. The result has the dtype of the residual stream. site: name of the dropout, for
     models with several embeddings.
@@ -56,7 +56,8 @@ class Embedding(nn.Module):
         context: ForwardContext,
         types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, positions and types int64 [b, s] -> [tokens, h], our tokens under sequence parallelism."""
+        """Return embeddings [tokens, h], this rank's tokens under sequence parallelism. tokens, positions, types: int64
+        [b, s]."""
         local_ids = _local_ids(positions, context), None if types is None else _local_ids(types, context)
         drop = context.dropout(self.dropout, OUTSIDE, self.site)
         return self.ops.added(None, self.look_up(tokens.flatten(), *local_ids), None, drop)
@@ -68,8 +69,8 @@ class Embedding(nn.Module):
         types: torch.Tensor | None = None,
         sum_ranks: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """`forward` without dropout, for int64 [tokens]: tokens of the whole region, but only positions and types of
-        this rank. sum_ranks: as in `VocabEmbedding`."""
+        """Return embeddings without dropout. tokens: int64 [tokens], of the whole region. positions, types: int64, of
+        this rank's tokens only. sum_ranks: as in `VocabEmbedding`."""
         x = self.tokens(tokens, sum_ranks)
         if self.scale != 1.0:
             x = x * self.scale
@@ -79,7 +80,7 @@ class Embedding(nn.Module):
             x = x + sinusoid(positions + self.offset, x.shape[-1], x.dtype)
         if self.types is not None:
             assert types is not None
-            # RoBERTa's table has one row for all types.
+            # RoBERTa's table has a single row, for all token types.
             x = x + look_up(types if self.types.shape[0] > 1 else torch.zeros_like(types), self.types)
         if self.norm is not None:
             x = self.norm(ResidualState(x))[1]
@@ -87,5 +88,5 @@ class Embedding(nn.Module):
 
 
 def _local_ids(rows: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-    """[b, s] -> [tokens] of this rank."""
+    """Flatten [b, s] and return this rank's tokens, [tokens]."""
     return local_shard(rows.flatten(), context.tp) if context.sequence else rows.flatten()

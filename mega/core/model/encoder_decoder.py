@@ -1,13 +1,13 @@
 """Encoder-decoder language models as pipeline stages: Megatron-LM's T5 is one configuration.
 
-The encoder attends to its tokens in both directions. Every layer of the decoder attends causally to the decoder's
-tokens, and to all outputs of the encoder (the memory). A stage holds consecutive units, of one side or of both:
+The encoder's attention is bidirectional. Every layer of the decoder attends causally to the decoder's tokens, and to
+all outputs of the encoder (the memory). A stage holds consecutive units of the encoder, the decoder or both:
 
     stage(batch, *cargo) -> cargo             in the encoder [tokens, h]; in the decoder [tokens, h] and the memory
     last(batch, *cargo)  -> the term "lm"     sum of weight x negative log-likelihood, sum of weight
 
-Stages of the decoder pass the memory to the next stage unchanged. In the backward pass each stage that reads the memory
-adds to the memory's gradient. Under sequence parallelism the encoder's tokens and the decoder's tokens are split
+Stages of the decoder pass the memory to the next stage unchanged. In the backward pass each stage that attends to the
+memory adds to the memory's gradient. Under sequence parallelism the encoder's tokens and the decoder's tokens are split
 separately.
 """
 
@@ -34,14 +34,14 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class Side(NamedTuple):
-    """The part of a batch that the encoder or the decoder reads."""
+    """The fields of a batch for the encoder or for the decoder."""
 
     tokens: torch.Tensor  # int64 [b, s]
     samples: torch.Tensor  # int64 [b], global sample numbers
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [b, s]: each token's column."""
+        """The column of each token, int64 [b, s]."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
 
 
@@ -75,7 +75,7 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
 
     @property
     def encodes(self) -> bool:
-        """Whether this stage holds a part of the encoder. Otherwise the stage receives the memory."""
+        """Whether this stage holds a part of the encoder. Any other stage receives the memory as cargo."""
         return self.embedding is not None or len(self.encoder) > 0 or self.decoder_embedding is not None
 
     def cargo(self, batch: EncoderDecoderBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -93,12 +93,12 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
     """Whether every token of the decoder attends to at least one token of the encoder."""
 
     def documents(self, batch: EncoderDecoderBatch) -> torch.Tensor:
-        """int64 [b, e]: the document of each token of the encoder. Tokens attend within their document only. Padding is
+        """Return the document of each encoder token, int64 [b, e]. Tokens attend only within a document, and padding is
         a separate document."""
         return padding_documents(batch.encoder_lengths.clamp(min=1), batch.encoder_tokens.shape[1])
 
     def readers(self, batch: EncoderDecoderBatch) -> torch.Tensor:
-        """int64 [b, d]: the document of the encoder that each token of the decoder attends to."""
+        """Return the document of the encoder that each decoder token attends to, int64 [b, d]."""
         return torch.zeros_like(batch.tokens)
 
     def stack_tokens(self, batch: EncoderDecoderBatch) -> tuple[torch.Tensor, ...]:
@@ -135,8 +135,8 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
         return self.through(self.encoder, ResidualState(embedded), context)
 
     def _context(self, side: Side, documents: torch.Tensor | None = None) -> ForwardContext:
-        """documents: documents of the encoder's tokens, which attend within their document; None for causal
-        attention."""
+        """Return the context of one side of the model. documents: documents of the encoder's tokens, for bidirectional
+        attention within a document; None for causal attention."""
         return forward_context(
             self.architecture,
             side.samples,
@@ -150,10 +150,10 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
         )
 
     def _memory(self, stream: ResidualState) -> torch.Tensor:
-        """The normalized stream of the encoder.
+        """Return the normalized stream of the encoder.
 
-        Returned as a view without a recompute recipe: every layer of the decoder saves the memory, and none of these
-        layers should recompute it (under selective recompute a norm attaches a recipe to its result).
+        The result is a view without a recompute recipe. (Under selective recompute a norm attaches a recipe to its
+        result.) Every layer of the decoder saves the memory, and none of these layers should recompute the memory.
         """
         if self.with_full_params is None:
             normed = self.encoder_norm(stream)[1]

@@ -1,14 +1,14 @@
-"""A mixture of experts: a router sends each token to a few out of many feed-forward networks.
+"""A mixture of experts: a router sends each token to a few of many feed-forward networks.
 
-    1 route      logits, probabilities and chosen experts of our tokens; attach the losses of the router
-    2 drop       the choices that exceed the capacity of an expert, counted over the microbatch
-    3 enter      the region of ranks that share these tokens (parallel/experts.py)
-    4 dispatch   one row for each choice, sorted by expert, to the rank that holds the expert
-    5 experts    probability x activation(x W_up^T) W_down^T, by grouped GEMMs (ops/grouped.py)
-    6 return     rows to the ranks of their tokens; sum the rows of each token
-    7 combine    the outputs of the ranks of the region
+    1 route      compute logits, probabilities and experts for this rank's tokens; attach the router's losses
+    2 drop       drop choices that exceed an expert's capacity, counted over the microbatch
+    3 enter      enter the region of ranks that share these tokens (parallel/experts.py)
+    4 dispatch   send one row for each choice, sorted by expert, to the rank that holds the expert
+    5 experts    compute probability x activation(x W_up^T) W_down^T by grouped GEMMs (ops/grouped.py)
+    6 return     send rows back to the ranks of their tokens; sum the rows of each token
+    7 combine    combine the outputs of the ranks of the region
 
-The shared expert is an ordinary feed-forward network that is also applied to every token.
+The shared expert, if there is one, is an ordinary feed-forward network that is applied to every token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """x [rows, in] -> [rows, out] by grouped GEMMs. `Weight.add_wgrad` handles the weight's gradient."""
+    """Multiply x [rows, in] by the experts' weights; returns [rows, out]. `Weight.add_wgrad` handles the weight's
+    gradient."""
 
     @staticmethod
     def forward(
@@ -62,10 +63,10 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class GroupedAdapter(nn.Module):
-    """Low-rank adapters of linear layers of experts, fused into one GEMM: y + scale (x A_e^T) B_e^T (see
+    """Low-rank adapters of the experts' linear layers, fused into one GEMM: y + scale (x A_e^T) B_e^T (see
     parallel/adapter.py).
 
-    parts: for each linear layer, the adapters of all local experts; () if the layer has none.
+    parts: for each linear layer, the adapters of all local experts; () if the layer has no adapters.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[Sequence[AdapterSpec]]):
@@ -87,7 +88,7 @@ class GroupedAdapter(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """The experts of one rank, or the rank's shards of experts, applied to rows that are sorted by expert."""
+    """The experts, or shards of experts, on one rank, applied to rows that are sorted by expert."""
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, region: ExpertRegion):
         super().__init__()
@@ -123,8 +124,8 @@ class GroupedExperts(nn.Module):
         self.up_adapter, self.down_adapter = adapter(self.up, len(self._inner)), adapter(self.down, 1)
 
     def forward(self, tokens: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """tokens [n, h], probabilities [n], counts int64 [local experts] -> [n, h]; partial sums if ranks shard the
-        experts."""
+        """Return the experts' outputs [n, h]; partial sums if ranks shard the experts. tokens: [n, h], sorted by
+        expert. probabilities: [n]. counts: int64 [local experts]."""
         ends = counts.cumsum(0).to(torch.int32)
         hidden = _GroupedMatmul.apply(tokens, self.up, ends)  # type: ignore[no-untyped-call]
         if self.up_adapter is not None:
@@ -142,7 +143,7 @@ class GroupedExperts(nn.Module):
 
 
 def _biases(bias: Weight, counts: torch.Tensor, count: int) -> torch.Tensor:
-    """The bias of each row's expert, [count, out]."""
+    """Return the bias of each row's expert, [count, out]."""
     if counts.is_meta:
         return bias.unflatten(0, (len(counts), -1))[:1].expand(count, -1)
     numbers = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=count)
@@ -150,7 +151,8 @@ def _biases(bias: Weight, counts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class ExpertLayer(MixerModule):
-    """A mixture of experts. `forward` returns the whole output of the branch; `finish` returns it unchanged."""
+    """A mixture of experts. `forward` returns the whole output of the branch, and `finish` returns its input
+    unchanged."""
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, place: LayerPlace):
         super().__init__(place)
@@ -192,7 +194,7 @@ class ExpertLayer(MixerModule):
         kept: torch.Tensor | None,
         limit: int | None,
     ) -> torch.Tensor:
-        """The outputs of the experts on these ranks for tokens [t, h], as [t, h]."""
+        """Return the outputs [t, h] of the experts on these ranks for tokens [t, h]."""
         ep, count, total = self.region.exchange, self.value.count, self.experts.ops.sum_rows
         if ep.size == 1:
             plan = plan_rows(chosen, kept, self.region.experts_here, count)
@@ -205,7 +207,7 @@ class ExpertLayer(MixerModule):
         return unpermute(exchange.back(self.experts(tokens, weights, exchange.counts)), plan, total)
 
     def _shared(self, shared: FeedForward, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """The output of the shared expert for our tokens."""
+        """Return the output of the shared expert for this rank's tokens."""
         y = shared.finish(shared(x, context), context)
         if shared.bias is not None:
             y = y + shared.bias
@@ -219,9 +221,9 @@ class ExpertLoad(NamedTuple):
     dropped: torch.Tensor  # float64 [mixtures]: number of dropped choices
 
     def metrics(self) -> Mapping[str, torch.Tensor]:
-        """Metrics for the log.
+        """Return metrics for the log.
 
-        largest_share: the largest share of a mixture's choices that falls on one expert. dropped_share: the share of
+        largest_share: largest fraction of a mixture's choices that select the same expert. dropped_share: fraction of
         all choices that were dropped. tokens_of_expert_N: number of choices of expert N, averaged over mixtures.
         """
         total = self.counts.sum()

@@ -22,16 +22,16 @@ from mega.core.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class MemoryTokens:
-    """The outputs of another stack, for layers that attend to these outputs."""
+    """The outputs of another stack (the memory), for layers that attend to these outputs."""
 
     tokens: torch.Tensor
     """[memory tokens, h]; under sequence parallelism only the tokens of this rank."""
     documents: torch.Tensor
-    """int64 [b, columns]: the document of each memory token in its row."""
+    """int64 [b, columns]: the document, within the row, of each memory token."""
     readers: torch.Tensor
-    """int64 [b, s]: the document that each token of the reading layers attends to."""
+    """int64 [b, s]: the document that each token attends to."""
     covered: bool
-    """Whether every reading token is known to attend to at least one memory token."""
+    """Whether every token is certain to attend to at least one memory token."""
     keys: torch.Tensor | None
     """int64 [all memory tokens of the region]: dropout keys for adapters; None if adapters have no dropout."""
 
@@ -61,11 +61,12 @@ class NeighbourStates:
 
     @property
     def read(self) -> torch.Tensor:
-        """The states that the layers of the text attend to."""
+        """The encoded neighbours that the layers of the text attend to."""
         return self.tokens if self.encoded is None else self.encoded
 
     def readers(self, columns: int) -> torch.Tensor:
-        """bool [b, columns], or [1, columns] for all rows: which tokens of the text read a neighbour."""
+        """Return which tokens of the text attend to a neighbour, bool [b, columns], or [1, columns] if all rows are
+        equal."""
         number = (torch.arange(columns, device=self.tokens.device) + 1) // self.chunk - 1
         reads = (number >= 0)[None]
         return reads if self.found is None else self.found.any(2)[:, number.clamp(min=0)] & reads
@@ -82,13 +83,13 @@ class ForwardContext:
     documents: torch.Tensor | None
     """int64 [b, whole s]: the document of each token; None if every row is one document."""
     tables: Mapping[Rope, Rotary]
-    """cos and sin [tokens, R / 2] of the positions, for each kind of rotary positions in the model."""
+    """cos and sin [tokens, R / 2] of the positions, for each type of rotary positions in the model."""
     keys: torch.Tensor | None
-    """int64 [our tokens]: dropout keys; None if dropout is off (evaluation, or probability 0)."""
+    """int64 [this rank's tokens]: dropout keys; None if dropout is off (evaluation, or probability 0)."""
     row_keys: torch.Tensor | None
-    """int64 [b, whole s]: dropout keys of the whole rows."""
+    """int64 [b, whole s]: dropout keys of the whole rows; None if dropout is off."""
     region_keys: torch.Tensor | None
-    """int64 [all tokens of the region]: dropout keys."""
+    """int64 [all tokens of the region]: dropout keys; None if dropout is off."""
     tp: Axis
     sequence: bool
     """Whether each tensor rank holds a part of the tokens (sequence parallelism)."""
@@ -97,24 +98,24 @@ class ForwardContext:
     memory: MemoryTokens | None = field(default=None, kw_only=True)
     neighbours: NeighbourStates | None = field(default=None, kw_only=True)
     auxiliary: AuxiliarySums | None = field(default=None, kw_only=True)
-    """Collects the losses of layers; None if the losses are not computed."""
+    """Collector of the losses of layers; None if these losses are not computed."""
     seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)
-    """int64 [s]: which columns of the whole rows this rank has; None if it has all."""
+    """int64 [s]: the columns of the whole rows that this rank has; None for all columns."""
 
     def auxiliary_loss(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
     ) -> torch.Tensor:
-        """Attach a loss to x: the backward pass of the result starts the backward pass of the loss. Use the result
-        instead of x.
+        """Attach a loss to x. The backward pass of the returned tensor, which replaces x, also starts the backward pass
+        of the loss.
 
-        total: computes the sum of the loss over our tokens, sequences or microbatch, [], in fp32 at least. `total` is
-        not called if losses are not computed. split: whether the total covers only this tensor rank (its heads, columns
-        or, under sequence parallelism, tokens); otherwise every tensor rank computes the same total.
+        total: computes the sum [] of the loss over this rank's tokens, sequences or microbatch, in fp32 or wider.
+        `total` is not called if losses are not computed. split: whether the total covers only this tensor rank (its
+        heads, columns or, under sequence parallelism, tokens); otherwise every tensor rank computes the same total.
         """
         return x if self.auxiliary is None else self.auxiliary.add(loss, x, total(), (self.batch, self.seq), split)
 
     def jitter(self, x: torch.Tensor, eps: float, layer: int, site: str) -> torch.Tensor:
-        """Multiply each element of x [our tokens, h] by a random factor between 1 - eps and 1 + eps."""
+        """Multiply each element of x [this rank's tokens, h] by a random factor between 1 - eps and 1 + eps."""
         if self.keys is None:
             return x
         elements = torch.arange(x.shape[-1], device=x.device)
@@ -122,31 +123,31 @@ class ForwardContext:
         return x * (1 + eps * ((bits + 0.5) / 2**15 - 1)).to(x.dtype)
 
     def token_numbers(self, shards: int, device: torch.device) -> torch.Tensor:
-        """int64 [our tokens]: indices of our tokens in the microbatch, row by row. shards: number of ranks that share a
-        row."""
+        """Return the indices of this rank's tokens in the microbatch, int64 [this rank's tokens], row by row. shards:
+        number of ranks that share a row."""
         in_row = torch.arange(self.seq, device=device) if self.seq_numbers is None else self.seq_numbers
         first = torch.arange(self.batch, device=device) * (self.seq * shards)
         numbers = (first[:, None] + in_row).flatten()
         return local_shard(numbers, self.tp) if self.sequence else numbers
 
     def rotary(self, rope: Rope | None) -> Rotary | None:
-        """cos and sin of a layer's positions; None if the layer has no rotary positions."""
+        """Return cos and sin of a layer's positions; None if the layer has no rotary positions."""
         return None if rope is None else self.tables[rope]
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
-        """Dropout for [our tokens, h], the output of a branch; None if dropout is off."""
+        """Return the dropout for a branch's output [this rank's tokens, h]; None if dropout is off."""
         if self.keys is None or not probability:
             return None
         return Dropout(self.keys, site_key(layer, site, self.rule), probability, self.rule)
 
     def adapter_dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
-        """Dropout for the input of a linear layer's adapter, for all tokens of the region."""
+        """Return the dropout for the input of a linear layer's adapter, for all tokens of the region."""
         if self.region_keys is None or not probability:
             return None
         return Dropout(self.region_keys, site_key(layer, site, self.rule), probability, self.rule)
 
     def for_memory(self) -> ForwardContext:
-        """The context for a linear layer that is applied to the memory."""
+        """Return the context for a linear layer that is applied to the memory."""
         assert self.memory is not None
         return replace(self, region_keys=self.memory.keys)
 
@@ -160,9 +161,9 @@ class ForwardContext:
         layer: int,
         first_head: int,
     ) -> torch.Tensor:
-        """Self-attention of the whole rows: q [b, s, heads, d]; k, v [b, s, kv_heads, d] -> [b, s, heads, d].
+        """Compute self-attention over whole rows: q [b, s, heads, d]; k, v [b, s, kv_heads, d] -> [b, s, heads, d].
 
-        first_head: index of the first of these heads in the layer.
+        first_head: index in the layer of the first head of `q`.
         """
         mask = self.attention_mask(attention, layer, first_head)
         if attention.padding == "masked":
@@ -171,12 +172,13 @@ class ForwardContext:
         assert padding is not None
         if attention.padding == "zero":
             return operator(q, k, v, replace(mask, q_documents=2 * padding))
-        # If queries are 0, all keys get the same weight, and dropout applies to these weights as usual.
+        # If queries are 0, all keys get equal attention weights, to which dropout is applied as usual.
         even = operator(torch.zeros_like(q), k, v, replace(mask, q_documents=None, k_documents=None))
         return torch.where(padding[:, :, None, None].bool(), even, operator(q, k, v, mask))
 
     def attention_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
-        """The mask of self-attention over whole rows, with dropout. first_head: index of this rank's first head."""
+        """Return the mask of self-attention over whole rows, with dropout. first_head: index of this rank's first
+        head."""
         length = 0 if self.row_keys is None else self.row_keys.shape[1]
         return AttentionMask(
             "causal" if attention.causal else "full",
@@ -188,8 +190,8 @@ class ForwardContext:
         )
 
     def memory_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
-        """The mask of attention to the memory: tokens see the document that they read, or everything if padding is
-        visible."""
+        """Return the mask of attention to the memory. A token attends to one document, or to all memory tokens if
+        padding is visible."""
         memory = self.memory
         assert memory is not None
         dropout = self._attention_dropout(attention, layer, first_head, memory.documents.shape[1])
@@ -207,7 +209,7 @@ class ForwardContext:
     def _attention_dropout(
         self, attention: Attention, layer: int, first_head: int, length: int
     ) -> AttentionDropout | None:
-        """Dropout of attention weights, or None. length: number of columns of the keys' whole rows."""
+        """Return the dropout of attention weights, or None. length: number of columns in the keys' whole rows."""
         return (
             None if self.row_keys is None else self.weight_dropout(self.row_keys, attention, layer, first_head, length)
         )
@@ -215,7 +217,8 @@ class ForwardContext:
     def weight_dropout(
         self, queries: torch.Tensor, attention: Attention, layer: int, first_head: int, length: int
     ) -> AttentionDropout | None:
-        """Dropout of attention weights for `length` keys. queries: int64 [rows, s], the queries' dropout keys."""
+        """Return the dropout of attention weights for `length` keys. queries: int64 [rows, s], the queries' dropout
+        keys."""
         if not attention.dropout:
             return None
         site = site_key(layer, attention.site, self.rule)
@@ -238,14 +241,15 @@ def forward_context(
 ) -> ForwardContext:
     """Compute the context of rows of tokens.
 
-    samples: int64 [b], global sample numbers. positions: int64 [b, s]. columns: int64 [s], which columns of the whole
-    rows this rank has; None if it has all. documents: int64 [b, whole s], or None. dropout_seed: None switches dropout
-    off. row_shards: number of ranks that share a row.
+    samples: int64 [b], global sample numbers. positions: int64 [b, s]. columns: int64 [s], the columns of the whole
+    rows that this rank has; None for all columns. documents: int64 [b, whole s], or None if every row is one document.
+    dropout_seed: None disables dropout. row_shards: number of ranks that share a row.
     """
     batch_size, seq = positions.shape
     keys = row_keys = region_keys = None
     if dropout_seed is not None and model.drops:
-        # Keys depend on the sample and the column in the whole row, so masks are the same in every parallel layout.
+        # Dropout keys depend on the sample and the column in the whole row, so masks are equal in every parallel
+        # layout.
         whole = torch.arange(seq * row_shards, device=samples.device)
         row_keys = token_keys(dropout_seed, samples, whole)
         keys = region_keys = (row_keys if columns is None else row_keys[:, columns]).flatten()
@@ -260,8 +264,8 @@ def forward_context(
 
 
 def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """int64 [b, width]: 0 for the first `lengths` [b] tokens of each row and 1 for the row's padding, which is a
-    separate document.
+    """Return documents, int64 [b, width]: 0 for the first `lengths` [b] tokens of each row, and 1 for the row's
+    padding.
 
     >>> padding_documents(torch.tensor([2, 4]), 4).tolist()
     [[0, 0, 1, 1], [0, 0, 0, 0]]
@@ -272,5 +276,5 @@ def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:
 def rotary_tables(
     ropes: Iterable[Rope], positions: torch.Tensor, dtype: torch.dtype, length: int | None = None
 ) -> dict[Rope, Rotary]:
-    """cos and sin of positions int64 [n], each [n, R / 2]. length: as in `rotary_table`."""
+    """Return cos and sin, each [n, R / 2], of positions int64 [n]. length: as in `rotary_table`."""
     return {rope: rotary_table(positions, rope, dtype, length) for rope in ropes}

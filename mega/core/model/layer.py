@@ -1,9 +1,9 @@
-"""One transformer layer: branches on the residual stream. Training and decoding share one implementation of the
-algebra.
+"""One transformer layer: branches on the residual stream. Training and decoding share the implementation of how steps
+and branches are combined.
 
-A branch has the steps: norm before, mixer, the mixer's last linear layer, norm after. In training the steps are modules
-(`ResidualBranch`); in decoding they are functions prepared from the modules (model/decode.py). `branch_function` and
-`run_parallel` define the order of the steps and the sums:
+The steps of a branch are: norm before, mixer, the mixer's last linear layer, norm after. In training the steps are
+modules (`ResidualBranch`); in decoding the steps are functions prepared from the modules (model/decode.py).
+`branch_function` and `run_parallel` define the order of steps and sums, here by the position of the norms:
 
     before                              x + f(norm(x))
     before, onto the normed             n + f(n), n = norm(x)
@@ -13,7 +13,7 @@ A branch has the steps: norm before, mixer, the mixer's last linear layer, norm 
     parallel                            x + f(before_f(x)) + g(before_g(x))
     parallel, of one norm               x + f(n) + g(n), n = before(x)
 
-A branch may have a multiplier for its output.
+A branch may also multiply its output by a constant.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Context = TypeVar("Context", contravariant=True)
 
 
 NormStep = Callable[[ResidualState], tuple[torch.Tensor, torch.Tensor]]
-"""A function that returns the stream with its branch added, and the norm of this sum."""
+"""Function that returns the stream with the pending branch added, and the norm of this sum."""
 
 
 class BranchSteps(Protocol[Context]):
-    """The steps of one branch."""
+    """The steps of a branch, as modules or functions."""
 
     @property
     def value(self) -> Branch:
-        """The description of the branch."""
+        """The architecture of the branch."""
 
     @property
     def before(self) -> NormStep | None: ...
@@ -53,19 +53,22 @@ class BranchSteps(Protocol[Context]):
     def after(self) -> NormStep | None: ...
     @property
     def mix(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
-        """x [tokens, h] -> the input of the last linear layer."""
+        """Function of x [tokens, h] that returns the input of the last linear layer."""
 
     @property
     def add(self) -> Callable[[torch.Tensor, torch.Tensor, Context], ResidualState]:
-        """(x, input of the last linear layer) -> the stream x and the branch's output, which the next norm may add."""
+        """Function of the stream x and the input of the last linear layer that returns x with the branch's output
+        pending."""
 
     @property
     def alone(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
-        """Input of the last linear layer -> the branch's output alone, with bias and dropout, [tokens, h]."""
+        """Function of the input of the last linear layer that returns only the branch's output, with bias and
+        dropout."""
 
 
 def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Context], ResidualState]:
-    """One branch as a function of the stream. Attributes are looked up once, here, because decoding calls it often."""
+    """Return a branch as a function of the stream. Attributes are looked up once, because decoding calls this function
+    often."""
     before, mix, add, after, alone = steps.before, steps.mix, steps.add, steps.after, steps.alone
     onto_normed, of_sum = steps.value.onto == "normed", steps.value.after_of == "sum"
     multiplier = steps.value.multiplier
@@ -93,8 +96,8 @@ def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Con
 def run_parallel(
     branches: Sequence[BranchSteps[Context]], before: NormStep | None, x: torch.Tensor, context: Context
 ) -> ResidualState:
-    """The sum of branches that all read the stream x. before: a norm shared by the branches that have no norm
-    before."""
+    """Return the stream x with the pending sum of branches that all have the input x. before: the norm shared by all
+    branches without a separate norm."""
     total, shared = None, x if before is None else before(ResidualState(x))[1]
     for steps in branches:
         normed = shared if steps.before is None else steps.before(ResidualState(x))[1]
@@ -109,7 +112,7 @@ ATTENTIONS: dict[str, type[SelfAttention]] = {
     "memory": CrossAttention,
     "reader": ReaderAttention,
 }
-"""Source of keys and values -> the module."""
+"""Source of keys and values -> the attention module."""
 
 
 def _attention(factory: ParameterFactory, value: Attention, tensors: Tensors, place: LayerPlace) -> SelfAttention:
@@ -119,8 +122,8 @@ def _attention(factory: ParameterFactory, value: Attention, tensors: Tensors, pl
 def _neighbours(
     factory: ParameterFactory, value: NeighbourAttention, tensors: Tensors, place: LayerPlace
 ) -> ChunkAttention:
-    """The attention to neighbours. The layers of its encoder have the numbers -2, -3, ..., so that their dropout sites
-    are unique."""
+    """Return the attention to neighbours. The layers of the neighbours' encoder have the numbers -2, -3, ..., so that
+    their dropout sites are unique."""
 
     def encoding(number: int, layer: Layer) -> TransformerLayer:
         prefix = f"{value.prefix}.layers.{number}."
@@ -139,16 +142,16 @@ MODULES: dict[type, Callable[..., MixerModule]] = {
     Experts: ExpertLayer,
     NeighbourAttention: _neighbours,
 }
-"""Kind of mixer -> the function that creates its module."""
+"""Type of mixer -> the function that creates the mixer's module."""
 
 
 def mixer(factory: ParameterFactory, value: Mixer, tensors: Tensors, place: LayerPlace) -> MixerModule:
-    """The module of a mixer."""
+    """Create the module of a mixer."""
     return MODULES[type(value)](factory, value, tensors, place)
 
 
 class ResidualBranch(nn.Module):
-    """A branch in training: its steps are modules."""
+    """A branch in training, whose steps are modules."""
 
     def __init__(self, factory: ParameterFactory, value: Branch, tensors: Tensors, place: LayerPlace):
         super().__init__()
@@ -175,8 +178,8 @@ class ResidualBranch(nn.Module):
 class TransformerLayer(nn.Module):
     """One layer of a model in training. tensors: the layer's tensors, by names relative to the layer.
 
-    Branches that read a memory are registered last, independent of the order in which branches run, because the order
-    of weights determines the offsets in buckets and checkpoints.
+    Branches that attend to a memory are registered last, regardless of the order in which branches run, because the
+    order of weights determines the offsets in buckets and checkpoints.
     """
 
     def __init__(self, factory: ParameterFactory, value: Layer, tensors: Tensors, place: LayerPlace):

@@ -1,8 +1,8 @@
 """The mixers of branches: self-attention, attention to a memory, feed-forward.
 
-A mixer has two steps, each of which decoding replaces: `forward` computes the input of the last linear layer,
-and `out` is this linear layer, which leaves the tensor-parallel region. Shapes are per tensor rank: `heads`
-are this rank's heads, and [tokens, h] are this rank's tokens under sequence parallelism.
+A mixer has two steps, both of which decoding replaces: `forward` computes the input of the last linear layer, and `out`
+is that linear layer, which leaves the tensor-parallel region. Shapes are per tensor rank: `heads` are this rank's
+heads, and [tokens, h] are this rank's tokens under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class LayerPlace(NamedTuple):
-    """The position of a layer in the model and its ranks."""
+    """The index of a layer in the model, and the groups of ranks that compute the layer."""
 
     layer: int  # index of the layer in the whole model
     region: Region  # tensor parallelism
@@ -39,10 +39,10 @@ class LayerPlace(NamedTuple):
 
 
 class MixerModule(nn.Module):
-    """A mixer's module. out: the last linear layer, if `finish` and `bias` are not overridden.
+    """Base class of mixers. out: the last linear layer, if a subclass does not override `finish` and `bias`.
 
-    adapters: a prefix for the dropout sites of its adapters. Do not change site names: they are hashed into dropout
-    masks.
+    adapters: a prefix for the dropout sites of the mixer's adapters. Do not change site names, because they are hashed
+    into dropout masks.
     """
 
     adapters = ""
@@ -58,11 +58,12 @@ class MixerModule(nn.Module):
 
     @property
     def bias(self) -> Weight | None:
-        """The bias that the caller must add to the result of `finish`."""
+        """The bias that the caller must add to the result of `finish`; None if `finish` adds it or the layer has no
+        bias."""
         return self.out.bias
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Apply the last linear layer to the result of `forward`: [tokens, h], without the bias."""
+        """Apply the last linear layer to the result of `forward`; returns [tokens, h], without the bias."""
         return self.out.matmul(mixed, self.adapter_dropout(context, self.out_adapter))
 
 
@@ -81,7 +82,7 @@ class SelfAttention(MixerModule):
         self.out = _row(factory, tensors, f"{value.name}.o_proj", region)
 
     def project(self, factory: ParameterFactory, tensors: Tensors, region: Region) -> None:
-        """Create the linear layers that project into heads."""
+        """Create the linear layers that project to heads."""
         self.qkv = self.column(factory, tensors, region, "qkv")
 
     def column(self, factory: ParameterFactory, tensors: Tensors, region: Region, which: str) -> ColumnLinear:
@@ -92,7 +93,7 @@ class SelfAttention(MixerModule):
         return q if self.value.score_multiplier == 1.0 else q * self.value.score_multiplier
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [tokens, h] -> [all tokens of the region, heads x d]."""
+        """Return the attention of x [tokens, h], [all tokens of the region, heads x d]."""
         rotary, drop = context.rotary(self.value.rope), self.adapter_dropout(context, "qkv_adapter")
         early_rotary = None if self.q_norm is not None else rotary
         q, k, v = self.ops.split_heads(self.qkv.biased(x, drop), self.qkv.bias, self.heads, self.kv_heads, early_rotary)
@@ -107,7 +108,7 @@ class SelfAttention(MixerModule):
 
 
 class CrossAttention(SelfAttention):
-    """Attention to the memory: queries from the layer's tokens, keys and values (one GEMM) from the memory."""
+    """Cross attention: queries from the layer's tokens, keys and values (one GEMM) from the memory."""
 
     adapters = "cross_"
 
@@ -118,7 +119,7 @@ class CrossAttention(SelfAttention):
     def projected(
         self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext, memory_context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of x, and keys and values of the memory, each [all tokens of the region, heads, d]."""
+        """Return queries of x, and keys and values of the memory, each [all tokens of the region, heads, d]."""
         q = self.q(x, self.adapter_dropout(context, "q_adapter")).unflatten(1, (self.heads, -1))
         drop = self.adapter_dropout(memory_context, "kv_adapter")
         k, v = self.kv(memory, drop).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
@@ -127,7 +128,7 @@ class CrossAttention(SelfAttention):
         return self.scaled(q), k, v
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [tokens, h] -> [all tokens of the region, heads x d]."""
+        """Return the attention of x [tokens, h], [all tokens of the region, heads x d]."""
         memory = context.memory
         assert memory is not None
         heads = self.projected(x, memory.tokens, context, context.for_memory())
@@ -137,7 +138,7 @@ class CrossAttention(SelfAttention):
 
 
 class FeedForward(MixerModule):
-    """Feed-forward network: up projection, activation, down projection. Gate and up are one GEMM."""
+    """Feed-forward network: up projection, activation, down projection. One GEMM computes gate and up projections."""
 
     out_adapter = "down_adapter"
 
@@ -150,7 +151,7 @@ class FeedForward(MixerModule):
         self.out = _row(factory, tensors, f"{value.name}.down_proj", place.region)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [tokens, h] -> [all tokens of the region, f]."""
+        """Return the activations for x [tokens, h], [all tokens of the region, f]."""
         hidden, bias = self.up.matmul(x, self.adapter_dropout(context, "up_adapter")), self.up.bias
         active = self.ops.activate(hidden, bias, self.activation)
         if self.recompute:
@@ -162,7 +163,7 @@ class FeedForward(MixerModule):
 def _head_norm(
     factory: ParameterFactory, norm: Norm | None, attention: Attention, tensors: Tensors, region: Region
 ) -> Normalization | ProjectionNorm | None:
-    """The norm of queries or keys: over each head, or over all heads together."""
+    """Create the norm of queries or keys: over each head, or over all heads together."""
     if norm is None or norm.width == attention.head_dim:
         return normalization(factory, norm, tensors)
     return ProjectionNorm(factory, norm, tensors, region.axis)

@@ -1,14 +1,15 @@
-"""Attention of a text to the neighbours of its chunks (chunked cross attention; Borgeaud et al. 2022, section 2.4).
+"""Attention to the retrieved neighbours of a text's chunks (chunked cross attention; Borgeaud et al. 2022, section
+2.4).
 
-With chunks of 4 tokens, tokens 3 to 6 read the neighbours retrieved for tokens 0 to 3, and so on. Tokens 0 to 2 read
-nothing:
+With chunks of 4 tokens, tokens 3 to 6 attend to the neighbours retrieved for tokens 0 to 3, and so on. Tokens 0 to 2
+have no neighbours:
 
     tokens          0 1 2 | 3 4 5 6 | 7 8 9 10 | 11
     neighbours of     -   | chunk 0 |  chunk 1 | chunk 2
 
-So no token reads neighbours that were retrieved with later tokens. The encoder processes each neighbour separately,
-bidirectionally; its first layer also attends to the chunk for which the neighbour was retrieved. This module reads no
-files.
+So no token attends to neighbours that were retrieved with later tokens. The encoder processes each neighbour separately
+and bidirectionally. The encoder's first layer also attends to the chunk for which the neighbour was retrieved. This
+module does not read files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class ChunkAttention(CrossAttention):
-    """Attention of the text to its neighbours. The module may hold the neighbours' encoder, which runs first."""
+    """Attention of a text to neighbours. The module may hold the neighbours' encoder, which runs before the
+    attention."""
 
     def __init__(
         self,
@@ -44,11 +46,12 @@ class ChunkAttention(CrossAttention):
 
     @property
     def bias(self) -> Weight | None:
-        """None, because `finish` adds the bias, and only for tokens that read neighbours."""
+        """None, because `finish` adds the bias, and only for tokens that have neighbours."""
         return None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [tokens, h] -> [all tokens of the region, heads x d]; 0 for tokens that read no neighbours."""
+        """Return the attention of x [tokens, h], [all tokens of the region, heads x d]; 0 for tokens without
+        neighbours."""
         states = context.neighbours
         assert states is not None
         if len(self.encoder):
@@ -71,8 +74,8 @@ class ChunkAttention(CrossAttention):
         return stream.sum(self.ops)
 
     def mask(self, states: NeighbourStates, context: ForwardContext, size: int) -> AttentionMask:
-        """The mask of tokens [b l, m] for their neighbours [b l, k r]. size: number of tokens in all chunks of a
-        row."""
+        """Return the mask of attention from tokens [b l, m] to neighbours [b l, k r]. size: number of tokens in all
+        chunks of a row."""
         _, count, width = states.shape
         dropout = None
         if context.row_keys is not None:
@@ -96,13 +99,13 @@ class ChunkAttention(CrossAttention):
 
 
 class ReaderAttention(CrossAttention):
-    """In the neighbours' encoder: queries from the neighbours, keys and values from the chunk for which they were
-    retrieved."""
+    """Cross attention in the neighbours' encoder: queries from the neighbours, keys and values from the chunk for which
+    the neighbours were retrieved."""
 
     adapters = "reader_"
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [tokens of the neighbours, h] -> [all such tokens of the region, heads x d]."""
+        """Return the attention of x [neighbours' tokens, h], [all neighbours' tokens of the region, heads x d]."""
         states = context.neighbours
         assert states is not None and states.text is not None
         chunks, count, width = states.shape

@@ -1,7 +1,7 @@
-"""Training objectives of left-to-right models other than the next token, computed from the losses of tokens.
+"""Training objectives of left-to-right models other than next-token prediction, computed from the losses of tokens.
 
-The head computes the negative log-likelihood of every label in any parallel layout; an `Objective` computes loss terms
-from these values.
+The head computes the negative log-likelihood of every label, in any parallel layout, and an `Objective` computes loss
+terms from these values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.batch import DecoderBatch, PreferenceBatch, Term
 
 
 class Objective(Protocol):
-    """A training objective. terms, metrics: the names of its results."""
+    """A training objective. terms, metrics: the names of the objective's results."""
 
     @property
     def terms(self) -> tuple[str, ...]: ...
@@ -32,7 +32,7 @@ class Objective(Protocol):
 class Preference:
     """Direct preference optimisation (Rafailov et al. 2023, equation 7), with label smoothing (Mitchell 2023).
 
-    d = beta (log p(chosen) - log p(rejected) - the same difference under the reference)
+    d = beta (log p(chosen) - log p(rejected) - log p_ref(chosen) + log p_ref(rejected))
     loss = -(1 - smoothing) log sigmoid(d) - smoothing log sigmoid(-d)
     """
 
@@ -41,7 +41,7 @@ class Preference:
     """The assumed probability that the labels of a pair are swapped."""
     terms: tuple[str, ...] = ("dpo",)
     metrics: tuple[str, ...] = ("accuracy", "margin", "chosen", "rejected")
-    """accuracy: share of pairs with d > 0. margin: mean d. chosen, rejected: mean beta (log p - reference)."""
+    """accuracy: fraction of pairs with d > 0. margin: mean d. chosen, rejected: mean beta (log p - log p_ref)."""
 
     def __call__(self, nll: torch.Tensor, batch: DecoderBatch) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
         assert isinstance(batch, PreferenceBatch) and batch.reference is not None
@@ -55,11 +55,11 @@ class Preference:
 
 
 class Predictions(Protocol):
-    """The predictions of a model for a batch, with a gradient. The logits are computed once, for both properties."""
+    """The predictions of a model for a batch, with gradients. Logits are computed only once, for both properties."""
 
     @property
     def logits(self) -> torch.Tensor:
-        """[b, s, vocab], gathered over the tensor ranks."""
+        """Logits [b, s, vocab], gathered over the tensor ranks."""
 
     @property
     def logprobs(self) -> torch.Tensor:
@@ -67,12 +67,12 @@ class Predictions(Protocol):
 
 
 LossFunction = Callable[[Predictions, DecoderBatch], torch.Tensor]
-"""A function that returns a loss for each token, [b, s], or for each sequence or group of sequences, [b] or fewer."""
+"""Function that returns a loss for each token, [b, s], or for each sequence or group of sequences, [b] or fewer."""
 
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """A loss that a caller's function computes from predictions.
+    """A loss that a function given by the caller computes from predictions.
 
     level: "token" weights each token by the batch's loss_weights in the mean; "sequence" weights each row equally.
     """
@@ -81,9 +81,9 @@ class CustomLoss:
     level: Literal["token", "sequence"] = "token"
 
     def __call__(self, predictions: Predictions, batch: DecoderBatch) -> Term:
-        """The loss term of a batch. Errors: ValueError if the loss has a wrong shape."""
+        """Return the loss term of a batch. Errors: ValueError if the loss has a wrong shape."""
         losses, shape = self.function(predictions, batch), tuple(batch.tokens.shape)
-        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))  # adding 1 to 256 in bf16 gives 256
+        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))  # a sum in bf16 is inexact: 256 + 1 is 256
         if self.level == "sequence":
             if losses.dim() != 1 or not losses.numel() or shape[0] % losses.numel():
                 raise ValueError(
@@ -100,11 +100,11 @@ class CustomLoss:
 
 @dataclass(frozen=True)
 class SequenceBatch(DecoderBatch):
-    """A batch whose loss weights each row equally. It has the fields of `DecoderBatch`."""
+    """A batch whose loss weights each row equally, with the fields of `DecoderBatch`."""
 
     @classmethod
     def of(cls, batch: DecoderBatch) -> SequenceBatch:
-        """A batch with the same rows."""
+        """Return a `SequenceBatch` with the rows of `batch`."""
         return cls(**{each.name: getattr(batch, each.name) for each in fields(DecoderBatch)})
 
     @property
@@ -117,5 +117,5 @@ class SequenceBatch(DecoderBatch):
 
 
 def row_log_probabilities(nll: torch.Tensor, batch: DecoderBatch) -> torch.Tensor:
-    """Sum of the log-probabilities of each row's trained labels, [b]. nll: [b s]."""
+    """Return the sum of the log-probabilities of each row's trained labels, [b]. nll: [b s]."""
     return -(nll.view(batch.tokens.shape) * batch.loss_weights.to(nll.dtype)).sum(1)

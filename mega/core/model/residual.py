@@ -1,4 +1,4 @@
-"""The residual stream and its norms. A branch's output is added to the stream by the next norm, in one kernel."""
+"""The residual stream and its norms. The next norm's kernel also adds a branch's output to the stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ResidualState(NamedTuple):
 
 
 class Normalization(nn.Module):
-    """LayerNorm or RMSNorm over the last dim. Every rank holds the whole weights."""
+    """LayerNorm or RMSNorm over the last dimension. Every rank holds the whole weights."""
 
     def __init__(self, factory: ParameterFactory, norm: Norm, tensors: Tensors):
         super().__init__()
@@ -45,7 +45,7 @@ class Normalization(nn.Module):
         self.ops, self.recompute = factory.ops, factory.recompute
 
     def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the stream with its branch added, and the norm of this sum."""
+        """Return the stream with the pending branch added, and the norm of this sum."""
         x, normed = self.ops.add_norm(*stream, self.weight, self.bias, self.eps, self.form)
         if self.recompute:
             freed = (x.detach(), None, None, None, self.weight.detach(), self.bias, self.eps, self.form)
@@ -54,7 +54,7 @@ class Normalization(nn.Module):
 
 
 class ProjectionNorm(nn.Module):
-    """One RMSNorm over all heads of all tensor ranks. The weight is sharded like the heads."""
+    """One RMSNorm over all heads of all tensor ranks. The weight is sharded in the same way as the heads."""
 
     def __init__(self, factory: ParameterFactory, norm: Norm, tensors: Tensors, axis: Axis):
         super().__init__()
@@ -64,7 +64,7 @@ class ProjectionNorm(nn.Module):
         self.form = NormForm(norm.offset, norm.rounds_last)
 
     def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the heads [tokens, heads, d], and their norm."""
+        """Return the heads [tokens, heads, d] unchanged, and the normalized heads."""
         x = stream.x
         heads = x.flatten(1).to(accurate(x.dtype))
         squares = all_reduce_both_ways(heads.square().sum(-1, keepdim=True), self.axis)
@@ -73,5 +73,5 @@ class ProjectionNorm(nn.Module):
 
 
 def normalization(factory: ParameterFactory, norm: Norm | None, tensors: Tensors) -> Normalization | None:
-    """The module of a norm, or None."""
+    """Create the module of a norm; None without a norm."""
     return None if norm is None else Normalization(factory, norm, tensors)

@@ -3,9 +3,9 @@
     stage(batch, *cargo) -> cargo             [tokens, h], and the neighbours [b l k r, h] if a later stage reads them
     last(batch, *cargo)  -> the term "lm"     as in a decoder
 
-The first stage embeds the neighbours along with the text, because it holds the table. Stages pass the embedded
-neighbours on to the layer that holds their encoder, and from that layer pass the encoded neighbours on to the last
-layer that attends to neighbours.
+The first stage holds the embedding table, so it embeds the neighbours together with the text. The embedded neighbours
+are passed from stage to stage up to the layer that holds their encoder. From there the encoded neighbours are passed up
+to the last layer that attends to neighbours.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RetrieverStage(DecoderStage):
     """The units of a Retro model that one stage holds."""
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
-        """The embedding. Its tables are looked up twice in a pass (for text and neighbours), so each table gets two
-        gradients."""
+        """Create the embedding. A forward pass looks up each table twice (for text and neighbours), so each table gets
+        two gradients."""
         embedding = super().build_embedding(factory, tensors)
         for table in weights(embedding):
             table.uses += 1
@@ -47,7 +47,7 @@ class RetrieverStage(DecoderStage):
         return shapes
 
     def _reading_from(self, unit: int | str) -> bool:
-        """Whether `unit` or a later layer reads neighbours."""
+        """Return whether `unit` or a later layer attends to neighbours."""
         units = self.architecture.units
         return units.index(unit) <= units.index(self.architecture.reading[-1])
 
@@ -70,10 +70,10 @@ class RetrieverStage(DecoderStage):
         return stream, states.read
 
     def _neighbours(self, batch: NeighbourBatch, *cargo: torch.Tensor) -> NeighbourStates:
-        """The neighbours at the input of this stage: embedded from the batch, or received as cargo."""
+        """Return the neighbours at the input of this stage, embedded from the batch or received as cargo."""
         size, chunks, count, width = batch.neighbours.shape
         numbers = torch.arange(chunks * count, device=batch.samples.device)
-        # Dropout is a function of the sample number. Neighbours use negative sample numbers, which no text has.
+        # Dropout is a function of the sample number. Neighbours get negative sample numbers, which texts do not use.
         samples = -1 - (batch.samples[:, None] * (chunks * count) + numbers).flatten()
         positions = torch.arange(width, device=batch.samples.device).expand(size * chunks * count, width)
         context = forward_context(
@@ -98,8 +98,8 @@ class RetrieverStage(DecoderStage):
     def unit(self, layer: nn.Module, stream: ResidualState, context: ForwardContext) -> ResidualState:
         """Run a layer with its weights unsharded.
 
-        The layer that holds the encoder returns two tensors, but the unshard hook passes one tensor, so the two are
-        concatenated.
+        The layer that holds the encoder returns two tensors, which are concatenated because the unshard hook returns
+        only one tensor.
         """
         states = context.neighbours
         if states is None or not cast(TransformerLayer, layer).encodes:

@@ -1,7 +1,8 @@
-"""The router of a mixture of experts: the chosen experts of each token, dropped choices, balance losses, load counts.
+"""The router of a mixture of experts, which chooses experts for each token, drops choices, balances and counts the
+load.
 
-Rules that depend on the whole microbatch (sinkhorn, capacity, balance) gather the tokens of all ranks that share the
-microbatch, so the decisions do not depend on the parallel layout.
+Rules that depend on the whole microbatch (sinkhorn, capacity, balance) use values of all ranks that share the
+microbatch, so the router's decisions do not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class RoutedTokens(NamedTuple):
-    """The decisions of a router for our tokens."""
+    """The decisions of a router for this rank's tokens."""
 
     x: torch.Tensor  # [t, h], with the losses of the router attached
-    chosen: torch.Tensor  # int64 [t, k], experts
+    chosen: torch.Tensor  # int64 [t, k], indices of experts
     probabilities: torch.Tensor  # [t, k]
-    kept: torch.Tensor | None  # bool [t, k], which choices are kept; None if all are
-    limit: int | None  # maximum number of rows of an expert; None if unlimited
+    kept: torch.Tensor | None  # bool [t, k], which choices are kept; None if all choices are kept
+    limit: int | None  # maximum number of rows per expert; None if unlimited
 
 
 class ExpertRouter(nn.Module):
-    """The router of one mixture.
+    """The router of one mixture of experts.
 
-    load: float64 [experts + 1], for our tokens in this step: number of choices of each expert, and of dropped choices.
+    load: float64 [experts + 1], number of choices of each expert, then of dropped choices, for this rank's tokens in
+    this step.
     """
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, place: LayerPlace):
@@ -55,7 +57,8 @@ class ExpertRouter(nn.Module):
         self._running = torch.zeros(value.count, dtype=torch.float64, device=self.gate.device)
         self._microbatches = 0
         self.quantiles = torch.zeros_like(self.load)
-        """For the choice `quantile`: the sum of the thresholds of this step's microbatches, and their number."""
+        """For the choice `quantile`: the sum of the thresholds of this step's microbatches, then the number of
+        microbatches."""
 
     def start_step(self) -> None:
         """Set all counts to zero."""
@@ -87,13 +90,13 @@ class ExpertRouter(nn.Module):
             self._add_quantile(logits, context)
         if router.choice != "sinkhorn" or not self.training:
             return routing.route(logits, router, k, self.balance)
-        # Sinkhorn normalises over all tokens of the microbatch.
+        # Sinkhorn normalisation is over all tokens of the microbatch.
         whole = routing.sinkhorn(routing.accurate(_whole(logits.detach(), _sharing(context, self.cp))))
         matrix = _own_part(whole, _sharing(context, self.cp))
         return routing.route(logits, router, k, matrix=matrix)
 
     def _losses(self, x: torch.Tensor, logits: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        if not self.training:  # validation uses only the loss of the text
+        if not self.training:  # the validation loss excludes the losses of routers
             return x
         router = self.value.router
         totals: dict[str, Callable[[], torch.Tensor]] = {
@@ -109,9 +112,9 @@ class ExpertRouter(nn.Module):
     def _balance(
         self, logits: torch.Tensor, context: ForwardContext, *, sequences: bool = False, running: bool = False
     ) -> torch.Tensor:
-        """The balance loss over all tokens of the microbatch.
+        """Return the balance loss over all tokens of the microbatch.
 
-        sequences: return the sum of the balance losses of the rows instead. running: use the mean load of this step's
+        sequences: return instead the sum of the rows' balance losses. running: use the mean load of this step's
         microbatches so far, over all data ranks.
         """
         scores, k = routing.load_scores(logits, self.value.router.score), self.value.chosen
@@ -130,7 +133,8 @@ class ExpertRouter(nn.Module):
         return routing.imbalance(counts, sums, k, tokens)
 
     def _running_mean(self, counts: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Counts of our microbatch -> counts of all data ranks, averaged over the microbatches of this step so far."""
+        """Return the counts over all data ranks, averaged over the microbatches of this step so far. counts: of this
+        rank's microbatch."""
 
         def mean() -> torch.Tensor:
             global_counts = counts.double() / self.cp.size
@@ -145,7 +149,7 @@ class ExpertRouter(nn.Module):
     def _capacity(
         self, chosen: torch.Tensor, probabilities: torch.Tensor, context: ForwardContext
     ) -> tuple[int, torch.Tensor]:
-        """The maximum number of tokens for an expert, and which choices of our tokens are kept."""
+        """Return the maximum number of tokens per expert, and which choices of this rank's tokens are kept."""
         value, rule = self.value, self.value.capacity
         assert rule is not None
         numbers, axes = context.token_numbers(self.cp.size, chosen.device), _sharing(context, self.cp)
@@ -173,7 +177,7 @@ class ExpertRouter(nn.Module):
 
 
 def _sharing(context: ForwardContext, cp: Axis) -> list[Axis]:
-    """The axes whose ranks share a microbatch, fastest axis first."""
+    """Return the axes whose ranks share a microbatch, fastest axis first."""
     return [*([context.tp] if context.sequence else []), cp]
 
 
@@ -185,7 +189,7 @@ def _whole(x: torch.Tensor, axes: list[Axis]) -> torch.Tensor:
 
 
 def _own_part(whole: torch.Tensor, axes: list[Axis]) -> torch.Tensor:
-    """This rank's part of a gathered tensor: the inverse of `_whole`."""
+    """Return this rank's shard of a gathered tensor, the inverse of `_whole`."""
     for axis in reversed(axes):
         whole = local_shard(whole, axis)
     return whole

@@ -1,6 +1,7 @@
-"""A pipeline stage: layers on one residual stream, with an embedding before the layers and a head after the layers.
+"""A pipeline stage: layers on one residual stream, an embedding before the first layer, and a head after the last
+layer.
 
-A family adds its embedding, its head and the context of its batch. The recomputation of whole layers and the
+Each model family adds an embedding, a head and the context of a batch. The recomputation of whole layers and the
 unsharding of units (ZeRO 3) are implemented here, for all families.
 """
 
@@ -43,7 +44,7 @@ class Losses(NamedTuple):
 
 
 class TokenBatch(Batch, Protocol):
-    """A batch whose first stack reads `tokens`, int64 [b, s]."""
+    """A batch with `tokens`, int64 [b, s], the input of the first stack."""
 
     @property
     def tokens(self) -> torch.Tensor: ...
@@ -55,14 +56,14 @@ B = TypeVar("B", bound=TokenBatch)
 class StackStage(nn.Module, Generic[B]):
     """The units of a model that one stage holds: "embedding", layers by number, "head", in this order.
 
-        stage(batch, *cargo) -> cargo             [tokens, h], our tokens under sequence parallelism
+        stage(batch, *cargo) -> cargo             [tokens, h], this rank's tokens under sequence parallelism
         last(batch, *cargo)  -> terms, metrics    or logits, if outputs are requested
 
-    A family sets `head_terms` and `metrics` and implements the four methods that raise here. Its head is called with a
-    `ResidualState`, a batch and the scales of the head's terms, which the head may use, and returns `Losses`; without a
-    batch the head returns logits [tokens, ids of this rank].
+    A subclass for a family sets `head_terms` and `metrics` and implements the four methods that raise
+    NotImplementedError. The head is called with a `ResidualState`, a batch and the scales of the head's terms, which
+    the head may use, and returns `Losses`; without a batch the head returns logits [tokens, ids of this rank].
     head_terms: name of each loss of the head -> its coefficient; the losses of layers follow from the architecture.
-    with_full_params: runs a unit with its weights unsharded (ZeRO 3); None if weights are never sharded.
+    with_full_params: hook that runs a unit with unsharded weights (ZeRO 3); None if weights are never sharded.
     """
 
     head_terms: Mapping[str, float] = MappingProxyType({})
@@ -94,20 +95,20 @@ class StackStage(nn.Module, Generic[B]):
         self._attach_adapters(factory)
 
     def _attach_adapters(self, factory: ParameterFactory) -> None:
-        """Attach the adapters of the model, if it has any."""
+        """Attach the adapters of the model, if there are any."""
         specs = adapter_specs(self.architecture.adapters, inventory(self.model))
         attach_adapters(self, specs, factory)
         for experts in [each for each in self.modules() if isinstance(each, GroupedExperts)]:
             experts.adapt(specs)
 
-    # -- the methods that a family implements or overrides
+    # -- methods that the subclass for a family implements or overrides
 
     def build_layers(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
         """Create the layers between embedding and head. own: the model's tensors by unit."""
         self.layers = self.stack(factory, own, self.architecture.stacks[0])
 
     def stack(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]], stack: Stack) -> nn.ModuleList:
-        """The layers of a stack that this stage holds."""
+        """Create the layers of a stack that this stage holds."""
         adapters, options = self.architecture.adapters, self.options
         adapter_dropout = 0.0 if adapters is None else adapters.dropout
 
@@ -121,7 +122,7 @@ class StackStage(nn.Module, Generic[B]):
         return nn.ModuleList(layer(number) for number in stack.numbers if number in self.units)
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
-        """Create the embedding in front of the first layer."""
+        """Create the embedding before the first layer."""
         raise NotImplementedError
 
     def build_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
@@ -129,32 +130,32 @@ class StackStage(nn.Module, Generic[B]):
         raise NotImplementedError
 
     def context(self, batch: B) -> ForwardContext:
-        """The context of `batch` for the layers."""
+        """Return the context of `batch` for the layers."""
         raise NotImplementedError
 
     def embed(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
-        """Apply `embedding` to `batch`: [tokens, h], our tokens under sequence parallelism."""
+        """Apply `embedding` to `batch`; returns [tokens, h], this rank's tokens under sequence parallelism."""
         raise NotImplementedError
 
     def stack_tokens(self, batch: B) -> tuple[torch.Tensor, ...]:
-        """The tokens [b, s] of `batch` that each stack of the architecture reads."""
+        """Return the input tokens [b, s] of each stack of the architecture."""
         return (batch.tokens,)
 
-    # -- the stage
+    # -- methods of every stage
 
     @cached_property
     def terms(self) -> dict[str, float]:
-        """Name of each loss, of the head or of layers -> the factor of the loss's mean in the total loss of a step."""
+        """Name of each loss (of the head or of layers) -> coefficient of the mean loss in the total loss of a step."""
         losses = self.architecture.auxiliary_losses
         return {**self.head_terms, **{loss.name: loss.coefficient * sum(layers) for loss, layers in losses.items()}}
 
     def split(self, batch: B, index: int, size: int) -> B:
-        """The columns of a batch for rank `index` of a context axis of `size` ranks, with the data that layers need
-        from other columns."""
+        """Return the columns of a batch for rank `index` of a context axis of `size` ranks, together with data that
+        layers need from other columns."""
         return batch.split(index, size)
 
     def weights(self, batch: B) -> Mapping[str, torch.Tensor]:
-        """As in `Stage`."""
+        """Return the weight of each loss for `batch`, as in `Stage`."""
         losses = self.architecture.auxiliary_losses
         if not losses:
             return batch.weights
@@ -171,7 +172,7 @@ class StackStage(nn.Module, Generic[B]):
         return self.options.dropout_seed if self.training else None
 
     def cargo(self, batch: B) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the cargo that this stage receives for `batch`."""
+        """Return the shapes and dtypes of the cargo that this stage receives for `batch`."""
         tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
         return [((tokens, self.architecture.hidden), self.residual)]
 
@@ -194,7 +195,7 @@ class StackStage(nn.Module, Generic[B]):
         )
 
     def _auxiliary_sums(self, scales: torch.Tensor | None) -> AuxiliarySums | None:
-        """The collector of our layers' losses and load counts; None if the model has neither."""
+        """Return a collector of the losses and load counts of this stage's layers; None if the model has neither."""
         if not self.architecture.auxiliary_losses and not self.architecture.mixtures:
             return None
         assert scales is not None or not torch.is_grad_enabled(), "losses of layers are scaled in the backward pass"
@@ -204,13 +205,13 @@ class StackStage(nn.Module, Generic[B]):
     def stream(
         self, batch: B, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
-        """The residual stream after our layers, and further tensors for the next stage."""
+        """Return the residual stream after this stage's layers, and other tensors for the next stage."""
         context = self.context(batch)
         if auxiliary is not None:
             context = replace(context, auxiliary=auxiliary)
         embedded = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
         if torch.is_grad_enabled() and not embedded.requires_grad:
-            # The embedding is not trained. Recomputation needs an input that requires a gradient.
+            # The embedding is not trained, but recomputation needs an input that requires a gradient.
             embedded.requires_grad_()
         return (self.through(self.layers, ResidualState(embedded), context),)
 
@@ -227,11 +228,11 @@ class StackStage(nn.Module, Generic[B]):
 
     @property
     def _share(self) -> Axis | None:
-        """The axis over which saved inputs of recomputed layers are distributed, or None."""
+        """The axis over which saved inputs of recomputed layers are distributed; None if these are not distributed."""
         return self.region.axis if self.options.distribute_saved and not self.region.sequence else None
 
     def embedded(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
-        """As `embed`, with the weights unsharded."""
+        """Apply `embedding` to `batch` with unsharded weights."""
         if self.with_full_params is None:
             return self.embed(embedding, batch, context)
         return self.with_full_params(embedding, lambda _: self.embed(embedding, batch, context), batch.tokens)
@@ -245,7 +246,7 @@ class StackStage(nn.Module, Generic[B]):
         return stream
 
     def unit(self, layer: nn.Module, stream: ResidualState, context: ForwardContext) -> ResidualState:
-        """Run a layer with its weights unsharded."""
+        """Run a layer with unsharded weights."""
         assert self.with_full_params is not None
         run = partial(self._from_sum, [layer], context, unshard=False)
         return ResidualState(self.with_full_params(layer, run, stream.sum(self.ops)))
@@ -253,11 +254,11 @@ class StackStage(nn.Module, Generic[B]):
     def _from_sum(
         self, layers: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
     ) -> torch.Tensor:
-        """Run layers as a function of one tensor, because recomputation and unsharding need this form."""
+        """Run layers as a function from tensor to tensor, which recomputation and unsharding require."""
         return self._through(layers, ResidualState(x), context, unshard).sum(self.ops)
 
     def outputs(self, stream: ResidualState, batch: B) -> torch.Tensor:
-        """The outputs of the last stage for `batch`: logits [b, s, ids of this rank]."""
+        """Return the outputs of the last stage for `batch`: logits [b, s, ids of this rank]."""
         return self.run_head(stream, self._logits).unflatten(0, tuple(batch.tokens.shape))
 
     def _logits(self, stream: ResidualState) -> torch.Tensor:
@@ -265,7 +266,7 @@ class StackStage(nn.Module, Generic[B]):
         return cast(torch.Tensor, self.head(stream))
 
     def run_head(self, stream: ResidualState, run: Callable[[ResidualState], torch.Tensor]) -> torch.Tensor:
-        """Call `run`, which uses the head, with the head's weights unsharded."""
+        """Call `run`, a function that uses the head, with the head's weights unsharded."""
         assert self.head is not None
         if self.with_full_params is None:
             return run(stream)
@@ -274,7 +275,7 @@ class StackStage(nn.Module, Generic[B]):
     def head_losses(
         self, stream: ResidualState, batch: B, scales: torch.Tensor | None, auxiliary: AuxiliarySums | None
     ) -> Losses:
-        """The losses of the head. auxiliary: collects the losses of layers inside the head."""
+        """Return the losses of the head. auxiliary: collector of the losses of layers inside the head."""
         assert self.head is not None
         return cast(Losses, self.head(stream, batch, scales))
 
@@ -283,7 +284,7 @@ class StackStage(nn.Module, Generic[B]):
     ) -> Losses:
         if self.with_full_params is None:
             return self.head_losses(stream, batch, scales, auxiliary)
-        head_losses: list[Losses] = []  # no scales, because the backward pass must begin at the output of `run`
+        head_losses: list[Losses] = []  # no scales: the backward pass must begin at the output of `run`
 
         def run(stream: ResidualState) -> torch.Tensor:
             head_losses.append(self.head_losses(stream, batch, None, auxiliary))
@@ -295,7 +296,7 @@ class StackStage(nn.Module, Generic[B]):
 
 
 def tensors_by_unit(model: ModelConfig) -> dict[Unit, dict[str, Tensor]]:
-    """The model's inventory by unit and name. A tied tensor is listed in each of its units."""
+    """Return the model's tensors by unit and name. A tied tensor is listed in each unit that uses the tensor."""
     by_unit: dict[Unit, dict[str, Tensor]] = {}
     for tensor in inventory(model):
         for unit in tensor.units:
@@ -304,5 +305,5 @@ def tensors_by_unit(model: ModelConfig) -> dict[Unit, dict[str, Tensor]]:
 
 
 def relative(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The same tensors, with `prefix` removed from their names."""
+    """Return the same tensors, with `prefix` removed from the names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

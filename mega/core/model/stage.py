@@ -1,4 +1,4 @@
-"""Options of a stage of any family, in addition to its model, its units and its region."""
+"""Options of a pipeline stage of any model family, other than the model, the stage's units and the region."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from mega.core.parallel.experts import NO_RANKS, ExpertAxes
 from mega.core.parallel.mesh import SINGLE, Axis
 
 UnshardHook = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
-"""hook(unit, run, x) -> run(x), with the weights of `unit` unsharded during the forward and backward pass."""
+"""Function hook(unit, run, x) that returns run(x), with the weights of `unit` unsharded in the forward and backward
+pass."""
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Options of a stage."""
+    """Options of a pipeline stage."""
 
     dropout_seed: int | None = None
-    """The seed of dropout; None switches dropout off."""
+    """The seed of dropout; None disables dropout."""
     dropout_rule: int = RULE
     """The version of the dropout rule (ops/counter.py)."""
     residual: torch.dtype | None = None
-    """The dtype of the residual stream; None for the dtype of the weights."""
+    """The dtype of the residual stream; None for the weights' dtype."""
     full_recompute: tuple[str | None, int | None] = (None, None)
     """Recomputation of whole layers: method and number of layers, as in `groups` of parallel/recompute.py."""
     distribute_saved: bool = False
     """Whether the saved inputs of recomputed layers are distributed over the tensor ranks."""
     objective: Objective | None = None
-    """The training objective of a left-to-right model; None for the next token."""
+    """The training objective of a left-to-right model; None for next-token prediction."""
     cp: Axis = SINGLE
     """The ranks that share sequences."""
     experts: ExpertAxes = NO_RANKS
     """The ranks that share the experts of a mixture."""
     gathers_experts: bool = False
-    """As in `LayerPlace`."""
+    """Whether tokens are gathered over ranks with different experts, as in `LayerPlace`."""

@@ -1,7 +1,7 @@
-"""Generate continuations of prompts for lm-eval's tasks, at any layout; data ranks share the prompts.
+"""Generate continuations of prompts for lm-eval's tasks, in any layout. Prompts are distributed over data ranks.
 
-Each replica of the model has an engine with a cache (inference/). The first rank of a replica schedules, and the others
-follow.
+Each replica of the model has an engine with a cache (inference/). The first rank of a replica schedules requests, and
+the other ranks of the replica follow its schedule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mega.core.parallel.mesh import Mesh
 
 Stop = Callable[[list[int]], bool]
 AT_ONCE = 64
-"""Number of prompts that an engine continues at the same time."""
+"""Maximum number of prompts that an engine continues at the same time."""
 
 
 def continue_prompts(
@@ -35,11 +35,11 @@ def continue_prompts(
     layers: int,
     relay: Relay | None,
 ) -> list[list[int]]:
-    """Up to `tokens` ids after each prompt, equal on every rank; all ranks must call this function. stage: this rank's
-    stage, which must support decoding. how: the sampling options of each prompt. ends: ids that end an answer. stop: a
-    function that returns whether an answer with these ids is complete. known: only ids below this bound are sampled.
-    layers: maximum number of blocks in a stage. relay: connects the ranks of the model. Errors: ValueError where
-    context ranks share rows; RequestError.
+    """Generate up to `tokens` ids after each prompt; returns the ids, equal on every rank. All ranks must call this
+    function. stage: this rank's stage, which must support decoding. how: the sampling options of each prompt. ends: ids
+    that end an answer. stop: function that returns whether an answer with the given ids is complete. known: only ids
+    below this bound are sampled. layers: maximum number of blocks in a stage. relay: connects the ranks of the model.
+    Errors: ValueError if context ranks share rows; RequestError.
     """
     if mesh.cp.size > 1:
         raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")
@@ -61,7 +61,7 @@ def continue_prompts(
 
 
 def _answers(engine: Engine, requests: Mapping[int, Request], stop: Stop) -> dict[str, list[int]]:
-    """Answer requests. Returns the index of each request, as a string -> its ids."""
+    """Answer requests; returns a map from the index of each request, as a string, to the ids of its answer."""
     answers: dict[int, list[int]] = {engine.add(request): [] for request in requests.values()}
     while not engine.idle:
         for event in engine.step():

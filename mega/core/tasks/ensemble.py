@@ -1,6 +1,7 @@
 """Combine several models' predictions by the mean of their probabilities (Megatron-LM: tasks/ensemble_classifier.py).
 
-Reads and writes predictions as the JSON lines that `mega eval --task mnli|qqp|race` writes. Does not import torch.
+Predictions are read and written as JSON lines, in the format of `mega eval --task mnli|qqp|race`. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Row = dict[str, Any]
 
 
 def ensemble(files: Sequence[str]) -> tuple[list[Row], list[Row]]:
-    """The combined predictions, and the accuracy of each set and of all: {"set", "correct", "total", "accuracy"}.
+    """Return the combined predictions, and the accuracy of each set and of all sets: {"set", "correct", "total",
+    "accuracy"}.
 
     Errors: ValueError if the files do not have the same questions in the same order.
     """
@@ -45,7 +47,7 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 
 def predictions(file: str) -> list[Row]:
-    """Read predictions. Errors: ValueError naming file and line where a line is not a prediction."""
+    """Read predictions. Errors: ValueError, naming file and line, if a line is not a prediction."""
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"--ensemble {file}: there is no such file")
@@ -70,7 +72,7 @@ def predictions(file: str) -> list[Row]:
 
 
 def accuracies(rows: Sequence[Row]) -> list[Row]:
-    """The accuracy of each set and of all sets, over the questions with a known label."""
+    """Return the accuracy of each set and of all sets, over the questions with a known label."""
     names = list(dict.fromkeys(row["set"] for row in rows))
     scores = []
     for name in (*names, None):
@@ -98,7 +100,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def line(score: Mapping[str, Any]) -> str:
-    """A line of accuracy in Megatron-LM's format.
+    """Return the line that reports an accuracy, in Megatron-LM's format.
 
     >>> line({"set": "dev", "correct": 3, "total": 4, "accuracy": 0.75})
     ' >> dev: correct / total = 3 / 4 = 75.0000 %'

@@ -1,11 +1,11 @@
-"""`mega eval --task`: run one benchmark on one model at any layout; resume a killed run; report the result.
+"""`mega eval --task`: run one benchmark on one model in any layout, resume a killed run, and report the result.
 
     prepare     in the process that the user started: check model, layout and flags before any rank starts
     evaluate    on every rank: load stages, score examples, add sums; rank 0 stores the sums every few seconds and
                 reports
 
 The sums are stored next to --json, as FILE.partial, with a fingerprint of model, data and settings. The fingerprint
-does not include layout and micro-batch size, so an evaluation in another layout can resume from them.
+does not include layout and micro-batch size, so an evaluation in another layout can resume from the stored sums.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from mega.core.training.start.equal import code
 
 SAVE_SECONDS = 5.0
 HASHED_BYTES = 1 << 30
-"""Above this size, a data file is identified by its size and modification time instead of a hash of its content."""
+"""File size above which a data file is identified by size and modification time instead of a hash of the content."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class CheckedEvaluation:
 
     model: CheckedModel
     options: TaskOptions
-    json: str  # the file of the result
-    retro: str | None = None  # the database of neighbours that the model reads
-    retriever: OpenRetriever | None = None  # opens that database
+    json: str  # path of the file for the result
+    retro: str | None = None  # database of neighbours for a model with a retriever
+    retriever: OpenRetriever | None = None  # function that opens the database of neighbours
     quiet: bool = False  # print nothing
 
 
@@ -90,8 +90,8 @@ def prepare(
     retriever: OpenRetriever | None = None,
     report: Callable[[str], None] | None = note,
 ) -> CheckedEvaluation:
-    """Check an evaluation before any rank starts. report: receives lines for the user; if None, the evaluation prints
-    nothing, neither now nor later.
+    """Check an evaluation before any rank starts. report: function that receives messages for the user; if None,
+    neither this function nor the evaluation prints messages.
 
     Errors: ValueError naming flag or file, its value, and the rule.
     """
@@ -99,12 +99,12 @@ def prepare(
     lines = report or discard
     evaluation = CheckedEvaluation(model, benchmark, out, options.data.retro, retriever, report is None)
     task, tokenizer = _benchmark(evaluation, model_files, lines)
-    # Opened only to report its errors before any rank starts.
+    # The database is opened here only to report errors before any rank starts.
     _retriever(evaluation, model_files, tokenizer, "cpu")
     check_result(Path(out), model_files.digest, model.load, f"eval-{benchmark.task}.json", lines)
     for line in getattr(task, "notes", ()):
         lines(line)
-    # Read only to report a file's errors once, before any rank starts.
+    # The examples are read here only to report errors in a file once, before any rank starts.
     task.examples(Path(benchmark.valid_data[0]))
     return evaluation
 
@@ -123,7 +123,8 @@ def _benchmark(
 def _retriever(
     evaluation: CheckedEvaluation, opened: OpenedModel, tokenizer: Tokenizer | None, device: str
 ) -> Retriever | None:
-    """Open the retriever, if there is a database. Errors: ValueError naming flag or file."""
+    """Open the retriever; None if the evaluation has no database of neighbours. Errors: ValueError naming flag or
+    file."""
     if evaluation.retriever is None:
         return None
     if tokenizer is None:
@@ -135,27 +136,28 @@ def _retriever(
 
 
 def evaluate(evaluation: CheckedEvaluation) -> int:
-    """Score as one rank of the world that the environment describes; returns 0. Errors: ValueError on every rank."""
+    """Run the evaluation as one rank of the job described by the environment; returns 0. Errors: ValueError on every
+    rank."""
     as_rank(evaluation.model.run, partial(run_here, evaluation))
     return 0
 
 
 def evaluation_result(evaluation: CheckedEvaluation) -> Mapping[str, object]:
-    """Score like `evaluate`, and return the content of the result's file, on every rank."""
+    """Run the evaluation as `evaluate` does, and return the content of the result file, on every rank."""
     return as_rank(evaluation.model.run, partial(result_here, evaluation))[1]
 
 
 def run_here(
     evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, Estimate]:
-    """Run one rank's part; return the estimates, equal on all ranks."""
+    """Run one rank's share of the evaluation; returns the estimates, equal on all ranks."""
     return result_here(evaluation, rank, world, device, groups)[0]
 
 
 def result_here(
     evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> tuple[Mapping[str, Estimate], Mapping[str, object]]:
-    """Run one rank's part; return the estimates, and the result that rank 0 writes and prints."""
+    """Run one rank's share of the evaluation; returns the estimates, and the result that rank 0 writes and prints."""
     model = open_here(evaluation.model, rank, world, device, groups)
     task, tokenizer = _benchmark(evaluation, model.opened)
     examples = task.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
@@ -188,7 +190,7 @@ def result_here(
             write(predictions_path(evaluation.json), task.predictions(progress.sums.shares))
         with whole_file(Path(evaluation.json)) as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
-        # Removed last, so that a kill before this line loses nothing.
+        # The partial file is removed last, so that a kill before this line loses no progress.
         progress.path.unlink(missing_ok=True)
         if not evaluation.quiet:
             show(result, task.headline, evaluation.json)
@@ -198,7 +200,7 @@ def result_here(
 def _about(
     evaluation: CheckedEvaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int
 ) -> dict[str, object]:
-    """All settings of a score, and a fingerprint of the settings that affect the score."""
+    """Return all settings of an evaluation, and a fingerprint of the settings that affect the score."""
     options, run = dataclasses.asdict(evaluation.options), here.run
     model = model_settings(evaluation.model, here)
     deciding: dict[str, object] = {
@@ -219,12 +221,12 @@ def _about(
 
 
 def predictions_path(out: str) -> Path:
-    """The file of the predictions for every question, next to --json."""
+    """Return the path of the file with the predictions for every question, next to --json."""
     return Path(out).with_name(f"{Path(out).stem}-predictions.jsonl")
 
 
 def _content(path: Path) -> str:
-    """A digest of the content of a file, a folder, or a pair of token files."""
+    """Return a digest of the content of a file, a folder, or a pair of token files."""
     digest = hashlib.sha256()
     if path.is_dir():
         return folder_content(path)
@@ -259,7 +261,7 @@ def _result(judged: Benchmark[object], found: Mapping[str, Estimate], progress: 
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """Replace NaN and infinities with null, since JSON has no such numbers.
+    """Replace NaN and infinities with None, because JSON cannot represent them.
 
     >>> _finite({"name": "ppl", "value": math.nan})
     {'name': 'ppl', 'value': None}
@@ -269,8 +271,8 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 
 class _Progress:
-    """The progress of a score: rank 0 stores it on disk and shows it on a terminal. sums, begun: results and progress
-    of an earlier process, equal on every rank."""
+    """The progress of an evaluation, which rank 0 stores on disk and shows on a terminal. sums, begun: results and
+    progress of an earlier process, equal on every rank."""
 
     def __init__(
         self,
@@ -298,8 +300,8 @@ class _Progress:
         self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if prints else None
 
     def _read(self) -> dict[str, Any] | None:
-        """Read what an earlier process of this evaluation stored; None if the file is damaged, or belongs to another
-        evaluation."""
+        """Read the progress stored by an earlier process of this evaluation; None if the file is damaged or belongs to
+        another evaluation."""
         try:
             stored = json.loads(self.path.read_bytes())
         except (OSError, ValueError):
@@ -330,7 +332,7 @@ class _Progress:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """On Ctrl-C, print which file holds the progress."""
+        """Return a context in which Ctrl-C prints the file that contains the progress."""
         try:
             yield
         except KeyboardInterrupt:

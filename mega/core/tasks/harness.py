@@ -1,8 +1,8 @@
-"""`mega eval --tasks`: EleutherAI's lm-evaluation-harness in this process, with mega's engine, at any layout.
+"""`mega eval --tasks`: run EleutherAI's lm-evaluation-harness in this process with mega's engine, in any layout.
 
-Every rank runs the harness with the same requests, so that all ranks score them together; rank 0 reports. The harness
-provides task files and data, or --include-path adds local ones. Answers are stored next to --json, as FILE.partial,
-until the result is complete.
+Every rank runs the harness with the same requests, so that all ranks score each request together; rank 0 reports. The
+harness provides task files and data; --include-path adds local task files. Answers are stored next to --json, as
+FILE.partial, until the result is complete.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from mega.core.tasks.task import shares
 from mega.core.text.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 256
-"""Maximum number of tokens in an answer if the task sets no limit; the harness's own default."""
+"""Maximum number of tokens in an answer if the task sets no limit, as in the harness."""
 TURNS = 16
-"""Number of pipeline calls on every rank before answers are stored again."""
+"""Number of pipeline calls on every rank between two writes of the answers."""
 
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """A checked evaluation. json: the file for the result."""
+    """An evaluation that `prepare` has checked. json: path of the file for the result."""
 
     model: CheckedModel
     options: HarnessOptions
@@ -67,7 +67,7 @@ class HarnessRun:
 
 
 def check_harness() -> None:
-    """Errors: ValueError where lm-eval, or a package that it needs, is not installed."""
+    """Check that lm-eval is installed. Errors: ValueError if lm-eval, or a package required by it, is missing."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
@@ -93,8 +93,8 @@ def prepare(options: Options, given: GivenOptions, harness: HarnessOptions, out:
 
 
 def _chat(load: str, opened: OpenedModel, tokenizer: Tokenizer) -> ChatTexts:
-    """The formatter of conversations. Errors: ValueError where the model has no template, or the tokenizer lacks one of
-    its tokens."""
+    """Return the formatter of conversations. Errors: ValueError if the model has no template, or the tokenizer lacks
+    one of the template's tokens."""
     template = opened.chat_template()
     if template is None:
         raise ValueError(f"--apply-chat-template: nothing at {load} says what its conversations look like")
@@ -102,12 +102,12 @@ def _chat(load: str, opened: OpenedModel, tokenizer: Tokenizer) -> ChatTexts:
 
 
 def _known_tasks(options: HarnessOptions) -> object:
-    """The harness's list of tasks. Errors: ValueError naming an unknown task."""
+    """Return the harness's list of tasks. Errors: ValueError naming an unknown task."""
     from lm_eval.tasks import TaskManager
 
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ValueError(f"--include-path {options.include_path}: no such directory")
-    if options.include_path is not None:  # first without the harness's own tasks, which take seconds to read
+    if options.include_path is not None:  # first without the tasks of the harness, which take seconds to read
         local_tasks = TaskManager(include_path=options.include_path, include_defaults=False)
         if all(local_tasks.match_tasks([name]) for name in options.tasks):
             return local_tasks
@@ -119,7 +119,7 @@ def _known_tasks(options: HarnessOptions) -> object:
 
 
 def evaluate(asked: HarnessRun) -> int:
-    """Score as one rank of the world that the environment describes."""
+    """Run the evaluation as one rank of the job described by the environment; returns 0."""
     as_rank(asked.model.run, partial(run_here, asked))
     return 0
 
@@ -127,8 +127,8 @@ def evaluate(asked: HarnessRun) -> int:
 def run_here(
     asked: HarnessRun, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, object] | None:
-    """Run one rank's part. Return the harness's results on ranks that make results (the first of each host), else
-    None."""
+    """Run one rank's share of the evaluation; returns the harness's results on the first rank of each host, and None on
+    other ranks."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -166,7 +166,7 @@ def run_here(
 
 
 def _decides(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> dict[str, object]:
-    """The settings that every answer depends on."""
+    """Return the settings on which every answer depends."""
     return {
         "model": model_settings(asked.model, here),
         "tokenizer": tokenizer.identity()._asdict(),
@@ -178,7 +178,7 @@ def _decides(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> dict[s
 
 
 def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeModel:
-    """Open one rank's part of the model, with the stored answers of an interrupted run."""
+    """Open one rank's shard of the model, with the stored answers of an interrupted run."""
     settings = _decides(asked, here, tokenizer)
     settings["model"] = {**model_settings(asked.model, here), "path": None}
     return NativeModel(
@@ -194,33 +194,33 @@ def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeM
 
 @dataclass(frozen=True)
 class NativeModel:
-    """The operations, on ids, that the harness needs from a model. All ranks must call these methods alike and get
-    equal answers."""
+    """The operations of a model that the harness needs. All ranks must call each method with the same arguments, and
+    get equal answers."""
 
     here: ModelHere
     scorer: TokenScorer
     tokenizer: Tokenizer
-    answers: StoredAnswers  # the answers of an interrupted run, and those so far
+    answers: StoredAnswers  # answers of an interrupted run and of this run
     chat: ChatTexts | None  # formats conversations; None without --apply-chat-template
     length: int  # maximum number of columns in a row
     micro_batch: int  # number of rows in a microbatch
 
     @property
     def turn(self) -> int:
-        """Number of rows that all ranks score in one call."""
+        """Number of rows that all ranks together score in one call."""
         return self.micro_batch * self.scorer.mesh.dp.size * self.scorer.together
 
     @property
     def begin(self) -> int:
-        """The id in front of a text at the beginning of the input. Errors: ValueError if the tokenizer has no such
+        """The id put before a text at the beginning of the input. Errors: ValueError if the tokenizer has no such
         id."""
         if self.tokenizer.start is None:
             raise ValueError(f"--tasks: {self.tokenizer.kind} has no token that begins a text")
         return self.tokenizer.start
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Encode a text. special: whether to put the ids that the tokenizer adds to each text in front. If None, these
-        ids are put in front unless a conversation's text already begins with them."""
+        """Encode a text. special: whether to prepend the ids that the tokenizer adds to each text. If None, these ids
+        are prepended unless a conversation's text already begins with these ids."""
         lead = self.tokenizer.encode("")
         if self.chat is None:
             ids = self.tokenizer.encode(text)
@@ -229,10 +229,10 @@ class NativeModel:
         return ids if special is False or ids[: len(lead)] == lead else [*lead, *ids]
 
     def log_likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """The log-probability (natural) of each continuation after its context, and whether all its tokens are the
-        model's first choices.
+        """Return, for each pair of context and continuation, the natural log-probability of the continuation, and
+        whether greedy decoding would generate the continuation.
 
-        A long context is truncated on the left. Errors: ValueError where a continuation alone is too long.
+        A long context is truncated on the left. Errors: ValueError if a continuation without context is too long.
         """
         answers = self.answers.each(
             "loglikelihood", pairs, self._scored, TURNS * self.turn, lambda pair: len(pair[0]) + len(pair[1])
@@ -265,13 +265,13 @@ class NativeModel:
     def continuations(
         self, prompts: Sequence[str], until: Sequence[str], tokens: int, how: Sequence[Sampling]
     ) -> list[str]:
-        """The text generated after each prompt, up to one of `until`, the end of the document or the end of the
+        """Generate text after each prompt, up to one of the strings `until`, the end of the document or the end of the
         assistant's turn."""
         most, decode = self.length - tokens, self.tokenizer.decode
         if most < 1:
             raise ValueError(f"--seq-length {self.length}: must be more than the {tokens} tokens that a task generates")
         ends = self.here.opened.ends(self.tokenizer).union(() if self.chat is None else self.chat.ends)
-        # Each byte of a stop string (up to 4 per character) may be a token, and earlier tokens may contain its
+        # Each byte of a stop string (up to 4 per character) may be a token, and earlier tokens may contain the string's
         # beginning.
         last = 4 * max((len(stop) for stop in until), default=0) + 8
 
@@ -298,7 +298,7 @@ class NativeModel:
 
 
 def language_model(native: NativeModel) -> object:
-    """Wrap a model in lm-eval's interface."""
+    """Return a model wrapped in lm-eval's interface."""
     from lm_eval.api.model import TemplateLM
 
     class MegaLM(TemplateLM):  # type: ignore[misc]
@@ -342,8 +342,8 @@ def language_model(native: NativeModel) -> object:
 
 
 def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
-    """The log-probability of each text, in consecutive windows split as the harness does. The beginning-of-text token
-    precedes the first window and is not scored."""
+    """Return the log-probability of each text, split into consecutive windows by the harness. The beginning-of-text
+    token precedes the first window and is not scored."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     windows, owners = [], []
@@ -358,7 +358,7 @@ def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
 
 
 def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, object]]]) -> list[str]:
-    """The answer to each prompt. Prompts with equal generation options are generated together."""
+    """Return the answer to each prompt. Prompts with equal generation options are processed together."""
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
     answers: dict[int, str] = {}
@@ -379,7 +379,7 @@ def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, ob
             return [postprocess_generated_text(text, until, None) for text in texts]
 
         prompts, occurrences = [requests[number][0] for number in numbers], Counter[str]()
-        # A repeated prompt gets a number, so that each repetition is sampled again.
+        # A repeated prompt is numbered, so that each repetition is sampled with another seed.
         numbered_prompts: list[tuple[str, int]] = []
         for prompt in prompts:
             numbered_prompts.append((prompt, occurrences[prompt]))
@@ -390,8 +390,8 @@ def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, ob
 
 
 def _sampling(how: Mapping[str, Any], seed: int, asked: tuple[str, int]) -> Sampling:
-    """Sampling as the task's options describe it. The seed depends only on the request. Errors: ValueError where the
-    options are invalid."""
+    """Return the sampling that the task's options describe. The seed depends only on the request. Errors: ValueError if
+    the options are invalid."""
     if not how.get("do_sample"):
         return Sampling(temperature=0.0)
     digest = hashlib.sha256(json.dumps([seed, asked]).encode()).digest()

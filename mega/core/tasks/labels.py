@@ -1,4 +1,4 @@
-"""The score of a classifier on labelled sets: accuracy of each set and of all sets, and predictions for every question.
+"""Score a classifier on labelled sets: accuracy of each set and of all sets, and predictions for every question.
 
 The questions come from a `Format` (data/formats). Files without labels get predictions but no score.
 """
@@ -29,8 +29,7 @@ HEADS = tuple(head for head, _ in LABELLED.values())
 
 
 class Item(NamedTuple):
-    """A question. position: index among all questions. where: index of the question's set. number: index within that
-    set."""
+    """A question. position: index among all questions. where: index of the set. number: index within the set."""
 
     position: int
     where: int
@@ -64,13 +63,13 @@ class Labels:
         self.headline = ("correct", "total", "accuracy")
 
     def examples(self, path: Path) -> Sequence[Item]:
-        """Every question of every set; `path` is ignored, since the sets are known."""
+        """Return every question of every set. `path` is ignored, because the sets are already loaded."""
         every = [(set_index, number) for set_index, one in enumerate(self.sets.values()) for number in range(len(one))]
         return [Item(index, *each) for index, each in enumerate(every)]
 
     def batch(self, examples: Sequence[Item]) -> MaskedBatch:
-        """Rows padded to the length of the longest row, rounded up to a multiple of the unit. A row's sample number
-        identifies the question."""
+        """Make a batch of rows, padded to the length of the longest row, rounded up to a multiple of the unit. A row's
+        sample number identifies the question."""
         sets, unit = list(self.sets.values()), self.asked.unit
         longest = max(sets[item.where].longest([item.number]) for item in examples)
         width = -(-longest // unit) * unit
@@ -80,7 +79,7 @@ class Labels:
         return MaskedBatch(**{**rows.tensors(), "samples": samples})
 
     def measure(self, batch: MaskedBatch, scores: torch.Tensor) -> Terms:
-        """Terms of a batch. scores: logits of the classes, [questions, classes]."""
+        """Return the terms of a batch. scores: logits of the classes, [questions, classes]."""
         labelled = (batch.pairs >= 0).double()
         correct = (scores.argmax(-1) == batch.pairs).double() * labelled
         nll = F.cross_entropy(scores.double(), batch.pairs.clamp(min=0), reduction="none") * labelled
@@ -93,7 +92,7 @@ class Labels:
         return {"accuracy": Term(correct, labelled), **set_terms, "loss": Term(nll, labelled)}
 
     def numbers(self, batch: MaskedBatch) -> torch.Tensor:
-        """Indices of a batch's questions among all questions."""
+        """Return the indices of a batch's questions among all questions."""
         return batch.samples[:: self.form.choices] // self.form.choices
 
     @property
@@ -117,7 +116,7 @@ class Labels:
         ]
 
     def predictions(self, probabilities: torch.Tensor) -> list[dict[str, object]]:
-        """One row per question, in order. probabilities: [questions, classes]."""
+        """Return the stored prediction for each question, in order. probabilities: [questions, classes]."""
         sets, rows = list(self.sets.items()), []
         for item, shares in zip(self.examples(Path()), probabilities.tolist(), strict=False):
             name, one = sets[item.where]
@@ -127,7 +126,7 @@ class Labels:
 
 
 def prediction(form: Format, name: str, uid: int, label: int | None, shares: Sequence[float]) -> dict[str, object]:
-    """The stored prediction for a question. shares: the probability of each class."""
+    """Return the stored prediction for a question. shares: the probability of each class."""
     answer = max(range(len(shares)), key=shares.__getitem__)
     return {
         "task": form.name,
@@ -141,7 +140,7 @@ def prediction(form: Format, name: str, uid: int, label: int | None, shares: Seq
 
 
 def check_head(path: Path, model: ModelConfig, task: str) -> None:
-    """Errors: ValueError where a model lacks the head that a benchmark needs."""
+    """Check the head of a model. Errors: ValueError if the model lacks the head that a benchmark needs."""
     head, classes = LABELLED[task]
     classifies = FAMILY_DEFAULTS[model.family].classifies
     if classifies and (model.head, model.classes) == (head, classes):

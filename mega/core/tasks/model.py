@@ -1,8 +1,8 @@
-"""The model of an evaluation: checked in the process that the user started, then opened and filled on every rank.
+"""The model of an evaluation, which is checked in the process that the user started, and then loaded on every rank.
 
 check_model    opens the model that --load names and checks layout and flags, before any rank starts
 as_rank        runs a function as one rank of the job
-open_here      opens one rank's part of the model, at any layout
+open_here      opens one rank's shard of the model, in any layout
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ from mega.core.untrusted import numbers_below
 Answer = TypeVar("Answer")
 
 MICRO_BATCH = 4
-"""Number of rows in a microbatch if --micro-batch is not given; Megatron-LM's early evaluations had the same
-default."""
+"""Number of rows in a microbatch if --micro-batch is not given, as in Megatron-LM's early evaluations."""
 LONGEST = 4096
-"""Maximum default for --seq-length, because a model may have positions for many more tokens."""
+"""Maximum of the default for --seq-length, because some models have positions for many more tokens."""
 
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model that `check_model` accepted. run: resolved layout and other options. typed_dtype: whether --dtype was
-    given. load: the path or name in --load."""
+    """A model that `check_model` has accepted. run: resolved layout and other options. typed_dtype: whether --dtype was
+    given. load: the path or name given by --load."""
 
     run: RunConfig
     typed_dtype: bool
@@ -68,7 +67,7 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class ModelHere:
-    """One rank's part of a model. run: has the dtype of the computation."""
+    """One rank's shard of a model. run: the resolved options, with the dtype of the computation."""
 
     run: RunConfig
     opened: OpenedModel
@@ -76,14 +75,14 @@ class ModelHere:
     device: Device
 
     def scorer(self, *, greedy: bool, retriever: Retriever | None = None) -> TokenScorer:
-        """Return a scorer on this rank's stages, which are filled first. retriever: finds the neighbours that the model
-        reads. Errors: CheckpointError naming file or tensor."""
+        """Return a scorer on this rank's stages, whose weights are loaded first. retriever: finds neighbours for a
+        model with a retriever. Errors: CheckpointError naming file or tensor."""
         model = self.run.model
         reads = None if retriever is None else partial(read_by, retriever, model)
         return TokenScorer(model, self.stages, self.mesh, self.device, self._ops, greedy=greedy, reads=reads)
 
     def row_scorer(self) -> RowScorer:
-        """Like `scorer`, for a model that classifies rows."""
+        """Return a scorer as `scorer` does, for a model that classifies rows."""
         return RowScorer(self.stages, self.mesh, self.device)
 
     @property
@@ -92,21 +91,21 @@ class ModelHere:
 
     @cached_property
     def stages(self) -> list[ModelStage]:
-        """This rank's stages, which are filled at the first call. Errors: CheckpointError naming file or tensor."""
+        """This rank's stages, whose weights are loaded on first use. Errors: CheckpointError naming file or tensor."""
         parallel = self.run.parallel
         return self._load(parallel.sequence_parallel, parallel.tp_overlap)
 
     @cached_property
     def decoding_stage(self) -> object:
-        """This rank's stage for an engine: the same stage, unless the layout splits the tokens of a row over the tensor
-        ranks, which decoding does not support. In that case a second copy is loaded."""
+        """This rank's stage for an engine: the stage in `stages`, unless the layout splits the tokens of a row over the
+        tensor ranks, which decoding does not support. In that case a second copy is loaded."""
         parallel = self.run.parallel
         shared = parallel.sequence_parallel or parallel.tp_overlap
         return (self._load(False, False) if shared else self.stages)[0]
 
     @cached_property
     def relay(self) -> Relay | None:
-        """The connection between the ranks of the model, shared by all engines of the model."""
+        """The connection between the ranks of the model; all engines of the model share this connection."""
         return relay_of(self.mesh)
 
     def _load(self, sequence: bool, overlap: bool) -> list[ModelStage]:
@@ -126,10 +125,11 @@ class ModelHere:
 def check_model(
     options: Options, given: GivenOptions, world: int, task: str | None = None, *, retrieves: bool = False
 ) -> tuple[CheckedModel, OpenedModel]:
-    """Open the model that --load names and check it with the layout and the flags.
+    """Open the model that --load names, and check that the layout and the flags are valid for this model.
 
-    task: if the task has labels, the model needs its classification head; otherwise it must generate text. retrieves:
-    whether the model may read neighbours from --retro. Errors: ValueError naming flag or file, its value, and the rule.
+    task: for a task with labels, the model must have the task's head; for any other task, the model must generate text.
+    retrieves: whether a model with a retriever may use the database of --retro. Errors: ValueError naming flag or file,
+    its value, and the rule.
     """
     load = options.checkpoint.load
     if load is None:
@@ -152,11 +152,11 @@ def check_model(
     model = _model(model_files, given)
     values = {name: value_of(options, name) for name in options_with(evaluated=True)}
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
-    # Labelled rows are as long as in finetuning; texts use all positions of the model, up to LONGEST.
+    # By default labelled rows are as long as in finetuning, and texts use all positions of the model, up to LONGEST.
     usual = model_files.trained_length if task in LABELLED else None
     room = min(architecture(model).positions, LONGEST)
     values["seq_length"] = options.batch.seq_length or usual or room - room % row_unit(model)
-    values["retro"] = None  # a prepared file does not cover these samples, so neighbours are searched during scoring
+    values["retro"] = None  # a prepared file has no neighbours of these samples: they are searched during scoring
     values["micro_batch"] = options.batch.micro_batch or MICRO_BATCH
     evaluated = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
     check(evaluated, world)
@@ -167,13 +167,12 @@ def check_model(
 
 
 def row_unit(model: ModelConfig) -> int:
-    """The number that must divide the number of columns of a row: the size of a chunk if the model retrieves
-    neighbours."""
+    """Return the divisor of a row's number of columns: the size of a chunk if the model has a retriever, else 1."""
     return model.retro_chunk_length if model.retriever else 1
 
 
 def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
-    """The model's own configuration. Errors: ValueError where a flag or a preset contradicts it."""
+    """Return the configuration stored with the model. Errors: ValueError if a flag or a preset contradicts it."""
     model, problems = opened.model, []
     options = {**(PRESETS[given.preset] if given.preset is not None else {}), **given.values}
     if not architecture(model).input.learned_positions and options.get("positions"):
@@ -190,7 +189,7 @@ def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
 
 
 def open_here(checked: CheckedModel, rank: int, world: int, device: Device, groups: Groups | None) -> ModelHere:
-    """Open one rank's part. Without --dtype the model computes in the weights' dtype, on a CPU in fp32 or wider."""
+    """Open one rank's shard. Without --dtype the model computes in the weights' dtype, or on a CPU in fp32 or wider."""
     model, run = open_model(checked.load), checked.run
     if not checked.typed_dtype:
         run = variant(run, {"dtype": DTYPE_NAMES[compute_dtype(model, device)], "grad_dtype": None})
@@ -198,8 +197,8 @@ def open_here(checked: CheckedModel, rank: int, world: int, device: Device, grou
 
 
 def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -> Answer:
-    """Connect to the other ranks as the environment describes, run `job`, and return its result. Errors: those of
-    `job`."""
+    """Join the process group that the environment describes, run `job`, and return the result of `job`. Errors: those
+    of `job`."""
     runtime, was_connected = run.runtime, connected()
     with restored_settings():
         world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
@@ -215,10 +214,10 @@ def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -
 def tokenizer_of(
     run: RunConfig, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
 ) -> Tokenizer | None:
-    """The tokenizer that flags name, else the model's own tokenizer; None if neither exists. If both exist they must be
-    equal.
+    """Return the tokenizer given by flags, or else the tokenizer stored with the model; None if neither exists. If both
+    exist, they must be equal.
 
-    report: receives lines for the user. Errors: ValueError.
+    report: function that receives messages for the user. Errors: ValueError.
     """
     if run.tokenizer.tokenizer is not None:
         tokenizer = build(**dataclasses.asdict(run.tokenizer))
@@ -234,7 +233,7 @@ def tokenizer_of(
 
 
 def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, object]:
-    """The settings that identify the model in the record of a score."""
+    """Return the settings that identify the model in the record of a score."""
     return {
         "path": checked.load,
         "digest": here.opened.digest,
@@ -244,5 +243,5 @@ def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, object]:
 
 
 def layout_of(run: RunConfig) -> dict[str, object]:
-    """The settings that affect a score only by rounding."""
+    """Return the settings that affect a score only by rounding."""
     return {name: value_of(run, name) for name in ("tp", "cp", "pp", "sequence_parallel", "micro_batch")}

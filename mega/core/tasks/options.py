@@ -1,6 +1,7 @@
-"""Options of mega eval, and the list of benchmarks. Does not import torch; a benchmark is imported when it is used.
+"""Options of `mega eval`, and the list of benchmarks. This module does not import torch; a benchmark's module is
+imported only when the benchmark is used.
 
-A benchmark is a file in benchmarks/, or a format of labelled files (data/formats), which labels.py scores.
+A benchmark is a file in benchmarks/, or a format of labelled files (data/formats) whose data labels.py scores.
 """
 
 from __future__ import annotations
@@ -35,29 +36,33 @@ TASKS = {
 
 @dataclass(frozen=True)
 class TaskOptions(VerbSection):
-    """What to score, and how. A benchmark is made from these options."""
+    """The benchmark, its data and its settings."""
 
     title: ClassVar[str] = "Benchmark"
 
     task: str = option("", "benchmark: lambada, ppl of a corpus, wikitext103, toxicity, mnli, qqp or race")
     valid_data: tuple[str, ...] = option(
-        (), "data to score: one file; for ppl also the prefix of token files; for labels several files"
+        (),
+        "data to score: one file; for ppl and wikitext103 also the prefix of token files; for labelled tasks "
+        "several files",
     )
     overlapping_eval: int | None = option(
-        None, "distance between windows, in tokens [wikitext103: 32; ppl: --seq-length]"
+        None, "distance between the starts of windows, in tokens [wikitext103: 32; ppl: --seq-length]"
     )
-    strict_lambada: bool = option(False, "require the whole last word, not only its last token")
+    strict_lambada: bool = option(False, "for lambada, require all tokens of the last word, not only the last token")
     detokenizer: Literal["wiki", "ptb", "fairseq", "none"] | None = option(
-        None, "rules that turn wikitext103 into plain text [chosen by the file's path]"
+        None, "rules that convert wikitext103 to plain text [chosen by the file's path]"
     )
     context_window: int | None = option(
-        None, "score wikitext103 as fairseq does, with this many tokens of context (992)"
+        None, "score wikitext103 as fairseq does, with this many tokens of context; fairseq's recipe has 992"
     )
     json_key: str = option("text", "key of the text in JSON lines", megatron="--json-keys")
-    random_windows: int | None = option(None, "for ppl, score this many windows drawn at random")
+    random_windows: int | None = option(
+        None, "for ppl, number of windows to draw at random and score, instead of the whole text"
+    )
     limit: int | None = option(None, "score only the first N examples")
     seed: int = 1234
-    """Seed of random windows: the run's --seed."""
+    """Seed of random windows, set from the run's --seed."""
 
     def __post_init__(self) -> None:
         for name in ("overlapping_eval", "context_window", "random_windows", "limit"):
@@ -68,13 +73,13 @@ class TaskOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(VerbSection):
-    """The file for the result; an ensemble of several models; task names of Megatron-LM v1."""
+    """The result file, ensembles of several models, and task names of Megatron-LM v1."""
 
     title: ClassVar[str] = "Result"
 
-    json: str | None = option(None, "file for the result [eval-TASK.json here]")
+    json: str | None = option(None, "file for the result [eval-TASK.json in the current directory]")
     ensemble: tuple[str, ...] = option(
-        (), "for mnli, qqp and race: predictions of several models, which vote, instead of a model"
+        (), "for mnli, qqp and race: files with predictions of several models, to be averaged, instead of a model"
     )
     cloze_eval: bool = option(False, "same as --task lambada, for command lines of Megatron-LM v1")
     webtext_eval: bool = option(False, "same as --task ppl, for command lines of Megatron-LM v1")
@@ -86,30 +91,34 @@ class HarnessOptions(VerbSection):
 
     title: ClassVar[str] = "Tasks of lm-eval"
 
-    tasks: tuple[str, ...] = option((), "tasks of lm-eval instead of --task, such as hellaswag,gsm8k")
-    num_fewshot: int | None = option(None, "with --tasks: number of examples before a question", within=FROM_0)
-    include_path: str | None = option(None, "with --tasks: a directory of more task files")
+    tasks: tuple[str, ...] = option((), "tasks of lm-eval, instead of --task, such as hellaswag,gsm8k")
+    num_fewshot: int | None = option(
+        None, "with --tasks: number of solved examples before each question", within=FROM_0
+    )
+    include_path: str | None = option(None, "with --tasks: directory of additional task files")
     apply_chat_template: bool = option(False, "with --tasks: format questions with the model's chat template")
-    log_samples: bool = option(False, "with --tasks: write every question and answer to --json")
+    log_samples: bool = option(False, "with --tasks: also write every question and answer to --json")
     limit: int | None = None
-    """Score only this many examples: --limit."""
+    """Maximum number of examples to score, set from --limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToxicityOptions(VerbSection):
-    """How --task toxicity generates continuations."""
+    """Generation of continuations for --task toxicity."""
 
     title: ClassVar[str] = "Toxicity"
 
-    continuations: int = option(25, "for toxicity: continuations of each prompt", within=COUNT)
-    tokens: int = option(20, "for toxicity: tokens of a continuation", megatron="--out-seq-length", within=COUNT)
-    top_p: float = option(0.9, "for toxicity: sample from the most likely tokens of this total probability")
-    temperature: float = option(1.0, "for toxicity: temperature of sampling")
+    continuations: int = option(25, "for toxicity: number of continuations per prompt", within=COUNT)
+    tokens: int = option(
+        20, "for toxicity: number of tokens in a continuation", megatron="--out-seq-length", within=COUNT
+    )
+    top_p: float = option(0.9, "for toxicity: sample from the most likely tokens whose probabilities add up to this")
+    temperature: float = option(1.0, "for toxicity: sampling temperature")
     valid_data: str = ""
-    """The file of prompts."""
+    """Path of the file of prompts, set from --valid-data."""
     scorer: ScorerOptions = field(default_factory=ScorerOptions)
     limit: int | None = None
-    """Score only this many prompts: --limit."""
+    """Maximum number of prompts to continue, set from --limit."""
 
     def __post_init__(self) -> None:
         sampling_of(temperature=self.temperature, top_p=self.top_p, seed=0)
@@ -127,7 +136,7 @@ OWN = {
 
 
 def unread(given: Iterable[str]) -> list[str]:
-    """The given options of a run that affect no score, because nothing is trained."""
+    """Return the names among `given` whose options affect only training and no score."""
     read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
     return [name for name in given if name not in read]
 
@@ -139,13 +148,13 @@ class BenchmarkInputs:
     options: TaskOptions
     tokenizer: Tokenizer | None  # the model's tokenizer
     length: int  # maximum number of columns in a row
-    unit: int  # the number of columns must be a multiple of `unit`
+    unit: int  # divisor of the number of columns in a row
     vocab: int  # number of ids in the model's vocabulary
-    mixed: bool = False  # whether to accept token files of another tokenizer
-    report: Callable[[str], None] = lambda line: None  # receives lines for the user
+    mixed: bool = False  # whether to accept token files made with another tokenizer
+    report: Callable[[str], None] = lambda line: None  # receives messages for the user
 
     def needs_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Errors: ValueError if it is missing."""
+        """Return the tokenizer. Errors: ValueError if the tokenizer is missing."""
         if self.tokenizer is None:
             raise ValueError(
                 "--tokenizer is missing: the model carries none; give its kind and files, such as --tokenizer-model"
@@ -153,7 +162,7 @@ class BenchmarkInputs:
         return self.tokenizer
 
     def one(self, what: str = "file") -> str:
-        """The single value of --valid-data. Errors: ValueError if the option has no value or several values."""
+        """Return the single value of --valid-data. Errors: ValueError if the option has no value or several values."""
         files, task = self.options.valid_data, self.options.task
         if not files:
             raise ValueError(f"--valid-data is missing: give the {what} that --task {task} scores")
@@ -162,12 +171,12 @@ class BenchmarkInputs:
         return files[0]
 
     def one_file(self) -> Path:
-        """Like `one`, but the value must be a file. Errors: those of `readable`, too."""
+        """Return the single value of --valid-data, which must be a file. Errors: those of `one` and `readable`."""
         return self.readable(self.one())
 
     def token_file(self, path: Path) -> IndexedDataset | None:
-        """The token files of a prefix; None if they do not exist. Errors: ValueError where the model lacks an id, or
-        another tokenizer made the token files."""
+        """Open the token files of a prefix; None if they do not exist. Errors: ValueError if an id is not in the
+        model's vocabulary, or if the token files were made with another tokenizer."""
         from mega.core.data.indexed import IndexedDataset, exists
 
         if not exists(path):
@@ -183,7 +192,7 @@ class BenchmarkInputs:
         return dataset
 
     def readable(self, file: str) -> Path:
-        """Check a file. Errors: ValueError where it does not exist or is empty."""
+        """Return the path of a file. Errors: ValueError if the file does not exist or is empty."""
         path = Path(file)
         if not path.is_file():
             raise ValueError(f"--valid-data {file}: {'is a folder; give a file' if path.is_dir() else 'no such file'}")
@@ -192,14 +201,15 @@ class BenchmarkInputs:
         return path
 
     def text_of(self, path: Path) -> str:
-        """The content of a file, without a byte order mark. Errors: ValueError where it is not UTF-8."""
+        """Return the content of a text file, without a byte order mark. Errors: ValueError if the file is not UTF-8."""
         try:
             return path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"--valid-data {path}: not UTF-8 at byte {error.start}") from None
 
     def stride(self, default: int) -> int:
-        """The distance between windows. Errors: ValueError where windows would leave gaps."""
+        """Return the distance between the starts of windows. Errors: ValueError if there would be gaps between
+        windows."""
         distance, window = self.options.overlapping_eval, self.options.context_window
         if window is not None and distance is not None:
             raise ValueError(f"--overlapping-eval {distance}: excludes --context-window {window}, which sets it")
@@ -216,23 +226,25 @@ def flag(name: str) -> str:
 
 
 def task_named(name: str) -> str:
-    """The benchmark called `name`, in upper or lower case. Errors: ValueError."""
+    """Return the name of a benchmark in lower case. Errors: ValueError if the benchmark does not exist."""
     if name.lower() not in TASKS:
         raise ValueError(f"--task {name}: is not a benchmark{nearest(name.lower(), TASKS)}; valid: {', '.join(TASKS)}")
     return name.lower()
 
 
 def benchmark(asked: BenchmarkInputs) -> Benchmark[object]:
-    """Make the benchmark that the options name. Errors: ValueError naming the flag."""
+    """Make the benchmark that the options select. Errors: ValueError naming the flag."""
     check_read(asked.options)
     task: Benchmark[object] = importlib.import_module(TASKS[asked.options.task]).make(asked)
     return task
 
 
 def check_read(options: TaskOptions) -> None:
-    """Errors: ValueError naming a given flag that the benchmark does not read, and the benchmarks that read it.
+    """Check that the benchmark reads every given flag. Errors: ValueError naming a flag that the benchmark does not
+        read, and the benchmarks that read this flag.
 
-    A module lists the fields of `OWN` that it reads in READS; a module without READS is assumed to read all.
+    READS in a benchmark's module lists the fields of `OWN` that the benchmark reads; without READS, all fields are
+    read.
     """
     reads = getattr(importlib.import_module(TASKS[options.task]), "READS", OWN)
     for name, default in OWN.items():

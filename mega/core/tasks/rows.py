@@ -1,5 +1,5 @@
-"""Rows of token ids of which a part is scored, and windows of a long text. This module depends neither on the tokenizer
-nor on the model."""
+"""Partly scored rows of token ids, and windows of a long text. This module depends neither on the tokenizer nor on the
+model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer] | Unmapped
 
 
 class JudgedRow(NamedTuple):
-    """ids: the ids of a text. judged: position of the first scored id, at least 1; all later ids are scored too."""
+    """A row of ids. ids: the ids of a text. judged: position of the first scored id, at least 1; all later ids are also
+    scored."""
 
     ids: Sequence[int] | NDArray[np.integer]
     judged: int
 
 
 class Windows(Sequence[JudgedRow]):
-    """A text as windows of `length` inputs at distances of `stride`, which together score every id but the first once.
+    """A text as windows of `length` inputs, `stride` ids apart. Every id except the first is scored in exactly one
+    window.
 
-    In the first window all labels are scored, in later windows only the last `stride` labels, so that each of these has
-    at least length - stride ids of context (Baevski and Auli 2018, section 4.2; Megatron-LM's --overlapping-eval).
+    In the first window all labels are scored. In later windows only the last `stride` labels are scored, so that each
+    scored label has at least length - stride ids of context (Baevski and Auli 2018, section 4.2; Megatron-LM's
+    --overlapping-eval).
     >>> [(list(row.ids), row.judged) for row in Windows(range(8), length=4, stride=2)]
     [([0, 1, 2, 3, 4], 1), ([2, 3, 4, 5, 6], 3), ([4, 5, 6, 7], 3)]
     """
@@ -58,11 +61,11 @@ class Windows(Sequence[JudgedRow]):
 
 
 def batch_of(rows: Sequence[JudgedRow], unit: int) -> DecoderBatch:
-    """Make one microbatch of rows, padded on the right to a multiple of `unit`; padding has no weight.
+    """Make one microbatch of rows, padded on the right to a multiple of `unit`. Padding has loss weight 0.
 
     ids      [b, s + 1]   a row's ids, then zeros
     tokens   [b, s]       all ids but the last
-    labels   [b, s]       all ids but the first; weight 1 from the first scored id on
+    labels   [b, s]       all ids but the first; weight 1 starting at the first scored id
     """
     longest = max(len(row.ids) for row in rows) - 1
     length = -(-max(longest, 1) // unit) * unit
@@ -76,23 +79,24 @@ def batch_of(rows: Sequence[JudgedRow], unit: int) -> DecoderBatch:
 
 
 def nll_of(batch: DecoderBatch, scores: TokenScores) -> Term:
-    """The negative log-likelihood of each row's scored ids, in nats, with their number as weight; [b]."""
+    """Return the negative log-likelihood of each row's scored ids, in nats, with the number of scored ids as weight;
+    [b]."""
     weights = batch.loss_weights.double()
     return Term((scores.nll.double() * weights).sum(1), weights.sum(1))
 
 
 def per_row(term: Term) -> Term:
-    """The same totals with weight 1 per row."""
+    """Return the totals of `term` with weight 1 per row."""
     return Term(term.total, torch.ones_like(term.total))
 
 
 def all_greedy(batch: DecoderBatch, scores: TokenScores) -> Term:
-    """1 for each row whose scored ids are all the model's first choices, else 0; [b]."""
+    """Return 1 for each row whose scored ids are all the most likely ids, else 0; [b]."""
     assert scores.greedy is not None
     greedy_rows = (scores.greedy | (batch.loss_weights == 0)).all(1).double()
     return Term(greedy_rows, torch.ones_like(greedy_rows))
 
 
 def nll_terms(batch: DecoderBatch, scores: TokenScores) -> Terms:
-    """The terms of a benchmark that measures only the negative log-likelihood."""
+    """Return the terms of a benchmark that measures only the negative log-likelihood."""
     return {"nll": nll_of(batch, scores)}

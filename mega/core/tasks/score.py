@@ -1,8 +1,8 @@
-"""The log-likelihood of every token of a text, in any layout. This module takes batches and returns numbers; it does
-not depend on the tokenizer.
+"""Compute the log-likelihood of every token of a text, in any layout. This module maps batches to numbers and does not
+depend on the tokenizer.
 
-The last stage immediately reduces its logits to two numbers per token, so no rank gathers the vocabulary, and no logits
-are stored while other microbatches are in the pipeline.
+The last stage immediately reduces logits to two numbers per token, so that no rank gathers logits of the whole
+vocabulary, and no logits are stored while other microbatches are in the pipeline.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mega.core.plan import plan
 
 
 class _Scorer:
-    """A model in its layout. stages: this rank's stages in evaluation mode. together: number of microbatches per call
-    that keeps the pipeline busy."""
+    """A model in a parallel layout. stages: this rank's stages, in evaluation mode. together: number of microbatches
+    per call that keeps the pipeline busy."""
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh, device: Device):
         self.mesh, self.device, self.together = mesh, device, 4 * mesh.pp.size - 3
@@ -36,7 +36,7 @@ class _Scorer:
 
     @torch.no_grad()
     def _outputs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """The last stage's output for each batch, in the columns of this context rank; [] on other stages.
+        """Return the last stage's output for each batch, in the columns of this context rank; [] on other stages.
 
         All ranks must call this method with the same number of batches; ranks with the same data coordinate must pass
         the same batches.
@@ -47,8 +47,8 @@ class _Scorer:
 
 
 class TokenScorer(_Scorer):
-    """Scores labels. greedy: whether to report also if each label is the most likely id. reads: adds neighbours to a
-    batch for a model that retrieves neighbours."""
+    """A scorer of labels. greedy: whether to also report if each label is the most likely id. reads: function that adds
+    neighbours to a batch, for a model with a retriever."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class TokenScorer(_Scorer):
         self._greedy, self._reads = greedy, reads
 
     def score(self, batches: Sequence[Batch]) -> list[TokenScores]:
-        """The scores [b, s] of the labels of each batch, with whole rows on every rank of the last stage."""
+        """Return the scores [b, s] of the labels of each batch, with whole rows on every rank of the last stage."""
         if self._reads is not None:
             rows = [each for each in batches if isinstance(each, DecoderBatch)]
             assert len(rows) == len(batches), "only decoders read neighbours"
@@ -76,10 +76,11 @@ class TokenScorer(_Scorer):
 
 
 class RowScorer(_Scorer):
-    """Scores a model whose head classifies rows."""
+    """A scorer of rows, for a model whose head classifies rows."""
 
     def score(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Logits of the classes, [rows, classes], on every rank of the last stage; valid on the first context rank."""
+        """Return class logits [rows, classes] on every rank of the last stage; only those of the first context rank are
+        valid."""
         return self._outputs(batches)
 
 

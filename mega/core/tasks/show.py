@@ -1,4 +1,4 @@
-"""Show a score: Megatron-LM's line, a table with confidence intervals, and a progress bar."""
+"""Print a score as Megatron-LM's line and as a table with confidence intervals, and show a progress bar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mega.core.tasks.task import Done
 from mega.core.terminal import stderr_console
 
 LINE_SECONDS = 30.0
-"""Seconds between two progress lines if stderr is not a terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 
 
 class Bar:
-    """Shows the number of scored examples: a bar on a terminal, else an occasional line on stderr."""
+    """Display of the number of scored examples: a bar on a terminal, else occasional lines on stderr."""
 
     def __init__(self, what: str, total: int, begun: int, terminal: bool):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -40,7 +40,7 @@ class Bar:
 
 
 def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
-    """A result in the format of Megatron-LM's line.
+    """Format a result as Megatron-LM's line.
 
     >>> figures = [{"name": "ppl", "value": 19.31}, {"name": "token ratio", "value": 1.1008449901248143}]
     >>> line({"task": "wikitext103", "figures": figures}, ["ppl", "token ratio"])
@@ -57,8 +57,8 @@ def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
 
 
 def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
-    """Print a score and its file; if stdout is not a terminal, also print Megatron-LM's line, which other programs
-    parse."""
+    """Print a score and the path of the result file. If stdout is not a terminal, also print Megatron-LM's line, which
+    other programs parse."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -92,7 +92,7 @@ def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
 
 
 def _number(value: float | None) -> str:
-    """Format a figure. value: None for a figure without weight.
+    """Format the value of a figure. value: None for a figure whose total weight is 0.
 
     >>> _number(3.14159265), _number(270330), _number(0.46123456), _number(None)
     ('3.1416', '270,330', '0.4612', 'none')

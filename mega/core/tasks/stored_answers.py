@@ -1,9 +1,9 @@
-"""Store the answers to a harness's requests as they are computed, so that a killed run continues with the missing
+"""Store the answers to a harness's requests as they are computed, so that a resumed run computes only the missing
 answers.
 
-A request is identified by a digest of its content; the file by a digest of the model and of the settings that affect
-every answer. All ranks hold all answers, and rank 0 writes them. This module depends neither on the harness nor on the
-model.
+A digest of the content identifies a request, and a digest of the model and of the settings that affect all answers
+identifies the file. All ranks hold all answers, and rank 0 writes the file. This module depends neither on the harness
+nor on the model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mega.core.parallel.mesh import Mesh
 
 
 def check_result(path: Path, digest: str, load: str, usual: str, report: Callable[[str], None]) -> None:
-    """Check an existing file of a result, which will be replaced. The result of a different model causes an error if it
-    has the default name `usual`, and only a message if it has a name that the user gave.
+    """Check an existing result file, which the new result will replace. If the file contains the result of another
+    model, the default name `usual` causes an error, and a name given by the user causes only a message.
 
-    Errors: ValueError where another model's result has the default name.
+    Errors: ValueError if the file has the default name and contains another model's result.
     """
     try:
         settings = json.loads(path.read_bytes())
@@ -47,7 +47,7 @@ Answer = TypeVar("Answer")
 
 
 class StoredAnswers:
-    """Answers by request. path: a file of JSON lines; its first line is the fingerprint of `about`, the settings."""
+    """Answers by request. path: a file of JSON lines, whose first line is the fingerprint of the settings `about`."""
 
     def __init__(self, path: Path, about: Mapping[str, object], mesh: Mesh, device: torch.device):
         self.path, self._writes = path, mesh.rank == 0
@@ -56,11 +56,11 @@ class StoredAnswers:
         self._answers: dict[str, Any] = gather_json(stored, mesh.everyone, device)[0]
         if self._writes:
             lines = [self._first, *(json.dumps([key, answer]) for key, answer in stored.items())]
-            with whole_file(self.path) as file:  # written whole, so that a kill cannot lose the earlier answers
+            with whole_file(self.path) as file:  # replaced atomically, so that a kill cannot lose earlier answers
                 file.write("".join(f"{line}\n" for line in lines).encode())
 
     def _read(self) -> dict[str, object]:
-        """Read the answers of an earlier process, without a line that is incomplete because of a kill."""
+        """Read the answers of an earlier process, except a line that is incomplete because the process was killed."""
         try:
             first, *lines = self.path.read_text().split("\n")
         except (OSError, ValueError):
@@ -87,8 +87,9 @@ class StoredAnswers:
         at_once: int,
         size: Callable[[Asked], int],
     ) -> list[Answer]:
-        """The answer to each request, in order. Missing answers are computed by `answer`, up to `at_once` per call, the
-        largest first. Answers are JSON values. All ranks must call this method alike."""
+        """Return the answer to each request, in order. `answer` computes missing answers, for up to `at_once` requests
+        per call, the largest requests first. Answers are JSON values. All ranks must call this method with the same
+        arguments."""
         keys = [hashlib.sha256(json.dumps([kind, each]).encode()).hexdigest() for each in requests]
         missing = {key: each for key, each in zip(keys, requests, strict=True) if key not in self._answers}
         order = sorted(missing, key=lambda key: -size(missing[key]))

@@ -1,7 +1,7 @@
-"""The interface of a benchmark, and its score in any layout: data ranks share the examples, and sums are reduced.
+"""The interface of a benchmark, and its evaluation in any layout: data ranks share the examples, and sums are reduced.
 
-A benchmark is one file: it reads examples, makes batches of them, and measures the model's scores. A benchmark does not
-depend on ranks; this module does.
+A benchmark is one file, which reads examples, makes batches of examples, and measures the model's scores. Unlike this
+module, a benchmark does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MOST_TURNS = 512
 
 
 class Estimate(NamedTuple):
-    """A mean over examples, with its uncertainty."""
+    """A mean over examples, with the uncertainty of the mean."""
 
     mean: float
-    error: float  # standard error of the mean, with the examples as a sample
+    error: float  # standard error of the mean, if the examples are a random sample
     weight: float  # the divisor of the mean: number of tokens or passages
     examples: int
 
 
 class Figure(NamedTuple):
-    """One number of a result, with the ends of its 95 % confidence interval if there is one."""
+    """One number of a result. low, high: the ends of the 95 % confidence interval, or None."""
 
     name: str
     value: float
@@ -44,7 +44,7 @@ class Figure(NamedTuple):
 
 
 def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -> Figure:
-    """A figure that is an increasing function `of` a mean, with its 95 % confidence interval."""
+    """Return a figure, with a 95 % confidence interval, that is an increasing function `of` a mean."""
     spread = 1.96 * found.error
     if math.isnan(spread):
         return Figure(name, of(found.mean))
@@ -52,52 +52,52 @@ def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -
 
 
 def as_share(value: float) -> float:
-    """Limit a share, or an end of its confidence interval, to 0 .. 1."""
+    """Limit a share, or an end of a share's confidence interval, to 0 .. 1."""
     return min(max(value, 0.0), 1.0)
 
 
 class Benchmark(Protocol[Example]):
     """A benchmark of texts or rows."""
 
-    name: str  # as in --task
+    name: str  # name in --task
     terms: tuple[str, ...]  # the names of the terms that `measure` returns
-    greedy: bool  # whether `measure` needs to know if each label is the most likely id
+    greedy: bool  # whether `measure` uses whether each label is the most likely id
     headline: tuple[str, ...]  # the figures in Megatron-LM's line of results
 
     def examples(self, path: Path) -> Sequence[Example]:
-        """All examples to score, equal on every rank. Errors: ValueError naming file and line."""
+        """Return all examples to score, equal on every rank. Errors: ValueError naming file and line."""
 
     def batch(self, examples: Sequence[Example]) -> Batch:
-        """Make one microbatch. Rows are padded to a length that tensor ranks (sequence parallelism) and context ranks
-        can split."""
+        """Make one microbatch, with rows padded to a length that tensor ranks (sequence parallelism) and context ranks
+        can split evenly."""
 
     def measure(self, batch: Any, scores: Any) -> Terms:
-        """Total and weight of each term for every example, [b]. batch: a result of `batch`. scores: `TokenScores`, [b,
-        s]."""
+        """Return the total and the weight of each term for every example, [b]. batch: a result of `batch`. scores:
+        `TokenScores`, [b, s]."""
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
-        """The figures to report, in order, from the estimate of each term."""
+        """Return the figures to report, in order, computed from the estimate of each term."""
 
 
 @runtime_checkable
 class RowBenchmark(Benchmark[Example], Protocol[Example]):
-    """A benchmark that classifies rows with the model's head. Its scores are the logits of the classes, [b, classes];
-    the probabilities of the classes are stored for every example."""
+    """A benchmark that classifies rows with the model's head. The scores for `measure` are the logits of the classes,
+    [b, classes]. The probabilities of the classes are stored for every example."""
 
     @property
     def classes(self) -> int: ...
 
     def numbers(self, batch: object) -> torch.Tensor:
-        """Indices of a batch's examples among all examples, int64 [b]."""
+        """Return the indices of a batch's examples among all examples, int64 [b]."""
 
     def predictions(self, probabilities: torch.Tensor) -> list[dict[str, object]]:
-        """The stored prediction for every example, in order. probabilities: [examples, classes]."""
+        """Return the prediction to store for every example, in order. probabilities: [examples, classes]."""
 
 
 class Sums:
     """Sums over examples for each term: count, total, weight, and the squares and products for the standard error.
 
-    values: float64 [terms, 6]. Sums of disjoint parts of the examples can be added, so an interrupted evaluation can
+    values: float64 [terms, 6]. Sums over disjoint sets of examples can be added, so an interrupted evaluation can
     continue.
     shares: float64 [examples, classes], probabilities of the classes so far, if the benchmark classifies rows.
     """
@@ -113,21 +113,21 @@ class Sums:
             row += torch.stack([ones, total, weight, total * total, total * weight, weight * weight]).sum(1)
 
     def zeros(self, examples: int, where: torch.device) -> Sums:
-        """Empty sums with space for the probabilities of the next `examples` examples."""
+        """Return empty sums, with memory for the probabilities of the next `examples` examples."""
         values = torch.zeros(len(self.names), 6, dtype=torch.float64, device=where)
         if self.shares is None:
             return Sums(self.names, values)
         return Sums(self.names, values, torch.zeros(examples, self.shares.shape[1], dtype=torch.float64, device=where))
 
     def join(self, part: Sums) -> None:
-        """Add `part`, the sums of the next examples."""
+        """Add `part`, the sums over the next examples."""
         self.values += part.values.cpu()
         if self.shares is not None and part.shares is not None:
             self.shares = torch.cat([self.shares, part.shares.cpu()])
 
     def estimates(self) -> dict[str, Estimate]:
-        """The ratio of sums for each term, with its error by linearisation (Cochran 1977, section 6.4); NaN for a term
-        whose total weight is 0."""
+        """Return the ratio of sums for each term, with a standard error by linearisation (Cochran 1977, section 6.4);
+        NaN for a term whose total weight is 0."""
         return {name: _estimate(*row) for name, row in zip(self.names, self.values.tolist(), strict=True)}
 
 
@@ -144,14 +144,14 @@ def _estimate(count: float, total: float, weight: float, squares: float, cross: 
 
 @dataclass(frozen=True)
 class Done:
-    """The progress of a score."""
+    """The progress of an evaluation."""
 
     examples: int = 0
     """Number of scored examples, counted from the first example."""
     tokens: int = 0
     """Number of tokens in all batches, including padding."""
     seconds: float = 0.0
-    """Time spent in this process."""
+    """Time spent in this process, in seconds."""
 
 
 def score(
@@ -164,11 +164,11 @@ def score(
     done: Done = Done(),
     after: Callable[[Done, Sums], None] = lambda done, sums: None,
 ) -> dict[str, Estimate]:
-    """Score all examples: an estimate per term, equal on all ranks, NaN if the total weight is 0. All ranks must call.
+    """Score all examples on all ranks; returns an estimate per term, equal on all ranks, NaN if the total weight is 0.
 
-    1 every data rank takes its share of the next examples; all run the same number of microbatches
+    1 every data rank batches its share of the next examples; all ranks run the same number of microbatches
     2 the ranks of the last stage measure whole rows
-    3 the sums are reduced over all ranks; then the next examples follow
+    3 the sums are reduced over all ranks; 1 to 3 are repeated for the next examples
 
     sums, done: results and progress of an earlier process. after: called every few seconds with the current values.
     """
@@ -197,7 +197,7 @@ def score(
         all_reduce(part.values, mesh.loss_group)
         if part.shares is not None:
             all_reduce(part.shares, mesh.loss_group)
-        total_sums.join(part)  # waits for the device before the time is measured
+        total_sums.join(part)  # copies to the host, and so waits for the device before the time is measured
         spent = torch.tensor([time.monotonic() - begin, float(tokens)], dtype=torch.float64, device=device)
         all_reduce(spent, mesh.everyone, "max")
         seconds, most_tokens = spent.tolist()
@@ -208,7 +208,8 @@ def score(
 
 
 def shares(turn: Sequence[Example], micro_batch: int, index: int, size: int) -> list[tuple[Sequence[Example], bool]]:
-    """Split examples into the microbatches of data rank `index` of `size`, and say whether each microbatch counts.
+    """Split examples into the microbatches of data rank `index` of `size`; returns each microbatch and whether it
+    counts.
 
     Ranks without enough examples repeat the first microbatch, which does not count.
     """

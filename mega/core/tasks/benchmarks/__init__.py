@@ -1,4 +1,4 @@
-"""Benchmarks, one file each, named as in --task. Each file here must define `make(asked) -> Benchmark`.
+"""Benchmarks, one file each, with the name used in --task. Each file must define `make(asked) -> Benchmark`.
 
-READS: the fields of `options.OWN` that the benchmark reads; a file without READS is assumed to read all of them.
+READS: the fields of `options.OWN` that the benchmark reads. A benchmark without READS is assumed to read all fields.
 """

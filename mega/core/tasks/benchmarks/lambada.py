@@ -1,7 +1,7 @@
-"""LAMBADA (Paperno et al. 2016), zero-shot: is the last word of a passage the model's first choice?
+"""LAMBADA (Paperno et al. 2016), zero-shot: whether the model's most likely continuation of a passage is its last word.
 
-By default the last token of a passage is scored; with --strict-lambada the whole last word, all of whose tokens must be
-first choices. The definition is the same as in Megatron-LM (tasks/zeroshot_gpt).
+By default only the last token of a passage is scored. With --strict-lambada, all tokens of the last word must be the
+most likely tokens. The definition is that of Megatron-LM (tasks/zeroshot_gpt).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lambada:
     headline: tuple[str, ...] = ("number correct", "total examples", "avg accuracy")
 
     def examples(self, path: Path) -> Sequence[JudgedRow]:
-        """All passages, the longest first, so that the rows of a batch have similar lengths."""
+        """Return all passages, the longest first, so that the rows of a batch have similar lengths."""
         rows = list(self._rows(path))
         if not rows:
             raise ValueError(f"--valid-data {path}: holds no passage")
@@ -61,7 +61,8 @@ class Lambada:
         return batch_of(examples, self.asked.unit)
 
     def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
-        """accuracy: whether the last word is predicted. nll: negative log-likelihood of the last word, in nats."""
+        """Return the terms of each row. accuracy: 1 if the last word is predicted, else 0. nll: negative log-likelihood
+        of the last word, in nats."""
         return {"accuracy": all_greedy(batch, scores), "nll": per_row(nll_of(batch, scores))}
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
@@ -75,10 +76,10 @@ class Lambada:
 
 
 def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
-    """A row of the text before its last word, followed by the ids of that word.
+    """Return a row with the text before the last word as context, and the last word as the scored part.
 
-    With byte-level tokenizers a blank and the word can be encoded alone. SentencePiece would prepend another blank, so
-    the whole text is encoded if its ids begin with the ids of the context.
+    A byte-level tokenizer can encode a blank and the last word separately. SentencePiece would prepend another blank,
+    so the whole text is encoded if the ids of the whole text begin with the ids of the context.
     """
     words = text.split()
     if len(words) < 2:
@@ -87,11 +88,11 @@ def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
     whole = tokenizer.encode(f"{before} {words[-1]}")
     if whole[: len(context)] == context:
         return JudgedRow(whole, len(context))
-    lead = len(tokenizer.encode(""))  # ids that the family puts in front of every text
+    lead = len(tokenizer.encode(""))  # number of ids that the tokenizer puts before every text
     return JudgedRow([*context, *tokenizer.encode(f" {words[-1]}")[lead:]], len(context))
 
 
 def make(asked: BenchmarkInputs) -> Lambada:
-    """Errors: ValueError naming the flag."""
+    """Make the benchmark. Errors: ValueError naming the flag."""
     asked.one_file()
     return Lambada(asked)

@@ -1,9 +1,9 @@
 """The perplexity of a corpus of any size: JSON lines, plain text, or token files from `mega preprocess`.
 
-Documents are concatenated, each with its end token, as in pretraining, and split into windows, by default without
-overlap. --random-windows draws windows instead, as Megatron-LM's first version did for WebText: a document with a
-probability proportional to its length in characters, then a window of that document; a short document is extended by
-further documents.
+As in pretraining, documents, each followed by an end token, are concatenated and split into windows, by default without
+overlap. With --random-windows, windows are drawn at random, as in Megatron-LM's first version for WebText: first a
+document, with a probability proportional to its length in characters, then a window of that document. A short document
+is extended by further documents.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ READS = ("overlapping_eval", "context_window", "json_key", "random_windows")
 
 @dataclass
 class CorpusPerplexity:
-    """counts: number of bytes, words and scored tokens, if a whole text is scored."""
+    """The perplexity of a corpus. counts: numbers of bytes, words and scored tokens; empty unless the whole text is
+    scored."""
 
     asked: BenchmarkInputs
     stride: int
@@ -79,7 +80,7 @@ class CorpusPerplexity:
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         loss = found["nll"]
         figures = [interval("loss", loss), interval("ppl", loss, perplexity), Figure("tokens", round(loss.weight))]
-        # With --limit only some windows are scored, and the counts of the whole text do not apply.
+        # With --limit only some windows are scored, so the counts of the whole text do not apply.
         if "bytes" in self.counts and self.counts["tokens"] == loss.weight:
             by_word, by_byte = (self.counts["tokens"] / self.counts[name] for name in ("words", "bytes"))
             figures += [
@@ -108,7 +109,7 @@ def _random_windows(
 
 
 def make(asked: BenchmarkInputs) -> CorpusPerplexity:
-    """Errors: ValueError naming the flag."""
+    """Make the benchmark. Errors: ValueError naming the flag."""
     asked.one("file or prefix")
     options = asked.options
     for name in ("overlapping_eval", "context_window"):

@@ -1,10 +1,10 @@
-"""WikiText-103, zero-shot: the perplexity of a text, also converted to a perplexity per original word.
+"""WikiText-103, zero-shot: the perplexity of a text per token, and converted to a perplexity per original word.
 
-Tokenizers split a text into different numbers of pieces, so the loss per piece is converted to a loss per word of the
-original: adjusted perplexity = exp(loss x tokens / words), as Megatron-LM reports it (tasks/zeroshot_gpt). With
---context-window the score is fairseq's for Megatron-11b: every line ends with the end-of-document token, which also
-begins the text. fairseq's recipe first makes token files; their prefix can be given too, but then the figures per word
-are missing.
+Tokenizers split a text into different numbers of tokens, so the loss per token is converted to a loss per original
+word: adjusted perplexity = exp(loss x tokens / words), as in Megatron-LM (tasks/zeroshot_gpt). With --context-window
+the score is that of fairseq for Megatron-11b: the end-of-document token ends every line and begins the text. fairseq's
+recipe first makes token files. The prefix of such token files can be given instead of a text, but then the figures per
+word are missing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ READS = ("overlapping_eval", "detokenizer", "context_window")
 STRIDE = 32
 """Megatron-LM's default of --overlapping-eval."""
 MOST_LOSS = 700.0
-"""A perplexity exp(loss) is infinite above this loss."""
+"""Loss above which the perplexity exp(loss) is reported as infinite."""
 
 
 @dataclass
 class WikiText:
-    """counts: number of original words and of tokens, known after the text has been read."""
+    """The perplexity of WikiText-103. counts: numbers of original words and of tokens, set when the text is read."""
 
     asked: BenchmarkInputs
     stride: int
@@ -67,7 +67,8 @@ class WikiText:
 
     @property
     def ratio(self) -> float:
-        """Labels per original word. Megatron-LM omits the first token and word; fairseq scores the first token too."""
+        """Number of labels per original word. Megatron-LM omits the first token and word; fairseq also scores the first
+        token."""
         targets, words = self.counts["tokens"] - 1, self.counts["original tokens"]
         return targets / (words if self.per_line else words - 1)
 
@@ -91,8 +92,8 @@ class WikiText:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), or infinity if a float cannot hold it. Megatron-LM limits it to e^20, which hides a model that is
-    worse than guessing.
+    """Return exp(loss), or infinity if that is too large for a float. Megatron-LM limits perplexities to e^20, which
+    hides that a model is worse than a random guess.
 
     >>> perplexity(1000.0)
     inf
@@ -101,13 +102,13 @@ def perplexity(loss: float) -> float:
 
 
 def whole_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
-    """The ids of the whole text without an end-of-document token, as in Megatron-LM."""
+    """Return the ids of the whole text without an end-of-document token, as in Megatron-LM."""
     return tokenizer.encode(DETOKENIZERS[detokenizer](text))
 
 
 def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
-    """The ids line by line, each line followed by the end-of-document token; the same token begins the text and is not
-    scored."""
+    """Return the ids of all lines, each followed by the end-of-document token. The end-of-document token also begins
+    the text, where it is not scored."""
     if tokenizer.eod is None:
         raise ValueError(f"--context-window: {tokenizer.kind} has no end of document, which ends lines there")
     plain = fairseq if detokenizer == "fairseq" else DETOKENIZERS[detokenizer]
@@ -118,9 +119,9 @@ def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
 
 
 def binarised_ids(dataset: IndexedDataset) -> NDArray[np.int64]:
-    """All ids of token files whose documents end in one id; the same id is put in front and is not scored.
+    """Return all ids of token files, preceded by the id in which all documents end. The first id is not scored.
 
-    Errors: ValueError where documents end in different ids.
+    Errors: ValueError if documents end in different ids.
     """
     ids = np.asarray(dataset.tokens, np.int64)
     ends = np.unique(ids[np.cumsum(dataset.lengths[dataset.lengths > 0]) - 1])
@@ -132,7 +133,7 @@ def binarised_ids(dataset: IndexedDataset) -> NDArray[np.int64]:
 
 
 def make(asked: BenchmarkInputs) -> WikiText:
-    """Errors: ValueError naming the flag."""
+    """Make the benchmark. Errors: ValueError naming the flag."""
     path, window = Path(asked.one("file or prefix")), asked.options.context_window
     if exists(path):
         if window is None:
