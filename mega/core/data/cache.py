@@ -1,9 +1,9 @@
-"""A cache of arrays that take long to compute and depend only on a key. Cached arrays are memory-mapped.
+"""Cache arrays that take long to compute and depend only on a key. Cached arrays are memory-mapped.
 
 An entry is one safetensors file, named by the hash of its key. The file contains the 8-byte length of a JSON header,
 then the header with the key and the offsets of the arrays, then the arrays. The file is written under a temporary name
-and renamed, so the file is either complete or absent. With a lock, one process of a machine computes the arrays while
-the others wait. If the folder is not writable, the arrays stay in memory. Nothing is ever unpickled.
+and then renamed, so that it is either complete or absent. A lock ensures that only one process of a machine computes
+the arrays while other processes wait. If the folder is not writable, the arrays stay in memory. No pickle is loaded.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _BLOCK = 1 << 24
 def cached(
     directory: Path | None, key: Mapping[str, object], names: Sequence[str], compute: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays `names` of `compute()`, read from `directory` if cached, otherwise computed and written to `directory`
-    if possible.
+    """Return the arrays `names` of `compute()`. They are read from `directory` if cached there; otherwise they are
+    computed and, if possible, written to `directory`.
 
-    key: everything that the arrays depend on, as plain JSON values.
+    key: all values on which the arrays depend, as plain JSON values.
     """
     if directory is None:
         return compute()
@@ -67,7 +67,7 @@ def cached(
 
 
 def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
-    """The entry's arrays, memory-mapped, or None if the file is missing, truncated, damaged, or has another key."""
+    """Return the entry's arrays, memory-mapped; None if the file is missing, truncated, damaged, or has another key."""
     try:
         stored = mapped(entry)
         begin = 8 + int.from_bytes(stored[:8], "little")
@@ -87,7 +87,8 @@ def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
 
 
 def _publish(entry: Path, key: str, arrays: Arrays) -> None:
-    """Write all arrays atomically into one file. Arrays with the widest dtype come first, so every array is aligned."""
+    """Write all arrays atomically into one file. Arrays with the widest dtype come first, so that every array is
+    aligned."""
     header: dict[str, Json] = {"__metadata__": {"format": "np", "key": key}}
     in_order = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     end = 0
@@ -106,16 +107,16 @@ def _publish(entry: Path, key: str, arrays: Arrays) -> None:
 
 
 def _sweep(entry: Path) -> None:
-    """Remove temporary files of this entry that killed processes left. The caller holds the entry's lock."""
+    """Remove temporary files that killed processes left for this entry. Call with the entry's lock held."""
     for stale in entry.parent.glob(f"{entry.name}.*.tmp"):
         stale.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` between the processes of this machine. The system releases it when a holder
-    dies."""
+    """Hold an exclusive lock on `path` among the processes of this machine. The system releases the lock when its
+    process dies."""
     with open(path, "ab") as file:
-        with contextlib.suppress(OSError):  # no file locks: several processes may compute; the last rename wins
+        with contextlib.suppress(OSError):  # without file locks, several processes may compute; the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

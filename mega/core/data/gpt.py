@@ -1,7 +1,7 @@
-"""GPT samples: a corpus concatenated in shuffled order and cut every seq_length tokens.
+"""Build GPT samples by concatenating a corpus in shuffled order and cutting it every seq_length tokens.
 
-This module also derives masks from the tokens of a sample: which positions have a loss, and where documents begin. It
-does not depend on ranks or batches.
+This module also computes loss weights, document indices and positions from the tokens of a sample. It does not depend
+on ranks or batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from mega.core.data.order import SampleOrder
 
 
 class GPTDataset:
-    """Sample i is tokens q s .. (q + 1) s of the stream, inclusive, with q = shuffle[i] and s = seq_length.
+    """A dataset whose sample i consists of the tokens q s .. (q + 1) s of the stream, inclusive, with q = shuffle[i]
+    and s = seq_length.
 
     A sample may span any number of documents. Adjacent samples of the stream share one token. With s = 3:
 
@@ -24,7 +25,7 @@ class GPTDataset:
     """
 
     number = 0
-    """Index of the corpus in its blend."""
+    """Index of the corpus in the blend."""
 
     def __init__(self, corpus: IndexedDataset, order: SampleOrder, seq_length: int) -> None:
         self._corpus, self._order, self._length = corpus, order, seq_length + 1
@@ -33,7 +34,7 @@ class GPTDataset:
         return len(self._order)
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
-        """Token ids, int64 [seq_length + 1]."""
+        """Return token ids, int64 [seq_length + 1]."""
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         row = int(self._order.shuffle[sample])
@@ -50,14 +51,15 @@ class GPTDataset:
         return tokens
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(corpus index, sequence index) of all sequences that contribute tokens to a sample."""
+        """Return (corpus index, sequence index) of all sequences that contribute tokens to a sample."""
         row = int(self._order.shuffle[sample])
         first, last = self._order.samples[row : row + 2, 0].tolist()
         return frozenset((self.number, sequence) for sequence in self._order.documents[first : last + 1].tolist())
 
 
 def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float32]:
-    """1 for every input token, but 0 for `eod`, because the token after the end of a document is not predicted.
+    """Return 0 for every `eod`, because the token after the end of a document is not predicted, and 1 for every other
+    token.
 
     tokens [..., s] -> float32 [..., s]. 5 6 0 7 8 0 with eod 0 -> 1 1 0 1 1 0.
     """
@@ -65,7 +67,7 @@ def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float
 
 
 def document_numbers(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """The index within the row of each token's document. An `eod` belongs to the document that it ends.
+    """Return the index, within the row, of each token's document. An `eod` belongs to the document that it ends.
 
     tokens [..., s] -> int64 [..., s]. 5 6 0 7 8 0 with eod 0 -> 0 0 0 1 1 1.
     """
@@ -74,7 +76,7 @@ def document_numbers(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
 
 
 def positions(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.int64]:
-    """0 .. s - 1. If `eod` is given, positions restart after each one.
+    """Return positions 0 .. s - 1. If `eod` is given, positions restart after every `eod`.
 
     tokens [..., s] -> int64 [..., s]. 5 6 0 7 8 0 with eod 0 -> 0 1 2 0 1 2.
     """

@@ -1,9 +1,10 @@
-"""Fill-in-the-middle samples: the middle of a document is moved to its end.
+"""Build fill-in-the-middle samples, in which the middle of a document is moved to the end.
 
     <prefix> p <suffix> s <middle> m      or, suffix first,      <prefix> <suffix> s <middle> p m
 
-The decisions are those of Megatron-core's dataset for --fim-data. Every sample has its own generator, so a sample is a
-function of seed and sample index and does not depend on earlier reads. Source of the two orders: Bavarian et al. 2022.
+Documents are selected and cut as in Megatron-core's dataset for --fim-data. However, every sample uses a separate
+generator, so that a sample depends only on seed and sample index, not on earlier reads. Source of the two orders:
+Bavarian et al. 2022.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ Ids = NDArray[np.int64]
 
 
 class InfillTokens(NamedTuple):
-    """Ids of the tokens that mark the parts."""
+    """Ids of the control tokens that mark the parts."""
 
     prefix: int  # Begins the text before the middle
     middle: int  # Begins the middle
     suffix: int  # Begins the text after the middle
-    pad: int  # Fills a sample that became too short
+    pad: int  # Fills a sample that has become too short
     eod: int  # Ends a document
     split: int | None = None  # Separates fragments of a document, such as files
 
 
 @dataclass(frozen=True)
 class Infill:
-    """How the documents of a sample are permuted."""
+    """The rules for permuting the documents of a sample."""
 
-    tokens: InfillTokens  # Ids of the marks
-    encode: Callable[[str], Sequence[int]]  # From text to ids, without control tokens
-    decode: Callable[[Sequence[int]], str]  # From ids to text, without control tokens
+    tokens: InfillTokens  # Ids of the control tokens
+    encode: Callable[[str], Sequence[int]]  # Converts text to ids, without control tokens
+    decode: Callable[[Sequence[int]], str]  # Converts ids to text, without control tokens
     rate: float = 0.5  # Probability that a document is permuted
     spm_rate: float = 0.5  # Probability that a permuted document has the suffix first
     fragment_rate: float = 0.5  # Probability that a fragment is permuted, for documents with several fragments
-    no_prefix: str | None = None  # A document that begins with this text is not permuted
+    no_prefix: str | None = None  # Documents that begin with this text are not permuted
 
     def sample(self, ids: Ids, generator: np.random.RandomState) -> Ids:
-        """Permute a sample and keep its length: a sample that became longer is cut at the end, one that became shorter
-        is padded.
+        """Permute the documents of a sample. The sample keeps its length: a longer result is truncated, a shorter
+        result is padded.
 
-        An empty document is removed together with the id that ends it.
+        An empty document is removed together with its end-of-document id.
         """
         parts = _pieces(ids, self.tokens.eod, lambda piece: self._document(piece, generator))
         permuted = np.concatenate(parts)[: len(ids)]
@@ -83,7 +84,7 @@ class Infill:
 
 
 def _pieces(ids: Ids, end: int, change: Callable[[Ids], Ids]) -> list[Ids]:
-    """Apply `change` to the runs separated by the id `end`. Every run except the last keeps its `end`; empty runs are
+    """Apply `change` to the runs between ids `end`. Every run except the last is followed by its `end`; empty runs are
     removed."""
     pieces: list[Ids] = []
     begin = 0
@@ -95,7 +96,7 @@ def _pieces(ids: Ids, end: int, change: Callable[[Ids], Ids]) -> list[Ids]:
 
 
 class InfillDataset:
-    """Sample i of `dataset`, permuted with a generator seeded by (seed, i)."""
+    """A dataset whose sample i is sample i of `dataset`, permuted with a generator seeded by (seed, i)."""
 
     def __init__(self, dataset: Dataset, infill: Infill, seed: int) -> None:
         self._dataset, self._infill, self._seed = dataset, infill, seed
@@ -109,7 +110,7 @@ class InfillDataset:
 
 
 def infill_of(data: DataConfig, tokenizer: Tokenizer | None, vocab: int | None) -> Infill | None:
-    """The `Infill` for the --fim options; None without --fim-data. Errors: ValueError naming the flag."""
+    """Return the `Infill` for the --fim options; None without --fim-data. Errors: ValueError naming the flag."""
     if not data.fim_data:
         return None
     if tokenizer is None:

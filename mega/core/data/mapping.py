@@ -1,6 +1,6 @@
-"""The sentences of each BERT or T5 sample. The result is identical to Megatron-LM's mapping.
+"""Choose the sentences of each BERT or T5 sample. The result is identical to Megatron-LM's mapping.
 
-All results are functions of document bounds, lengths and a seed. This module does not read tokens or files.
+The result depends only on document bounds, lengths and a seed. This module does not read tokens or files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _LONGEST_SENTENCE = 512
 _BLOCK = 1 << 12
-_WORDS = 312  # number of words in the 64-bit twister's state
+_WORDS = 312  # number of words in the state of the 64-bit Mersenne twister
 
 
 def sentence_mapping(
@@ -27,12 +27,13 @@ def sentence_mapping(
     seed: int,
     min_sentences: int,
 ) -> NDArray[np.integer]:
-    """uint32 [n, 3]: first sentence, the sentence after the last, and target length of each sample, shuffled.
+    """Return uint32 [n, 3]: for each sample, first sentence, end (exclusive), and target length. The samples are
+    shuffled.
 
-    documents: int64 [documents + 1], first sentence of each document, and the end. lengths: of all sentences of the
-    corpus, in tokens. max_length: maximum number of tokens in a sample without its control tokens. The result contains
-    whole passes, with at least `samples` samples in total. A document is skipped if it has too few sentences, or if it
-    has several sentences and one of them has more than 512 tokens. Raises ValueError if no document remains.
+    documents: int64 [documents + 1], first sentence of each document, and the end. lengths: number of tokens in each
+    sentence of the corpus. max_length: maximum number of tokens in a sample without its control tokens. The result
+    contains whole passes, with at least `samples` samples in total. A document is skipped if it has too few sentences,
+    or if it has several sentences and one of them has more than 512 tokens. Raises ValueError if no document remains.
     """
     usable = [
         (first, [0, *np.cumsum(lengths[first:last], dtype=np.int64).tolist()])
@@ -47,7 +48,7 @@ def sentence_mapping(
         )
     targets = _targets(max_length, short_prob, seed)
     needs_64_bits = len(lengths) > 2**32 - 1
-    entries = array("Q" if needs_64_bits else "I")  # a list of tuples would need ten times the memory
+    entries = array("Q" if needs_64_bits else "I")  # a list of tuples would use ten times as much memory
     while len(entries) < 3 * samples:
         for first, ends in usable:
             entries.extend(_document(first, ends, min_sentences, targets))
@@ -57,11 +58,11 @@ def sentence_mapping(
 
 
 def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator[int]) -> Iterator[int]:
-    """Yield three numbers for each sample of a document. A sample takes sentences until the target length is reached;
-    if only one sentence would remain, the sample takes that sentence too.
+    """Yield three numbers for each sample of a document. A sample contains sentences until the target length is
+    reached. If only one sentence of the document remains, it is added to the sample.
 
-    ends: number of tokens of the document before each of its sentences, and in total. One more target is drawn than
-    samples are made, as in Megatron-LM.
+    ends: number of tokens in the document before each sentence, and in total. As in Megatron-LM, one more target is
+    drawn than there are samples.
     """
     target = next(targets)
     start, count = 0, len(ends) - 1
@@ -73,8 +74,8 @@ def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator
 
 
 def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
-    """Yield target lengths: max_length, or in one of round(1 / short_prob) draws a value in 2 .. max_length. The draws
-    are the 32-bit outputs of mt19937(seed)."""
+    """Yield target lengths. On average, one of round(1 / short_prob) draws is a value in 2 .. max_length; all others
+    are max_length. The draws are the 32-bit outputs of mt19937(seed)."""
     ratio = round(1 / short_prob) if short_prob else 0
     generator = np.random.RandomState(seed)
     while True:
@@ -83,8 +84,8 @@ def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
 
 
 def _shuffled(count: int, seed: int) -> NDArray[np.uint64]:
-    """0 .. count - 1, shuffled with C++'s mt19937_64(seed): for i from count - 1 down, swap entry i with entry (output
-    mod (i + 1))."""
+    """Return 0 .. count - 1, shuffled with C++'s mt19937_64(seed): for i from count - 1 down, swap entry i with entry
+    (output mod (i + 1))."""
     order = array("Q", range(count))
     draws = mt19937_64(seed)
     last = count - 1
@@ -98,7 +99,8 @@ def _shuffled(count: int, seed: int) -> NDArray[np.uint64]:
 
 
 def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
-    """The 64-bit Mersenne twister of the C++ standard, 312 words at a time: 5489 -> 14514284786278117030, ...
+    """Yield the output of the 64-bit Mersenne twister of the C++ standard, 312 words at a time: 5489 ->
+    14514284786278117030, ...
 
     Source: Nishimura 2000, "Tables of 64-bit Mersenne twisters"; ISO C++ [rand.predef].
     """
@@ -115,8 +117,8 @@ def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
 
 
 def _twisted(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The next 312 words. Word i depends on words i, i + 1 and i + 156 (mod 312); the last of these words may already
-    be a new one."""
+    """Return the next 312 words of the state. Word i depends on words i, i + 1 and i + 156 (mod 312); the last of these
+    may already have been replaced."""
     upper, lower = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 
     def mixed(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> NDArray[np.uint64]:

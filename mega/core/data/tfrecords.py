@@ -1,4 +1,4 @@
-"""BERT samples from the TFRecord files of google-research/bert, read without TensorFlow.
+"""Read BERT samples from the TFRecord files of google-research/bert, without TensorFlow.
 
 A record is u64 length · checksum of the length · payload · checksum of the payload. The payload is a tf.train.Example,
 a map of names to lists of numbers. Files are memory-mapped. The offsets of the records are computed once and cached,
@@ -28,7 +28,7 @@ _FOOT = 4
 
 
 class TFRecordDataset:
-    """`dataset[i]`: the examples of all files as `BertSample`, in passes, reshuffled in each pass.
+    """A dataset of the examples of all files, as `BertSample`s. Every pass over the examples is shuffled separately.
 
     records: int64 [n, 3], with columns file index, first byte of the payload, and size of the payload. Raises
     ValueError naming file and byte of a damaged record, or of a record that does not fit seq_length and vocab.
@@ -70,7 +70,7 @@ class TFRecordDataset:
 def record_dataset(
     flag: str, inputs: Sequence[str], *, seq_length: int, vocab: int, samples: int, seed: int, cache: Path | None
 ) -> TFRecordDataset:
-    """A dataset of `samples` samples from the files, folders and globs of `flag`. Raises ValueError for damaged
+    """Return a dataset of `samples` samples from the files, folders and globs of `flag`. Raises ValueError for damaged
     files."""
     paths = [path.absolute() for path in find(inputs, flag)]
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -84,7 +84,7 @@ def record_dataset(
     if not len(records):
         raise ValueError(f"{flag} {' '.join(inputs)}: holds no record")
     dataset = TFRecordDataset(paths, records, samples=samples, seq_length=seq_length, vocab=vocab, seed=seed)
-    dataset[0]  # raises ValueError if the records are not BERT's or have another length
+    dataset[0]  # raises ValueError if the records are not BERT samples, or have another length
     return dataset
 
 
@@ -95,7 +95,7 @@ def read(path: Path) -> Iterator[Features]:
 
 
 def spans(path: Path) -> NDArray[np.int64]:
-    """First byte and size of each payload: int64 [n, 2]. The checksums of the lengths are verified."""
+    """Return the first byte and the size of each payload, int64 [n, 2]. The checksums of the lengths are verified."""
     data = memoryview(mapped(path))
     payload_spans: list[tuple[int, int]] = []
     offset = 0
@@ -113,7 +113,7 @@ def spans(path: Path) -> NDArray[np.int64]:
 
 
 def _checked(path: Path, data: memoryview, first: int, size: int) -> Features:
-    """Parse one example and verify its checksum."""
+    """Parse one example, and verify its checksum."""
     payload = bytes(data[first : first + size])
     if struct.unpack_from("<I", data, first + size)[0] != _masked(payload):
         raise ValueError(f"{path}: corrupt, the record at byte {first - _HEADER.size} has another checksum")
@@ -126,7 +126,7 @@ def _checked(path: Path, data: memoryview, first: int, size: int) -> Features:
 
 
 def _example(payload: bytes) -> Features:
-    """Example { Features { map<string, Feature { bytes | floats | integers }> } }"""
+    """Parse a serialized Example { Features { map<string, Feature { bytes | floats | integers }> } }."""
     features: Features = {}
     for feature_list in fields(payload)[1]:
         for entry in fields(_bytes(feature_list))[1]:
@@ -179,7 +179,8 @@ _SPAN = 4096
 
 @functools.cache
 def _tables() -> NDArray[np.uint32]:
-    """CRC-32C (Castagnoli, reflected 0x82F63B78) of each byte followed by 0 .. _SPAN - 1 zero bytes: [_SPAN, 256]."""
+    """Return the CRC-32C (Castagnoli, reflected 0x82F63B78) of each byte followed by 0 .. _SPAN - 1 zero bytes, [_SPAN,
+    256]."""
     first: NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         first = np.bitwise_xor(first >> 1, (first & 1) * np.uint32(0x82F63B78), dtype=np.uint32)
@@ -191,8 +192,8 @@ def _tables() -> NDArray[np.uint32]:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C of the data. The checksum is linear: the contribution of each byte depends only on the value of the byte
-    and its distance from the end.
+    """Return the CRC-32C of the data. The checksum is linear, that is, the contribution of each byte depends only on
+    its value and on its distance from the end.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -209,6 +210,6 @@ def crc32c(data: bytes) -> int:
 
 
 def _masked(data: bytes) -> int:
-    """TensorFlow's masked checksum: rotated right by 15 bits, plus a constant."""
+    """Return TensorFlow's masked checksum: the checksum rotated right by 15 bits, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,8 +1,8 @@
-"""Processes that apply one function to many blocks and return the results in order through shared memory.
+"""Start processes that apply one function to many blocks, and return the results in order through shared memory.
 
-If forking is safe, the processes are forked after this process has loaded everything that the work needs. Otherwise the
-processes are spawned and load everything again. Every request has a shared memory buffer, so large results need not
-pass through a pipe. This module does not depend on texts or tokens.
+If forking is safe, the processes are forked after this process has loaded all data for the work. Otherwise the
+processes are spawned, and each loads the data again. Every request has a shared memory buffer, so that large results do
+not pass through a pipe. This module does not depend on texts or tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 BUFFER_BYTES = 1 << 22
 BYTES_UNDER_WAY = 64 << 20
-_ASKS_EACH = 3  # per worker: one request in progress and two queued, so no worker waits while this process is busy
+_ASKS_EACH = 3  # per worker: one request in progress and two queued, so that no worker waits for this process
 
 Buffer = memoryview
 """Shared memory of BUFFER_BYTES bytes; empty if the processes were not forked."""
@@ -33,7 +33,7 @@ Buffer = memoryview
 class HasSize(Protocol):
     @property
     def size(self) -> int:
-        """Number of bytes of memory that the request takes, in this process or in a worker."""
+        """Memory in bytes that the request uses, in this process or in a worker."""
         ...
 
 
@@ -49,11 +49,10 @@ class Workers(Generic[Ask, Answer]):
             for block, found, buffer in workers.answers(blocks):
                 ...
 
-    Forked workers inherit files and locks that this process opened before `with`, so open files and locks inside
-    `with`.
+    Forked workers inherit files and locks that were opened before `with`. Open files and locks inside `with`.
 
-    here: function that creates the work in this process, for forked processes. there: function that creates the same
-    work in a spawned process.
+    here: function that returns the work function in this process, for forked processes. there: function that returns
+    the same work function in a spawned process.
     """
 
     def __init__(self, count: int, *, here: Callable[[], Work[Ask, Answer]], there: Callable[[], Work[Ask, Answer]]):
@@ -89,8 +88,8 @@ class Workers(Generic[Ask, Answer]):
     def answers(self, asks: Iterable[Ask]) -> Generator[tuple[Ask, Answer, Buffer]]:
         """Yield every request with its answer, in order. The buffer is valid until the next answer is requested.
 
-        The requests in flight have at most BYTES_UNDER_WAY bytes in total, or consist of a single larger request.
-        Raises ChildProcessError if a process dies.
+        The requests in flight use at most BYTES_UNDER_WAY bytes in total; a larger request is sent alone. Raises
+        ChildProcessError if a process dies.
         """
         under_way: deque[tuple[Ask, int, Future[Answer]]] = deque()
         bytes_in_flight = 0
@@ -110,19 +109,19 @@ class Workers(Generic[Ask, Answer]):
     def _first(self, under_way: deque[tuple[Ask, int, Future[Answer]]]) -> Iterator[tuple[Ask, Answer, Buffer]]:
         ask, buffer, future = under_way.popleft()
         yield ask, future.result(), self._buffers[buffer]
-        self._free.append(buffer)  # the most recently used buffer is used next: its memory is in the cache
+        self._free.append(buffer)  # the most recently used buffer is used next, because its memory is in the cache
 
 
 def _can_fork() -> bool:
-    """Whether forking is safe. If another thread held a lock, the lock would never be released in the child."""
+    """Whether forking is safe. With other threads, the child could inherit a lock that is never released."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Limit the libraries of processes that are started inside this context to one thread each.
+    """Limit libraries to one thread each, in all processes that are started inside this context.
 
-    A process whose libraries have no threads of their own can also be forked.
+    A process whose libraries have not started threads can also be forked.
     """
     thread_limits = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "FASTOKENS_BPE_THREADS"), "1")
     settings = thread_limits | {"TOKENIZERS_PARALLELISM": "false"}
@@ -146,7 +145,7 @@ _buffers: list[Buffer] | None
 
 def _begin(make: Callable[[], Work[Any, Any]], buffers: list[Buffer] | None) -> None:
     global _work, _buffers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which then ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _work, _buffers = make(), buffers
 

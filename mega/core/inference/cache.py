@@ -1,8 +1,8 @@
-"""Assign blocks of the cache to tokens: allocation, sharing by reference counts, reuse of common prefixes.
+"""Assign blocks of the KV cache to tokens, with reference counts and reuse of common prefixes.
 
 Here, blocks are only indices; the worker stores their content. A full block is identified by all tokens up to its end,
-so a prompt with the same beginning as an earlier prompt finds the blocks computed for the earlier prompt. Unused blocks
-keep their content until memory is needed, and are then taken in order of their last use. This module depends on neither
+so a prompt with the same beginning as an earlier prompt reuses the blocks of the earlier prompt. Unused blocks keep
+their content until memory is needed; the least recently used block is then reused first. This module depends on neither
 requests nor torch.
 """
 
@@ -12,15 +12,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 SCRATCH = 0
-"""The block to which padding is written; no sequence uses this block."""
+"""The block to which padding is written; not used by any sequence."""
 
 ROOT = 0
-"""The prefix before the first block. Sequences whose keys differ, such as those with an adapter, use negative
-numbers."""
+"""The prefix before the first block. Sequences whose keys differ, for example because of an adapter, use negative
+numbers instead."""
 
 
 class Blocks:
-    """`count` blocks of `size` tokens, SCRATCH included.
+    """Allocator of `count` blocks of `size` tokens, including SCRATCH.
 
     Users must reserve all blocks that they may need, so that an admitted sequence never waits for memory.
     """
@@ -43,11 +43,12 @@ class Blocks:
 
     @property
     def never_used(self) -> int:
-        """Number of blocks except SCRATCH if no block is in use or registered, as at the start; otherwise 0."""
+        """Number of blocks except SCRATCH if no block is in use or registered, as after construction; otherwise 0."""
         return 0 if self._found or any(self._users) else self.count - 1
 
     def find(self, ids: Sequence[int], most: int, root: int = ROOT) -> tuple[list[int], int]:
-        """Find up to `most` blocks with the first tokens of `ids` after `root`. Return the blocks and their prefix."""
+        """Find up to `most` registered blocks that contain the first tokens of `ids` after the prefix `root`. Return
+        the blocks and the prefix that they form."""
         prefix, blocks = root, []
         for start in range(0, min(most, len(ids) // self.size) * self.size, self.size):
             block = self._found.get((prefix, tuple(ids[start : start + self.size])))
@@ -58,8 +59,8 @@ class Blocks:
         return blocks, prefix
 
     def admit(self, shared: Sequence[int], more: int) -> bool:
-        """Use the blocks `shared`, and reserve `more` blocks. Return False, without a change, if too few are
-        available."""
+        """Add a user to the blocks `shared`, and reserve `more` blocks. Return False, without a change, if too few
+        blocks are available."""
         unused = sum(self._users[block] == 0 for block in shared)
         if unused + more > self.available:
             return False
@@ -69,7 +70,7 @@ class Blocks:
         return True
 
     def take(self) -> int:
-        """Take one of the reserved blocks."""
+        """Allocate one of the reserved blocks."""
         assert self._promised > 0
         self._promised -= 1
         if self._free:
@@ -86,7 +87,8 @@ class Blocks:
         self._users[block] += 1
 
     def release(self, block: int) -> int:
-        """Remove a user from a block. If it was the last user, reserve one block for it and return 1; else return 0."""
+        """Remove a user from a block. If this was the last user, reserve a block in its place and return 1; else return
+        0."""
         self._users[block] -= 1
         if self._users[block]:
             return 0
@@ -98,12 +100,12 @@ class Blocks:
         return 1
 
     def waive(self, promised: int) -> None:
-        """Cancel the reservation of blocks that were not taken."""
+        """Cancel the reservation of blocks that were not allocated."""
         self._promised -= promised
 
     def register(self, prefix: int, ids: Sequence[int], block: int) -> int:
-        """Record that `block` holds the tokens `ids` after `prefix`, or will hold them before it is read. Return the
-        prefix that includes these tokens."""
+        """Record that `block` contains the tokens `ids` after `prefix`, or will contain them before the block is read.
+        Return the prefix that includes these tokens."""
         assert len(ids) == self.size
         name = (prefix, tuple(ids))
         if name in self._found:  # another sequence computed the same tokens at the same time

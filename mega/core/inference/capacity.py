@@ -1,4 +1,4 @@
-"""Memory of a served model: the same arithmetic before a server starts and inside it.
+"""Compute the memory of a served model, both for estimates and in a running server.
 
 This module computes the bytes of weights and cache on a rank, and the number of blocks in the cache, which is the
 requested number or as many as fit. It depends only on a model's inventory and a layout.
@@ -17,7 +17,7 @@ from mega.core.shard import on_tensor_rank, shard
 GIB = 1 << 30
 
 SHARES = {"cuda": 0.85, "cpu": 0.25}
-"""Kind of device -> fraction of the remaining memory that the cache may take."""
+"""Type of device -> fraction of the remaining memory that the cache may use."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Capacity:
     cache: int
 
     def lines(self, longest: int | None = None) -> list[str]:
-        """Describe the capacity to the user. longest: maximum number of tokens in a request [the model's]."""
+        """Describe the capacity for the user. longest: maximum number of tokens in a request; default: the model's."""
         limits, tokens = self.limits, min(longest or self.limits.longest, self.limits.longest)
         fit = min(limits.requests, limits.cache // tokens)
         return [
@@ -40,7 +40,8 @@ class Capacity:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of blocks in each stage, as equal as possible. The first stages get more, because the last has the head.
+    """Return the number of blocks in each stage, as equal as possible. If the numbers differ, the first stages have
+    more blocks, because the last stage also has the output head.
 
     >>> even_layers(5, 2)
     (3, 2)
@@ -49,7 +50,8 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int | None = None) -> int:
-    """Bytes of keys and values of one token on a rank. layers: number of layers in the rank's stage [all]."""
+    """Return the bytes of keys and values of one token on a rank. layers: number of layers in the rank's stage;
+    default: all layers."""
     layer_count, cached = len(model.layers) if layers is None else layers, model.cached
     return 2 * layer_count * (cached.kv_heads // tp) * cached.head_dim * itemsize
 
@@ -57,7 +59,7 @@ def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int 
 def weight_bytes(
     model: ModelConfig, itemsize: int, *, tp: int = 1, pp: int = 1, fp8_weights: bool = False
 ) -> list[int]:
-    """Bytes of weights on a rank of each stage, with padding. fp8_weights: see `ops.fp8_weights`."""
+    """Return the bytes of weights on a rank of each stage, with padding. fp8_weights: see `ops.fp8_weights`."""
     stages = placement(model, pp, 1, even_layers(len(architecture(model).layers), pp))
     stage_bytes = [0] * pp
     for tensor in inventory(model):
@@ -70,21 +72,22 @@ def weight_bytes(
 
 
 def wanted_tokens(model: Architecture, requests: int, asked: int | None) -> int:
-    """Number of tokens in the cache: the requested number, else the maximum that `requests` requests can need."""
+    """Return the number of tokens in the cache: `asked` if given, else the maximum that `requests` requests can
+    need."""
     return asked if asked is not None else requests * model.positions
 
 
 def fitting_blocks(left: int, kind: str, token: int, size: int) -> int:
-    """Number of blocks that fit into the cache's share of `left` bytes. size: tokens per block. token: bytes per token.
-    kind: kind of device."""
+    """Return the number of blocks that fit into the cache's share of `left` bytes. size: tokens per block. token: bytes
+    per token. kind: type of device."""
     return int(left * SHARES[kind]) // (token * size)
 
 
 def cache_blocks(wanted: int, fits: int, size: int, *, asked: bool) -> int:
-    """Number of blocks to allocate, including SCRATCH. wanted: number of tokens. fits: number of blocks that fit on the
-    rank with the least memory. asked: whether the user requested the number.
+    """Return the number of blocks to allocate, including SCRATCH. wanted: number of tokens. fits: number of blocks that
+    fit on the rank with the least memory. asked: whether the user requested the number.
 
-    Errors: ValueError if the requested number does not fit, or not even one block fits.
+    Errors: ValueError if the requested number does not fit, or if not even one block fits.
     """
     blocks = min(-(-wanted // size), fits)
     if asked and blocks * size < wanted:
@@ -106,8 +109,8 @@ def expected(
     cache_tokens: int | None = None,
     fp8_weights: bool = False,
 ) -> Capacity:
-    """The capacity that a server will have. itemsize: bytes per number. room: free bytes on each device, or on the
-    host, which all CPU ranks share.
+    """Return the capacity that a server will have. itemsize: bytes per number. room: free bytes on each device, or on
+    the host, which all CPU ranks share.
 
     Errors: ValueError if the weights leave too little memory.
     """

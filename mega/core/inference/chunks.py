@@ -1,9 +1,9 @@
-"""Choose the number of prompt tokens in a step, so that the device is efficient but answers are not delayed.
+"""Choose the number of prompt tokens in a step, so that the device is used efficiently but answers are not delayed.
 
-A step with few prompt tokens reads all weights for little work; a step with many delays the next token of every running
-answer. Without running answers, a step takes the largest recorded number of tokens. Otherwise it takes the largest
-number whose step takes at most SLOWER times as long as a step of the running answers alone, according to times measured
-when the steps were recorded. This module depends on neither requests nor models.
+A step with few prompt tokens reads all weights for little work; a step with many prompt tokens delays the next token of
+every running answer. Without running answers, a step has the largest recorded number of tokens. Otherwise, it has the
+largest number for which the step takes at most SLOWER times as long as a step with the running answers alone, according
+to the durations measured when the steps were recorded. This module depends on neither requests nor models.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from mega.core.inference.graphs import GraphShape, graph_rows
 
 PLAIN = 512
-"""Number of prompt tokens in a step if no times are known."""
+"""Number of prompt tokens in a step if no durations are known."""
 
 LEAST = 256
-"""Minimum number of tokens in a step with prompts, since a device takes just as long for fewer tokens."""
+"""Minimum number of tokens in a step with prompts, because fewer tokens take a device just as long."""
 
 SLOWER = 2.5
-"""Maximum duration of a step with prompts, relative to a step without. With this value, the 99th percentile of the time
-between tokens stays below 3 medians."""
+"""Maximum duration of a step with prompts, relative to a step without prompts. With this value, the 99th percentile of
+the time between tokens is less than 3 times the median."""
 
 
 class Chunks:
-    """chunks(rows) -> number of prompt tokens in a step in which `rows` answers are running. asked: the user's value,
-    or None. recorded: numbers of tokens in recorded steps, in increasing order; () without graphs."""
+    """Chooses the number of prompt tokens in a step. Call the object with the number of running answers. asked: the
+    user's value, or None. recorded: numbers of tokens in recorded steps, in increasing order; () without graphs."""
 
     def __init__(self, asked: int | None, recorded: Sequence[int] = ()):
         self._asked, self._recorded = asked, tuple(recorded)

@@ -4,7 +4,7 @@
     engine  = EmbeddingEngine(vectors, ...)    on rank 0: add, step, cancel, close, as `request.Engine`
     follow(vectors, relay)                     on the other ranks, until rank 0 closes
 
-Ids in, vectors out: this module depends on neither a tokenizer nor a checkpoint.
+The input is token ids and the output is vectors. This module depends on neither a tokenizer nor a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mega.core.model.bert import BertHead, BertStage
 from mega.core.ops.paged_attention import Integers
 
 Pooling = Literal["mean", "cls", "inner"]
-"""The tokens whose states are averaged to a row's vector: all, the first, or all except the first and the last."""
+"""The tokens whose states are averaged to give a row's vector: all, the first, or all except the first and the last."""
 
 STEP_TOKENS = 8192
 """Default maximum number of tokens in a step, including padding."""
 
 
 class TextVectors:
-    """Embeds rows with a whole BERT, or a tensor rank's part of it. pad: the id that pads shorter rows."""
+    """Embeds rows with a whole BERT, or with a tensor-parallel shard of a BERT. pad: the id that pads shorter rows."""
 
     def __init__(self, stage: BertStage, pad: int, device: torch.device) -> None:
         self._stage, self._pad, self._device = stage, pad, device
@@ -43,7 +43,8 @@ class TextVectors:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Sequence[int]], pooling: Pooling) -> NDArray[np.float32]:
-        """Vectors of rows, [rows, width]. Rows include [CLS] and [SEP]. All tensor ranks must pass the same rows."""
+        """Return the vectors of rows, [rows, width]. Rows include [CLS] and [SEP]. All tensor ranks must pass the same
+        rows."""
         batch = self._batch_of(rows)
         stream, *_ = self._stage.stream(batch, None)
         head = cast(BertHead, self._stage.head)
@@ -62,8 +63,8 @@ class TextVectors:
 
 
 def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch.Tensor:
-    """float32 [b, s]: 1 for each token that is pooled, else 0. In a row of at most two tokens, "inner" pools all
-    tokens.
+    """Return float32 [b, s], with 1 for each token that is pooled, else 0. In a row of at most two tokens, "inner"
+    pools all tokens.
 
     >>> _pooled_tokens(torch.tensor([4, 2]), 4, "inner").tolist()
     [[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
@@ -78,7 +79,8 @@ def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch
 
 
 class EmbeddingEngine:
-    """`request.Engine` for a BERT, on rank 0. The last event of a request contains the vector of the prompt.
+    """The implementation of `request.Engine` for a BERT, on rank 0. The last event of a request contains the vector of
+    the prompt.
 
     limits: maximum number of rows in a step, and of tokens in a row. relay: sends the rows of a step to the other
     ranks. tokens: maximum number of tokens in a step, including padding.
@@ -125,7 +127,7 @@ class EmbeddingEngine:
         return events + [_last_event(number, vector) for number, vector in zip(numbers, vectors, strict=True)]
 
     def _next_rows(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Take as many rows for the next step as the limits allow, in order of arrival."""
+        """Remove from the queue, in order of arrival, as many rows as fit into the next step, and return them."""
         queued: list[tuple[int, tuple[int, ...]]] = []
         longest = 0
         while self._waiting and len(queued) < self.limits.requests:
@@ -136,7 +138,7 @@ class EmbeddingEngine:
         return queued
 
     def warm_up(self) -> float:
-        """Do nothing, since this engine compiles and records nothing; return 0 seconds."""
+        """Return 0 seconds, because this engine compiles and records nothing."""
         return 0.0
 
     def close(self) -> None:
@@ -146,14 +148,15 @@ class EmbeddingEngine:
 
 
 def _last_event(number: int, vector: NDArray[np.float32]) -> Event:
-    """The end of a request: its vector, or that its numbers are not finite, which JSON cannot represent."""
+    """Return the last event of a request. It contains the vector, or a failure if the vector is not finite, because
+    JSON cannot represent such numbers."""
     if np.isfinite(vector).all():
         return Event(number, finish="stop", vector=vector)
     return Event(number, finish="failed", message=LOGITS_NOT_FINITE)
 
 
 def follow(vectors: TextVectors, relay: Relay, pooling: Pooling) -> None:
-    """Compute the rows that rank 0 sends, until it closes its engine. Errors: LostRank."""
+    """Compute the rows that rank 0 sends, until rank 0 closes its engine. Errors: LostRank."""
     while True:
         kind, content = relay.hear()
         if kind == STOP:
@@ -165,7 +168,7 @@ def follow(vectors: TextVectors, relay: Relay, pooling: Pooling) -> None:
 
 
 def packed(rows: Sequence[Sequence[int]]) -> Integers:
-    """Rows of ids as one array: the number of rows, the lengths of the rows, then all ids.
+    """Pack rows of ids into one array: the number of rows, the lengths of the rows, then all ids.
 
     >>> packed([[5, 6], [7]]).tolist()
     [2, 2, 1, 5, 6, 7]
@@ -175,7 +178,7 @@ def packed(rows: Sequence[Sequence[int]]) -> Integers:
 
 
 def unpacked(content: Integers) -> list[list[int]]:
-    """The inverse of `packed`.
+    """Restore the rows from an array that `packed` returned.
 
     >>> unpacked(packed([[5, 6], [7]]))
     [[5, 6], [7]]

@@ -1,10 +1,10 @@
-"""The engine: rank 0 schedules requests, and every rank computes its share of each step.
+"""Run an engine. Rank 0 schedules requests, and every rank computes its share of each step.
 
     worker  = Worker(stage, mesh, ...)            on every rank
     engine  = BatchingEngine(worker, ...)         on rank 0: add, step, cancel, close
     follow(worker, relay)                         on the other ranks, until rank 0 closes
 
-Ids in, ids out: the engine does not depend on a tokenizer.
+Requests and events contain token ids, so the engine does not depend on a tokenizer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mega.core.inference.worker import Launched, Worker
 
 
 class BatchingEngine:
-    """`request.Engine` on rank 0.
+    """The implementation of `request.Engine` on rank 0.
 
-    relay: connection to the other ranks; None on a single rank. depth: number of steps on the device before the engine
-    waits for the results of the first step, so that the device does not wait for the host; must be 1 if steps are split
-    into tiles. groups: as in `Scheduler`. chunk: maximum number of prompt tokens in a step; None: chosen from the
-    device and the requests in flight (chunks.py). drafter: guesses tokens ahead.
+    relay: connection to the other ranks; None on a single rank. depth: number of steps that are launched before the
+    engine waits for the results of the first step, so that the device does not wait for the host; must be 1 if steps
+    are split into tiles. groups: as in `Scheduler`. chunk: maximum number of prompt tokens in a step; None to choose
+    the number automatically (chunks.py). drafter: guesses tokens for speculative decoding.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class BatchingEngine:
         return events
 
     def _taken(self, launched: Launched) -> list[Event]:
-        """The events of a step's results, with the neighbours that the model has read."""
+        """Return the events of a step's results, with the neighbours that the model has read."""
         reader, numbers = self._worker.reader, self._scheduler.sequences()
         events = self._scheduler.take(launched.choices())
         if reader is None:
@@ -110,11 +110,11 @@ class BatchingEngine:
         return self._last
 
     def warm_up(self) -> float:
-        """Before the first request, run one step of each shape, which compiles kernels and records graphs.
+        """Run one step of each shape before the first request, to compile kernels and record graphs.
 
-        The measured durations determine how many prompt tokens later steps contain. No request may be in flight.
-        Objects that exist now are excluded from Python's garbage collection, which would delay steps while it visits
-        them. Returns the duration in seconds.
+        The measured durations determine how many prompt tokens later steps contain. No request may be in flight. All
+        objects that exist after the warm-up are excluded from Python's garbage collection, whose passes would otherwise
+        delay steps. Return the duration in seconds.
         """
         assert self.idle
         if self._worker.reader is not None:
@@ -132,7 +132,7 @@ class BatchingEngine:
             step = scratch_step(shape_counts(shape, longest), size, free=self._scheduler.blocks.never_used)
             if graphs is not None and graphs.shape_of(step) == shape:
                 self._given(step).choices()
-                # The first run of a shape has recorded the graph; this second run is timed.
+                # The first run of a shape has recorded the graph; the second run is timed.
                 start = time.monotonic()
                 self._given(step).choices()
                 self._chunks.note_duration(shape, time.monotonic() - start)
@@ -145,7 +145,7 @@ class BatchingEngine:
             self._relay.send(STOP, np.zeros(0, dtype=np.int64))
             self._relay = None
         if self._depth > 1 and self._last is not None:
-            with contextlib.suppress(RuntimeError):  # this failure of the device has already been reported
+            with contextlib.suppress(RuntimeError):  # this device error has already been reported
                 self._last.choices()  # wait, because a graph must not be destroyed during its replay
         if self._drafter is not None:
             self._drafter.close()
@@ -153,7 +153,7 @@ class BatchingEngine:
 
 
 def follow(worker: Worker, relay: Relay) -> None:
-    """Run the steps that rank 0 sends, until it closes its engine. Errors: LostRank."""
+    """Run the steps that rank 0 sends, until rank 0 closes its engine. Errors: LostRank."""
     while True:
         kind, content = relay.hear()
         if kind == STOP:

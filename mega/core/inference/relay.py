@@ -1,9 +1,10 @@
 """Send rank 0's steps to the other ranks as arrays of integers, so that nothing is unpickled.
 
-On one host the relay uses shared memory: a ring of pieces, which rank 0 fills as long as the slowest rank is less than
-a ring behind. Rank 0 thus does not wait for the Python code of other ranks. Across hosts, the relay broadcasts over its
-own gloo group: first an array of fixed length, [kind, length of the content, beginning of the content], then, if
-necessary, an array with the rest. Ranks wait for the next message without a time limit.
+On one host, the relay uses a ring buffer in shared memory. Rank 0 waits only if the ring is full, that is, if the
+slowest rank is a whole ring behind. Rank 0 thus does not wait for the Python code of other ranks. Across hosts, the
+relay broadcasts over a separate gloo group. It first sends an array of fixed length, [kind, length of the content,
+beginning of the content], then, if necessary, an array with the remaining content. Ranks wait for the next message
+without a time limit.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ FIRST = 2048
 """Length of the first array of a broadcast."""
 
 RING, PIECE = 16, 1 << 14
-"""Number of pieces in the ring, and of integers in a piece; the first integer is the length of the content."""
+"""Number of slots in the ring, and of integers in a slot; the first integer is the length of the content."""
 
 PATIENCE = timedelta(days=365)
-"""Timeout of the group: the maximum time that a rank waits for the next message."""
+"""Timeout of the process group, which is the maximum time that a rank waits for the next message."""
 
 
 ENDING = 0.5
@@ -48,12 +49,13 @@ log = logging.getLogger(__name__)
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended or cannot be reached."""
+    """Raised if another rank has ended or cannot be reached."""
 
 
 class Relay:
-    """The connection between the ranks of a replica of the model: the first rank sends, the other ranks receive. All
-    ranks of `mesh` must construct it together. shared: whether to use shared memory where possible."""
+    """The connection between the ranks of a model replica, in which the first rank sends and the other ranks receive.
+    All ranks of `mesh` must construct the relay at the same time. shared: whether to use shared memory where
+    possible."""
 
     def __init__(self, mesh: Mesh, shared: bool = True):
         replica = mesh.model.ranks
@@ -152,7 +154,7 @@ class Relay:
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """Convert a communication error to LostRank, naming the ranks on this host that have ended. Other errors, such
-        as exhausted memory on this rank, are returned unchanged."""
+        as lack of memory on this rank, are returned unchanged."""
         if isinstance(error, LostRank):
             return error
         deadline = time.monotonic() + ENDING
@@ -169,5 +171,5 @@ class Relay:
 
 
 def relay_of(mesh: Mesh) -> Relay | None:
-    """A new relay, whose process groups exist until the process ends; None if each rank holds the whole model."""
+    """Return a new relay, whose process groups exist until the process ends; None if each rank has the whole model."""
     return Relay(mesh) if mesh.model.size > 1 else None

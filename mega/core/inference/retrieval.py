@@ -1,8 +1,9 @@
-"""Neighbours for a model with a retriever while it continues or scores texts, retrieved when a chunk ends.
+"""Retrieve neighbours for a model with a retriever while the model continues or scores texts. Neighbours are retrieved
+when a chunk ends.
 
     retriever(chunks) -> Retrieved     int64 [n, chunk] -> the neighbours of each chunk, and their sources
 
-The code that opens a database of neighbours provides the retriever; this module does not depend on the database.
+The retriever is provided by the code that opens a database of neighbours; this module does not depend on the database.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 class Retrieved(NamedTuple):
-    """neighbours: int64 [n, k, r]. found: bool [n, k], whether a neighbour exists. cited: the sources of each chunk's
-    neighbours."""
+    """The neighbours of n chunks. neighbours: int64 [n, k, r]. found: bool [n, k], whether a neighbour exists. cited:
+    the sources of each chunk's neighbours."""
 
     neighbours: NDArray[np.int64]
     found: NDArray[np.bool_]
@@ -37,16 +38,17 @@ class Retrieved(NamedTuple):
 
 class Retriever(Protocol):
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
-        """The neighbours of chunks, int64 [n, chunk]. The neighbours of a chunk depend only on its tokens."""
+        """Return the neighbours of chunks, int64 [n, chunk]. The neighbours of a chunk depend only on the chunk's
+        tokens."""
 
 
 OpenRetriever: TypeAlias = Callable[[ModelConfig, Tokenizer, str], Retriever]
-"""(model, the model's tokenizer, kind of device) -> retriever. Errors: ValueError naming flag or file."""
+"""A function (model, the model's tokenizer, type of device) -> retriever. Errors: ValueError naming flag or file."""
 
 
 @dataclass(frozen=True)
 class NoNeighbours:
-    """A retriever that finds nothing."""
+    """A retriever that finds no neighbours."""
 
     model: ModelConfig
 
@@ -58,7 +60,8 @@ class NoNeighbours:
 
 
 def check_retrieval(model: ModelConfig, retro: str | None, load: object) -> None:
-    """Check --retro. Errors: ValueError if a model reads neighbours but no database is given, or the reverse."""
+    """Check --retro. Errors: ValueError if a model with a retriever has no database, or a model without a retriever has
+    one."""
     if model.retriever and retro is None:
         raise ValueError(
             f"--retro is missing: the model {load} reads neighbours; give the folder of mega retro build and the "
@@ -69,7 +72,7 @@ def check_retrieval(model: ModelConfig, retro: str | None, load: object) -> None
 
 
 def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0) -> None:
-    """Check flags. Errors: ValueError naming the first flag that excludes a model with a retriever."""
+    """Check flags. Errors: ValueError naming the first flag that a model with a retriever does not support."""
     refused = {
         f"--tp {layout.tp}": layout.tp > 1,
         f"--pp {layout.pp}": layout.pp > 1,
@@ -87,7 +90,7 @@ def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Seque
 
 @dataclass(eq=False)
 class _ReadSequence(ReadingSequence):
-    """A sequence, with the tokens of its current chunk and the sources of the neighbours it has read."""
+    """A sequence, with the tokens of its current chunk and the sources of the neighbours that it has read."""
 
     tokens: list[int] = field(default_factory=list)
     cited: list[Citation] = field(default_factory=list)
@@ -102,7 +105,7 @@ class SequenceReader:
         self._sequences: OrderedDict[int, _ReadSequence] = OrderedDict()
 
     def step(self, step: Step, device: torch.device) -> NeighbourStep:
-        """The neighbours of the chunks that end in a step; all chunks are retrieved in one call."""
+        """Return the neighbours of the chunks that end in a step. All chunks are retrieved in one call."""
         runs, chunks, owners, start = list[Run](), list[list[int]](), list[tuple[_ReadSequence, int]](), 0
         for number, count, length in zip(step.sequences, step.counts.tolist(), step.lengths.tolist(), strict=True):
             first, sequence = length - count, self._sequence(int(number), length == count)
@@ -120,7 +123,8 @@ class SequenceReader:
         return NeighbourStep(self._stage, runs, neighbours, exist)
 
     def _sequence(self, number: int, begins: bool) -> _ReadSequence:
-        """The sequence with this number. Ended sequences are forgotten later, in order of their last use."""
+        """Return the sequence with this number. The least recently used sequences are removed, because they have
+        ended."""
         if begins:
             self._sequences[number] = _ReadSequence()
         self._sequences.move_to_end(number)
@@ -129,7 +133,7 @@ class SequenceReader:
         return self._sequences[number]
 
     def cited(self, number: int) -> tuple[Citation, ...]:
-        """The sources of the neighbours that a sequence has read since the last call."""
+        """Return the sources of the neighbours that a sequence has read since the last call."""
         sequence = self._sequences.get(number)
         if sequence is None:
             return ()
@@ -138,7 +142,7 @@ class SequenceReader:
 
 
 def read_by(retriever: Retriever, model: ModelConfig, batch: DecoderBatch) -> NeighbourBatch:
-    """Rows to score, with the neighbours of those chunks on which a label with weight may depend."""
+    """Return rows to score, with the neighbours of all chunks on which a label with weight may depend."""
     length, each = model.retro_chunk_length, model.retro_neighbours
     rows, columns = batch.tokens.shape
     assert columns % length == 0, (columns, length)

@@ -1,6 +1,6 @@
-"""Start an engine of an opened model at any tp x pp, independent of the layout in which it was saved.
+"""Start an engine for an opened model at any tp x pp, independent of the layout with which the model was saved.
 
-    start_engine(opened, mesh, device, options)      rank 0: the engine; other ranks follow it until it closes
+    start_engine(opened, mesh, device, options)      rank 0: the engine; other ranks run its steps until it closes
 
 This module depends on neither prompts nor flags.
 """
@@ -53,11 +53,11 @@ def start_engine(
     adapters: Sequence[OpenedAdapter] = (),
     retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
-    """Return the engine on rank 0. Other ranks follow it until it closes, then return None.
+    """Return the engine on rank 0. Other ranks run its steps until the engine closes, and then return None.
 
-    dtype: dtype of computation and cache [the weights']. adapters: the adapters that requests may name. retriever: for
-    a model that reads neighbours. Errors: ValueError if the model does not continue text, or the layout does not divide
-    the model; CheckpointError naming file or tensor; LostRank.
+    dtype: dtype of computation and cache; default: dtype of the weights. adapters: the adapters that requests may name.
+    retriever: finds neighbours for a model with a retriever. Errors: ValueError if the model does not continue text, or
+    the layout does not divide the model; CheckpointError naming file or tensor; LostRank.
     """
     model, torch_device = opened.model, device.torch
     dtype = dtype or opened.dtype
@@ -81,9 +81,10 @@ def engine_on(
     relay: Relay | None = None,
     retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
-    """Like `start_engine`, but with this rank's stage of a model. The first rank of every replica has its own engine.
+    """Like `start_engine`, but with this rank's stage of a model. Every replica of the model has a separate engine.
 
-    layers: maximum number of blocks in a stage [the model's]. adapters: the stage's. relay: an earlier engine's [new].
+    layers: maximum number of blocks in a stage; default: all blocks of the model. adapters: adapters of the stage.
+    relay: relay of an earlier engine, to be reused; default: a new relay.
     """
     model, size = stage.architecture, options.block
     if options.cuda_graph:
@@ -123,7 +124,7 @@ def engine_on(
 
 
 def _check_graphs(model: Architecture, device: Device) -> None:
-    """Errors: ValueError if steps of the model are not recorded on the device."""
+    """Check --cuda-graph. Errors: ValueError if steps of the model cannot be recorded on the device."""
     if model.cached.softcap is not None:
         raise ValueError("--cuda-graph: soft-capped attention is not recorded; valid here: --no-cuda-graph")
     if not device.is_cuda:
@@ -133,8 +134,8 @@ def _check_graphs(model: Architecture, device: Device) -> None:
 def drafter_of(
     options: EngineOptions, model: Architecture, device: Device, dtype: torch.dtype, vocab: int
 ) -> Drafter | None:
-    """The drafter that the options name; None if they name none. A draft model's cache holds as many sequences as the
-    model's cache. Errors: ValueError if its vocabulary is too small; CheckpointError."""
+    """Return the drafter that the options select, or None. The cache of a draft model has space for as many sequences
+    as the model's cache. Errors: ValueError if the draft model's vocabulary is too small; CheckpointError."""
     if options.speculate is None or options.batch_invariant:
         return None
     if options.speculate == NGRAM:
@@ -149,7 +150,7 @@ def drafter_of(
     alone = Mesh.at(0)
     ops = forward_only(choose(device.torch, dtype))
     (stage,) = load_stages(draft, alone, device, dtype=dtype, ops=ops)
-    # Guesses may run past the last token of a sequence.
+    # Guesses may extend beyond the last token of a sequence.
     tokens = options.max_requests * (min(model.positions, small.positions) + MOST)
     blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
     worker = Worker(
@@ -166,7 +167,8 @@ def drafter_of(
 
 
 def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
-    """The grid of the ranks that decode; the ranks of --tp share experts, or parts of experts."""
+    """Return the mesh of the ranks that decode. The ranks of --tp divide the experts, or shards of experts, among
+    them."""
     return Mesh(rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
 
 
@@ -198,7 +200,8 @@ def check_layout(
 def _blocks(
     model: Architecture, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int
 ) -> int:
-    """Number of blocks in the cache, the same on every rank. Errors: ValueError if not even one sequence fits."""
+    """Return the number of blocks in the cache, which is equal on all ranks. Errors: ValueError if not even one
+    sequence fits."""
     size = options.block
     free_bytes = device.room() - (device.resident() if device.is_cuda else 0)
     token = cache_bytes(model, dtype.itemsize, tp=mesh.tp.size, layers=layers)

@@ -1,9 +1,9 @@
-"""The tour, step by step. Each step is a command line that the user can type. The tour runs the command that it prints,
-so it uses the same code as every other run.
+"""Run the tour of `mega quickstart`. Each step is a command line that the user can type. The tour runs exactly the
+commands that it prints.
 
     corpus -> tokenizer -> token files -> training on 4 ranks -> plot -> one rank -> verdict
 
-Three steps belong to the quickstart, and can be typed as `mega quickstart --only ...`.
+Three of the steps are part of the quickstart, and can be run with `mega quickstart --only ...`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ MORE = "generate --load {out}/one-rank --prompt 'import ' --temperature 0.8 --to
 
 
 def tour(out: Path | None, steps: int) -> int:
-    """Run every step in `out` (None: a new directory below runs/), training for `steps` steps. Returns the exit code.
+    """Run every step in the directory `out` (default: a new directory in runs/), with `steps` training steps. Return
+    the exit code.
 
     A failing step ends the tour after printing its error. Errors: ValueError if `out` is not empty.
     """
@@ -84,8 +85,8 @@ def tour(out: Path | None, steps: int) -> int:
 
 
 def closing(out: Path) -> str:
-    """A command line with which the user can continue, ready to be pasted. The command has absolute paths if the shell
-    does not find this `mega`, as after `./run quickstart`, whose directory may also differ from that of the shell."""
+    """Return a command line with which the user can continue, ready to paste. If the shell would not find this `mega`,
+    for example after `./run quickstart`, the command contains absolute paths."""
     command_path = shutil.which("mega")
     if command_path is not None and os.path.samefile(os.path.dirname(command_path), os.path.dirname(sys.executable)):
         return format_command(["mega", *arguments(MORE, out, 0)])
@@ -93,8 +94,8 @@ def closing(out: Path) -> str:
 
 
 def format_command(words: Sequence[str], columns: int | None = None) -> str:
-    """A command line for reading and pasting, broken between options if it is longer than `columns`. None: the width of
-    the terminal; if stdout is not a terminal, the result is one line.
+    """Format a command line for reading and pasting, with a line break between options if it is longer than `columns`.
+    None for the width of the terminal; without a terminal, the result is one line.
 
     >>> print(format_command(["mega", "plot", "runs/a", "--out", "my loss.svg", "--smooth"], 38))
     mega plot runs/a \\
@@ -119,7 +120,7 @@ def format_command(words: Sequence[str], columns: int | None = None) -> str:
 
 
 def arguments(line: str, out: Path, steps: int) -> list[str]:
-    """The arguments of a line of TOUR; a directory with blanks remains one argument.
+    """Return the arguments in a line of TOUR. A directory whose name contains spaces remains one argument.
 
     >>> arguments("pretrain --save {out}/a --steps {steps}", Path("my run"), 9)
     ['pretrain', '--save', 'my run/a', '--steps', '9']
@@ -179,7 +180,7 @@ def _existing(path: Path) -> Path:
 
 
 def _unused() -> Path:
-    """runs/quickstart, or the first of runs/quickstart-2, -3 ... that does not exist."""
+    """Return runs/quickstart, or the first of runs/quickstart-2, -3 ... that does not exist."""
     return next(path for path in _names() if not path.exists())
 
 

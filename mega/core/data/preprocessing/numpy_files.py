@@ -1,7 +1,8 @@
-"""Token ids in numpy's .npy files, one document after another, as Megatron-LM of 2019 and other programs stored them.
+"""Convert token ids in numpy's .npy files, as stored by Megatron-LM of 2019 and other programs, to token files.
 
-An array of integers is read directly. An array of arrays is stored as a pickle. The pickle is not loaded: the standard
-library's disassembler reads its opcodes without running them, and only descriptions of integer arrays are accepted.
+An array of integers is read directly. An array of arrays is stored as a pickle. The pickle is not loaded. Instead, the
+standard library's disassembler reads its opcodes without executing them, and only descriptions of integer arrays are
+accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LARGEST = 2**31 - 1
 def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *, overwrite: bool = False) -> Report:
     """Write the documents of all files as one pair of token files.
 
-    overwrite: replace a pair made by other work. A pair made by the same work is kept.
+    overwrite: replace a pair made from other inputs; a pair made from the same inputs is always kept.
     Raises ValueError naming a file that contains data other than ids.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
@@ -49,13 +50,14 @@ def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *
 
 
 def documents(path: Path, eod: int | None) -> Iterator[NDArray[np.integer]]:
-    """Yield the documents of a file: the arrays of an array of arrays, the rows of a table, or else all ids.
+    """Yield the documents of a file: the items of an array of arrays, the rows of a two-dimensional array, or else all
+    ids.
 
     eod: if given, this id ends a document within an array of ids. Example: 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
     """
     try:
         array = _array(path)
-    except Exception as error:  # numpy's parser of a damaged header raises any exception
+    except Exception as error:  # numpy can raise any exception for a damaged header
         raise ValueError(f"{path}: not an array of token ids ({error})") from None
     for row in array if array.dtype.hasobject or array.ndim == 2 else [array]:
         ids = np.asarray(row)
@@ -89,7 +91,7 @@ def _array(path: Path) -> NDArray[np.integer]:
 
 
 class _Object:
-    """Represents any object that a pickle names. Stores the name, arguments and state of the object, and has no
+    """Represents an object to which a pickle refers. Stores the name, arguments and state of the object, and has no
     behavior."""
 
     def __init__(self, name: str, arguments: tuple[object, ...] = ()) -> None:
@@ -98,7 +100,8 @@ class _Object:
 
 
 def _rows(whole: object) -> list[NDArray[np.integer]]:
-    """The arrays in numpy's description of an array of objects. The last element of the state is a list."""
+    """Return the arrays in numpy's description of an array of objects. The last element of the state is a list of these
+    arrays."""
     rows = whole.state[-1] if isinstance(whole, _Object) and isinstance(whole.state, tuple) else None
     if not isinstance(rows, list):
         raise ValueError("a pickle of something else than an array")
@@ -106,7 +109,8 @@ def _rows(whole: object) -> list[NDArray[np.integer]]:
 
 
 def _integers(row: Any) -> NDArray[np.integer]:
-    """An array from a list of numbers, or from numpy's description: state = (version, shape, dtype, order, bytes)."""
+    """Return an array from a list of numbers, or from numpy's description: state = (version, shape, dtype, order,
+    bytes)."""
     if isinstance(row, list) and all(type(token) is int for token in row):
         return np.array(row, np.int64)
     try:
@@ -129,9 +133,9 @@ _MARK = object()
 
 
 def _described(file: BinaryIO) -> object:
-    """The object that a pickle describes. Nothing is instantiated: named objects become `_Object`s.
+    """Return the object that a pickle describes. No class is instantiated; each object is represented by an `_Object`.
 
-    Raises ValueError for an opcode that arrays do not need.
+    Raises ValueError for an opcode that does not occur in pickles of arrays.
     """
     stack: list[Any] = []
     memo: dict[int, object] = {}
@@ -172,7 +176,7 @@ def _described(file: BinaryIO) -> object:
             stack[-1].extend(items)
         elif name == "REDUCE":
             arguments = stack.pop()
-            stack[-1] = _made(stack[-1].name, arguments)  # describes the call without executing it
+            stack[-1] = _made(stack[-1].name, arguments)  # represents the call without executing it
         elif name == "BUILD":
             state = stack.pop()
             stack[-1].state = state
@@ -188,8 +192,8 @@ def _described(file: BinaryIO) -> object:
 
 
 def _made(name: str, arguments: tuple[object, ...]) -> object:
-    """The result of a call. The calls by which old pickles encode bytes as text give bytes; any other call gives an
-    `_Object`."""
+    """Return the result of a call. Calls with which old pickles encode bytes as text return bytes; any other call
+    returns an `_Object`."""
     if name == "_codecs encode":
         text, encoding = arguments
         return str(text).encode("latin1" if encoding == "latin1" else "utf-8")

@@ -1,8 +1,8 @@
-"""`mega chat`: a conversation at the terminal, with a model in this process or on a server.
+"""Run `mega chat`, a conversation at the terminal with a model in this process or on a server.
 
 Lines that begin with / change the conversation or the sampling; all other lines are the user's turns. Every request
-contains the whole conversation, but the engine finds previous turns in its cache. This file reads standard input; flags
-are named only in messages.
+contains the whole conversation, but the engine reuses the cached keys of previous turns. This module reads standard
+input.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ HELP = """\
 
 
 ANSWER_TOKENS = 512
-"""Maximum number of tokens of an answer of a model in this process, if the user has not set one."""
+"""Default maximum number of tokens in an answer of a model in this process."""
 
 
 class Answering(Protocol):
-    """Answers conversations."""
+    """Interface of objects that answer conversations."""
 
     def answer(
         self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
         """Yield the text of the next turn as it arrives. given: names of the fields of `how` that the user has set,
-        even if to defaults. tokens: maximum number of tokens of the turn; None: the default of the model's host.
-        Errors: ValueError with the reason."""
+        even if to the default values. tokens: maximum number of tokens in the turn; None for the default of the server
+        or of this process. Errors: ValueError with the reason."""
 
 
 @dataclass
 class LocalAnswers:
-    """Answers with an engine in this process. chat: None for a base model, which continues the texts of all turns."""
+    """Answers conversations with an engine in this process. chat: None for a base model, which continues the texts of
+    all turns."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -95,14 +96,14 @@ class ChatSession:
 
     answering: Answering
     how: Sampling = field(default_factory=Sampling)
-    """Sampling of answers."""
+    """Sampling options for answers."""
     tokens: int | None = None
-    """Maximum number of tokens of an answer; None: `ANSWER_TOKENS`, or the server's default."""
+    """Maximum number of tokens in an answer; None for `ANSWER_TOKENS`, or for the server's default."""
     system: str = ""
-    """Text of the system turn; "": no system turn."""
+    """Text of the system turn; "" for no system turn."""
     turns: list[Message] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
-    """Names of the fields of `how` that the user has set; a server has its own defaults for the other fields."""
+    """Names of the fields of `how` that the user has set; for the other fields, a server uses its defaults."""
 
     @property
     def messages(self) -> list[Message]:
@@ -112,7 +113,7 @@ class ChatSession:
     def play(self, read: Callable[[], str], write: Callable[[str], None]) -> int:
         """Run until the end of the input or /exit. Return the number of lines that ended in an error.
 
-        read: returns the next line, raises EOFError at the end. write: prints text.
+        read: function that returns the next line, or raises EOFError at the end. write: function that prints text.
         """
         errors = 0
         while True:
@@ -132,7 +133,7 @@ class ChatSession:
                 errors += 1
 
     def _turn(self, line: str, write: Callable[[str], None]) -> None:
-        """Request an answer, and store the turn with the part of the answer that arrived."""
+        """Request an answer, and store the turn with as much of the answer as has arrived."""
         messages = [*self.messages, {"role": "user", "content": line}]
         pieces: list[str] = []
         thinking = False
@@ -211,7 +212,8 @@ class ChatSession:
 
 
 def lines(prompt: str = "> ") -> Callable[[], str]:
-    """A function that reads lines of standard input. At a terminal, it offers a prompt, editing and a history."""
+    """Return a function that reads lines from standard input. At a terminal, the function supports a prompt, editing
+    and a history."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - imported for its effect on `input`
 

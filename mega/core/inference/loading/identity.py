@@ -1,6 +1,6 @@
-"""Compare tokenizers and chat templates from flags or adapters with those that came with the weights.
+"""Compare the tokenizers and chat templates of flags or adapters with those that came with the weights.
 
-The rules are `RULES` in text/identity.py; this file finds what came with the weights. Flags are named only in messages.
+The rules for the comparison are `RULES` in text/identity.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mega.core.text.identity import ALLOW, cuts_alike, judge, other_tokenizer
 from mega.core.text.tokenizer import Tokenizer
 
 EITHER = "auto"
-"""Value of --chat-template: the template that came with the weights, or plain for weights without a template."""
+"""Value of --chat-template for the template that came with the weights, or plain if the weights have no template."""
 
 
 class ChosenTemplate(NamedTuple):
-    """The chosen value, and messages for the user."""
+    """The chosen value of --chat-template, and messages for the user."""
 
     value: str
     notes: tuple[str, ...] = ()
@@ -38,10 +38,10 @@ class ChosenTemplate(NamedTuple):
 def check_tokenizer_flags(
     verb: str, source: StoredWeights | OpenedModel, place: object, given: Tokenizer, *, allowed: bool | None = None
 ) -> list[str]:
-    """Messages about a tokenizer that flags name although the weights at `place` have their own.
+    """Return messages about a tokenizer that flags select although a tokenizer came with the weights at `place`.
 
     allowed: whether --allow-tokenizer-mismatch was given; None if the verb does not have this flag. Errors: ValueError
-    where the two tokenizers differ.
+    if the two tokenizers differ.
     """
     section = tokenizer_section(source)
     if section is None:
@@ -65,10 +65,10 @@ def check_tokenizer_flags(
 
 
 def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer, adapter: OpenedAdapter) -> list[str]:
-    """Messages about the tokenizer that came with an adapter. The model's tokenizer is used, and both must give equal
-    ids.
+    """Return messages about the tokenizer that came with an adapter. The model's tokenizer is used, and both tokenizers
+    must give equal ids.
 
-    Errors: ValueError where the ids differ.
+    Errors: ValueError if the ids differ.
     """
     flag, section = adapter.flag, tokenizer_section(adapter.source)
     if section is None:
@@ -87,14 +87,15 @@ def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer
 
 
 class AdapterTemplate(NamedTuple):
-    """template: the name or the text of a template; None: use the model's."""
+    """The template to use with an adapter. template: the name or the text of a template; None to use the model's
+    template."""
 
     template: str | None
     notes: tuple[str, ...] = ()
 
 
 def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate:
-    """The template that came with an adapter, if it differs from `own`, the text of the model's template.
+    """Return the template that came with an adapter, if it differs from `own`, the text of the model's template.
 
     Errors: CheckpointError for a damaged file.
     """
@@ -107,7 +108,8 @@ def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate
 
 
 def doubts(place: Path) -> list[str]:
-    """Problems with the tokenizer, end tokens or chat template at `place`, for which verbs would refuse the weights."""
+    """Return the problems with the tokenizer, end tokens or chat template at `place` for which commands would reject
+    the weights."""
     model = open_model(place)
     if tokenizer_section(model) is None:
         return []
@@ -131,8 +133,8 @@ def doubts(place: Path) -> list[str]:
 
 
 def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
-    """Whether both are WordPiece, and the weights' folder has only a vocab.txt, which does not tell whether to
-    lower-case text."""
+    """Whether both tokenizers are WordPiece and the weights' folder has only a vocab.txt, which does not specify
+    whether text is lower-cased."""
     kinds = {own.kind, given.kind}
     if "progress" in source.meta or len(kinds) == 1 or not kinds <= {"BertWordPieceLowerCase", "BertWordPieceCase"}:
         return False
@@ -141,7 +143,8 @@ def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokeniz
 
 
 def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
-    """Whether `given` was made from other files of the same folder: a tokenizer.model next to a tokenizer.json."""
+    """Whether `given` was made from other files of the same folder, such as a tokenizer.model next to a
+    tokenizer.json."""
     files = given.vocabulary_files()
     if not files or not files.keys().isdisjoint(own.vocabulary_files()):
         return False
@@ -150,9 +153,9 @@ def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokeni
 
 
 def chosen_template(verb: str, source: StoredWeights | OpenedModel, place: object, asked: str) -> ChosenTemplate:
-    """The name or the file of the chat template to use. asked: value of --chat-template.
+    """Return the name or the file of the chat template to use. asked: value of --chat-template.
 
-    Errors: ValueError if the template of the weights is requested, but does not exist.
+    Errors: ValueError if the template of the weights is requested but does not exist.
     """
     own_place = chat_template_place(source)
     if asked in (MODELS_OWN, EITHER) and own_place is not None:

@@ -1,6 +1,7 @@
-"""Answers constrained to a JSON schema or a regular expression: llguidance computes the tokens that may come next.
+"""Constrain answers to a JSON schema or a regular expression. The library llguidance computes the tokens that may
+follow.
 
-The library limits the work of each step, so one client's grammar cannot delay other clients. This module depends on
+The work for each token is limited, so that the grammar of one client cannot delay other clients. This module depends on
 neither the engine nor the routes.
 """
 
@@ -30,8 +31,8 @@ _FORMS = (
 
 
 class Grammars:
-    """Compiles the grammars of requests for one tokenizer. vocab: number of the model's ids, at least that of the
-    tokenizer."""
+    """Compiles the grammars of requests for one tokenizer. vocab: number of ids of the model, which may be larger than
+    the tokenizer's vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
@@ -39,7 +40,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, wanted: Mapping[str, object], field: str = _FIELD) -> Grammar:
-        """The grammar of a response_format. field: the request's field that gives it. Errors: BadField naming it."""
+        """Return the grammar of a response_format. field: name of the request's field, for messages. Errors: BadField
+        naming `field`."""
         source = _source(wanted, field)
 
         def text(matcher: type[LLMatcher]) -> str:
@@ -50,7 +52,7 @@ class Grammars:
         return self._made(field, text)
 
     def lark(self, wanted: str) -> Grammar:
-        """The grammar of function calls (tools.py). Errors: BadField naming `tools`."""
+        """Return the grammar of function calls (tools.py). Errors: BadField naming `tools`."""
         return self._made("tools", lambda matcher: matcher.grammar_from_lark(wanted))
 
     def _made(self, field: str, text: Callable[[type[LLMatcher]], str]) -> Grammar:
@@ -74,7 +76,7 @@ def _one_line(error: object) -> str:
 
 
 class Grammar:
-    """A compiled grammar; `start` begins one sequence. Errors: ValueError for an invalid grammar."""
+    """A compiled grammar. `start` begins one sequence. Errors: ValueError for an invalid grammar."""
 
     def __init__(self, library: LLTokenizer, text: str, vocab: int, end: int, field: str) -> None:
         from llguidance import LLMatcher
@@ -83,14 +85,14 @@ class Grammar:
         if self._first.is_error():
             raise ValueError(self._first.get_error())
         trial = self._first.deep_copy()
-        trial.compute_bitmask()  # fails for a schema that only refers to itself, which has no first token
+        trial.compute_bitmask()  # fails for a schema that refers only to itself, because no token can be first
         if trial.is_error():
             raise ValueError(f"no answer can begin by it ({_one_line(trial.get_error())})")
         self._vocab, self._end, self._field = vocab, end, field
 
     def start(self, ends: frozenset[int]) -> Allowed:
-        """The mask function of one sequence. ends: tokens that end the sequence; all are allowed where the grammar may
-        end."""
+        """Return the mask function of one sequence. ends: tokens that end the sequence; all of them are allowed where
+        the grammar may end."""
         matcher = self._first.deep_copy()
         consumed: list[int | None] = [None]
         only_end = torch.zeros(self._vocab, dtype=torch.bool)
@@ -108,7 +110,7 @@ class Grammar:
                 return only_end
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._vocab].bool()
-            if matcher.is_error():  # the step exceeded the limit of work
+            if matcher.is_error():  # the step exceeded the limit on work
                 raise ValueError(f"{self._field}: {_one_line(matcher.get_error())}")
             return mask | only_end if matcher.is_accepting() else mask & ~only_end
 
@@ -116,7 +118,7 @@ class Grammar:
 
 
 def _source(wanted: Mapping[str, object], field: str) -> str | dict[str, object]:
-    """The regular expression or JSON schema of a response_format. Errors: BadField naming `field`."""
+    """Return the regular expression or JSON schema of a response_format. Errors: BadField naming `field`."""
     kind = wanted.get("type")
     valid_keys = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"}}
     if not isinstance(kind, str) or kind not in valid_keys or set(wanted) - valid_keys[kind]:
@@ -140,7 +142,8 @@ def _source(wanted: Mapping[str, object], field: str) -> str | dict[str, object]
 
 
 def _limits() -> LLParserLimits:
-    """Limits on the work and memory of one grammar; the most expensive step takes a few milliseconds."""
+    """Return limits on the work and memory of one grammar, with which the most expensive step takes a few
+    milliseconds."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -154,11 +157,11 @@ def _limits() -> LLParserLimits:
 
 
 _INSIDE = b"\x02"
-"""Prepended to a text, so that the tokenizer encodes the text as the continuation of another."""
+"""Prefix that makes the tokenizer encode a text like the continuation of another text."""
 
 
 class _Tokens:
-    """A tokenizer in the form that llguidance requires."""
+    """A tokenizer with the interface that llguidance requires."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         size = tokenizer.vocab_size
@@ -173,8 +176,9 @@ class _Tokens:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens whose bytes are `text`, encoded as within a longer text. The library calls this to encode forced text.
-        Many tokenizers add a space before a text or its first word, so `text` is also tried after `_INSIDE`."""
+        """Return tokens whose bytes are `text`, encoded as inside a longer text. The library calls this method to
+        encode forced text. Many tokenizers add a space before a text or its first word, so the encoding is also tried
+        with the prefix `_INSIDE`."""
         data = text if isinstance(text, bytes) else text.encode()
         for before in (b"", _INSIDE):
             ids = self._encode((before + data).decode(errors="replace"))[self._lead :]
@@ -186,7 +190,7 @@ class _Tokens:
         return self._by_length(data)
 
     def _by_length(self, data: bytes) -> list[int]:
-        """Repeatedly take the longest matching token, up to the first byte with which no token begins."""
+        """Repeatedly choose the longest matching token, up to the first byte that begins no token."""
         ids: list[int] = []
         while data:
             sizes = range(min(len(data), self._longest), 0, -1)

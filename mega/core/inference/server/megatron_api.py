@@ -1,9 +1,9 @@
-"""PUT /api: Megatron-LM's text generation server of 2023, with the same fields, limits, order of checks and error
-texts.
+"""Answer PUT /api like Megatron-LM's text generation server of 2023, with the same fields, limits, order of checks and
+error texts.
 
-Every invalid value is answered with 400. Megatron-LM, and this server with `--legacy-status`, answer many of them with
-200 and the message as the answer. A field that Megatron-LM would ignore is refused, and each prompt gets
-`tokens_to_generate` new tokens even if it is shorter than another prompt.
+The status for an invalid value is 400. Megatron-LM, and this server with `--legacy-status`, often respond with status
+200 and the message as the answer instead. Fields that Megatron-LM would ignore are rejected. Every prompt gets
+`tokens_to_generate` new tokens, even if it is shorter than another prompt.
 
 Source: megatron/text_generation_server.py and megatron/text_generation/ of Megatron-LM 23.06.
 """
@@ -26,8 +26,8 @@ from mega.core.untrusted import Json
 
 
 class MegatronRequest(Body):
-    """The fields and their defaults (None: absent), from which the OpenAPI schema is derived. The functions below check
-    them in the order and with the messages of Megatron-LM."""
+    """The fields and their defaults (None if absent), from which the OpenAPI schema is derived. The functions below
+    check the fields in the same order and with the same messages as Megatron-LM."""
 
     prompts: list[str] = Field(description=f"1 to {MOST_PROMPTS} texts", min_length=1, max_length=MOST_PROMPTS)
     tokens_to_generate: int = Field(64, ge=0, description="new tokens; 0 with logprobs scores")
@@ -65,7 +65,7 @@ _BEAMS = ("stop_token", "length_penalty")
 
 
 class Refused(ValueError):
-    """An invalid request, with Megatron-LM's message. always: answer 400 even with --legacy-status."""
+    """An invalid request, with Megatron-LM's message. always: whether the status is 400 even with --legacy-status."""
 
     def __init__(self, text: str, always: bool = False) -> None:
         super().__init__(text)
@@ -114,7 +114,7 @@ def _prompts(body: Mapping[str, object]) -> None:
 
 
 def _listed(body: Mapping[str, object]) -> list[object]:
-    """The prompts, which `_prompts` has checked."""
+    """Return the prompts, which `_prompts` has checked."""
     prompts = body["prompts"]
     return prompts if isinstance(prompts, list) else []
 
@@ -164,7 +164,7 @@ def _top_p_bound(body: Mapping[str, object]) -> None:
     if "top_p_bound" not in body:
         return
     value, top_p = body["top_p_bound"], body.get("top_p", 0.0)
-    if type(value) is not float or not isinstance(top_p, float):  # _top_p has checked top_p
+    if type(value) is not float or not isinstance(top_p, float):  # `top_p` was checked by _top_p
         raise Refused("top_p_bound must be a positive float less than or equal to top_p")
     _refuse(top_p == 0, "top_p_bound cannot be set without top_p")
     _refuse(not 0 < value <= top_p, "top_p_bound must be greater than 0 and less than top_p")
@@ -198,7 +198,7 @@ def _beams(body: Mapping[str, object]) -> None:
 
 
 def _without_effect(body: Mapping[str, object]) -> None:
-    """Refuse fields that Megatron-LM would silently ignore."""
+    """Reject fields that Megatron-LM would silently ignore."""
     beams = "beam_width" in body
     for name in (*_SAMPLED, *_SAMPLED_STOPS) if beams else _BEAMS:
         if name in body and body[name] is not False:
@@ -209,7 +209,8 @@ def _without_effect(body: Mapping[str, object]) -> None:
 
 
 async def requests(service: Service, given: MegatronRequest) -> tuple[list[Request], int | None]:
-    """Requests to the engine, and the token that ends an answer if it occurs twice in a row. Errors: Refused."""
+    """Return requests to the engine, and the token that ends an answer if it occurs twice in succession. Errors:
+    Refused."""
     tokenizer, tokens = service.tokenizer, given.tokens_to_generate
     service.check_queue(len(given.prompts))
     prompts = [await _ids(service, text, given.add_BOS) for text in given.prompts]
@@ -248,7 +249,7 @@ async def requests(service: Service, given: MegatronRequest) -> tuple[list[Reque
 
 
 async def answer(service: Service, given: MegatronRequest) -> dict[str, Json]:
-    """The answer in Megatron-LM's format. Errors: Refused, QueueFull, EngineLost."""
+    """Return the answer in Megatron-LM's format. Errors: Refused, QueueFull, EngineLost."""
     engine_requests, pair = await requests(service, given)
     try:
         running = await service.continuations(engine_requests, pair=pair)
@@ -272,7 +273,7 @@ async def answer(service: Service, given: MegatronRequest) -> dict[str, Json]:
 
 
 def _beam_answer(tokenizer: Tokenizer, done: Continuation) -> dict[str, Json]:
-    """All beams, best first."""
+    """Return all beams, best first."""
     whole = [(*done.prompt, *beam.ids) for beam in done.beams]
     return {
         "text": [tokenizer.decode(ids) for ids in whole],
@@ -282,13 +283,13 @@ def _beam_answer(tokenizer: Tokenizer, done: Continuation) -> dict[str, Json]:
 
 
 def _logprobs(done: Continuation) -> list[float]:
-    """The log-probabilities of all tokens except the first."""
+    """Return the log-probabilities of all tokens except the first."""
     logprobs = (*done.prompt_logprobs[1:], *(each.logprob for each in done.scored))
     return [-9999.0 if value is None else max(value, -9999.0) for value in logprobs]
 
 
 async def _ids(service: Service, text: str, add_bos: bool) -> tuple[int, ...]:
-    """The ids of a prompt, with the end-of-document token before them if `add_bos`. Errors: Refused."""
+    """Return the ids of a prompt, preceded by the end-of-document token if `add_bos`. Errors: Refused."""
     try:
         ids = await service.encode("prompts", text) if text else ()
     except BadField as error:
@@ -303,7 +304,7 @@ async def _ids(service: Service, text: str, add_bos: bool) -> tuple[int, ...]:
 
 
 def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
-    """The sampling of one prompt. top_p 0 is off, even if top_k is given."""
+    """Return the sampling options for one prompt. top_p 0 disables top-p, even if top_k is given."""
     settings: dict[str, Json] = {"temperature": given.temperature, "seed": given.random_seed}
     if given.top_k is not None or given.top_p is not None:
         settings |= {"top_k": given.top_k or 0, "top_p": given.top_p or 1.0}
@@ -312,8 +313,8 @@ def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
 
 
 def _ends(service: Service, given: MegatronRequest) -> tuple[frozenset[int], int | None]:
-    """Tokens that end an answer, and a token that ends the answer if it occurs twice in a row. stop_on_double_eol takes
-    precedence over stop_on_eol."""
+    """Return the tokens that end an answer, and the token that ends the answer if it occurs twice in succession.
+    stop_on_double_eol takes precedence over stop_on_eol."""
     tokenizer = service.tokenizer
     if given.beam_width and given.stop_token is not None:
         return frozenset([given.stop_token]), None
@@ -326,7 +327,7 @@ def _ends(service: Service, given: MegatronRequest) -> tuple[frozenset[int], int
 
 
 def _last(tokenizer: Tokenizer, text: str) -> int | None:
-    """The single token that `text` becomes after a letter; None if it becomes several."""
+    """Return the single token that encodes `text` after a letter; None if several tokens encode it."""
     try:
         ids = tokenizer.encode("a" + text)
     except ValueError:  # a tokenizer without text, such as NullTokenizer
@@ -335,7 +336,7 @@ def _last(tokenizer: Tokenizer, text: str) -> int | None:
 
 
 def _no_newline(tokenizer: Tokenizer, vocab: int) -> Allowed | None:
-    """A mask function that forbids a newline directly after a colon."""
+    """Return a mask function that forbids a newline directly after a colon."""
     colon, newline = _last(tokenizer, ":"), _last(tokenizer, "\n")
     if colon is None or newline is None:
         return None

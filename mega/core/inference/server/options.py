@@ -1,4 +1,4 @@
-"""The option sections of `mega serve`: the address, the model and the answers. The server uses these sections directly.
+"""Option sections of `mega serve` for the address, the model and the answers. The server uses these sections directly.
 
 Limits are in limits.py, options of the engine and its ranks in inference/options.py. This module does not import torch.
 """
@@ -19,7 +19,7 @@ from mega.core.inference.server.limits import ServerLimits
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions(VerbSection):
-    """The address and token of a server, and how long it waits for its ranks."""
+    """Options for the address and token of a server, and the time that it waits for its ranks."""
 
     title: ClassVar[str] = "Address"
 
@@ -36,8 +36,8 @@ class ListenOptions(VerbSection):
     )
 
     def token(self) -> str | None:
-        """The token of --token-file or MEGA_TOKEN. Errors: ValueError if the token is too short, or has characters that
-        cannot be sent."""
+        """The token of --token-file or MEGA_TOKEN. Errors: ValueError if the token is too short, or contains characters
+        that cannot be sent."""
         from mega.core.untrusted import read_limited
 
         source_name = f"--token-file {self.token_file}" if self.token_file is not None else "MEGA_TOKEN"
@@ -53,7 +53,7 @@ class ListenOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel(VerbSection):
-    """The model that answers, its adapters and its chat template."""
+    """Options for the model that answers, its adapters and its chat template."""
 
     title: ClassVar[str] = "Model"
 
@@ -75,7 +75,7 @@ class ServedModel(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(VerbSection):
-    """Defaults and limits of answers, which requests may override."""
+    """Defaults for answers, which requests may override, and limits."""
 
     title: ClassVar[str] = "Answers"
 
@@ -97,13 +97,13 @@ class ServerOptions(VerbSection):
     log_prompts: bool = option(False, "log each request, with its prompt")
     legacy_status: bool = option(False, "answer most mistakes in PUT /api with status 200, as Megatron-LM does")
     no_chat: str = "the model has no chat template"
-    """Why the model cannot chat."""
+    """The reason why the model cannot chat."""
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters."""
     token: str | None = None
-    """The token that is required for all paths except the page and the health check; None: not required."""
+    """The token that is required for all paths except the page and the health check; None if no token is required."""
     stop_ids: frozenset[int] = frozenset()
-    """The model's end tokens in addition to its tokenizer's."""
+    """The model's end tokens in addition to the tokenizer's end token."""
     vector_width: int = 0
-    """Number of elements in an embedding; 0: the model continues text and does not give embeddings."""
+    """Number of elements in an embedding; 0 for a model that continues text."""
     limits: ServerLimits = field(default_factory=ServerLimits)

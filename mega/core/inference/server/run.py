@@ -1,10 +1,10 @@
-"""Run the server until it receives a signal or the engine fails, then shut it down in three phases:
+"""Run the server until it receives a signal or the engine fails, and then shut down in three phases:
 
-1. SIGTERM or SIGINT: new requests get 503; requests in flight may finish within `drain_seconds`.
+1. After SIGTERM or SIGINT, new requests get 503; requests in flight may finish within `drain_seconds`.
 2. Requests still in flight get 503, or an error as the last event of their stream.
-3. Connections close, then the engine, which ends the other ranks.
+3. Connections are closed, then the engine is closed, which ends the other ranks.
 
-After a failure of the engine the shutdown starts with phase 2, and the engine's error is raised at the end.
+After a failure of the engine, the shutdown begins with phase 2, and the engine's error is raised at the end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mega.core.text.chat.format import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
 
 _FILES = 128
-"""Number of file descriptors reserved for uses other than connections."""
+"""Number of file descriptors that are reserved for uses other than connections."""
 _UNACCEPTED = 2048
-"""Number of connections that the operating system queues until they are accepted."""
+"""Maximum number of connections that the operating system queues until they are accepted."""
 
 
 class HttpServer:
-    """A server for one engine on one socket. `stop` may be called from any thread."""
+    """An HTTP server for one engine on one socket. `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class HttpServer:
     def run(self, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
         """Answer requests until `stop` or a signal. ready: called when the server accepts requests.
 
-        Errors: those of the engine.
+        Errors: any error of the engine.
         """
         asyncio.run(self._run(listening, ready))
         if self.failure is not None:
@@ -87,7 +87,7 @@ class HttpServer:
             if server.started:
                 listening.listen(
                     _UNACCEPTED
-                )  # uvicorn's backlog is shorter, since it also limits the connections accepted per turn of the loop
+                )  # uvicorn's backlog is shorter, because it also limits the connections accepted at a time
                 ready()
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,13 +99,13 @@ class HttpServer:
             self.engine.close()
 
     async def _drain(self) -> None:
-        """Phases 1 and 2 of the shutdown."""
+        """Run phases 1 and 2 of the shutdown."""
         self.service.draining = True
         seconds = 0.0 if self.failure is not None else self.options.limits.drain_seconds
         await self._idle(seconds)
         self.driver.abandon("the server is shutting down")
         await self._idle(2.0)
-        await asyncio.sleep(0.2 if self.failure is None else 0.05)  # requests that arrive now get 503
+        await asyncio.sleep(0.2 if self.failure is None else 0.05)  # requests that arrive during this time get 503
         await self._idle(2.0)
 
     async def _idle(self, seconds: float) -> None:
@@ -115,7 +115,8 @@ class HttpServer:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. port 0: any free port. Errors: ValueError naming flag and address."""
+    """Return a bound socket that does not listen yet. port: 0 for any free port. Errors: ValueError naming flag and
+    address."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, number)
@@ -141,7 +142,8 @@ def _config(app: Any, limits: ServerLimits) -> Any:
         log_config=None,
         access_log=False,
         server_header=False,
-        # Small enough that a connection's first request is read before newer connections can displace it.
+        # Small enough that the first request of a connection is read before newer connections can displace the
+        # connection.
         backlog=max(1, min(128, limits.max_connections // 8)),
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=int(limits.idle_seconds),
@@ -150,7 +152,8 @@ def _config(app: Any, limits: ServerLimits) -> Any:
 
 
 def raise_file_limit(connections: int) -> int:
-    """Raise the limit on file descriptors, and return how many connections it permits, at most `connections`."""
+    """Raise the limit on file descriptors, and return the number of connections that the limit permits, at most
+    `connections`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -163,7 +166,8 @@ def raise_file_limit(connections: int) -> int:
 
 @contextlib.contextmanager
 def _heeding(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
-    """Let SIGTERM and SIGINT set `stop`. Has no effect outside the main thread, because only it can handle signals."""
+    """Make SIGTERM and SIGINT set `stop`. Has no effect outside the main thread, because only the main thread can
+    handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

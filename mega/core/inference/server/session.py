@@ -1,4 +1,4 @@
-"""The text of one sequence: pieces of text and tokens, up to a stop string; cancellation when the client disconnects.
+"""Convert the events of one sequence to text, up to a stop string, and cancel the sequence when the client disconnects.
 
 This module depends on neither routes nor answer formats.
 """
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has closed the connection."""
+    """Raised if the client has closed the connection."""
 
 
 class AnswerFailed(Exception):
-    """One sequence failed. The message may be shown to clients.
+    """Raised if a sequence has failed. The message may be shown to clients.
 
-    by_request: whether the request's own constraints are the cause, rather than logits that are not finite.
+    by_request: whether the request's constraints are the cause; otherwise, logits were not finite.
     """
 
     def __init__(self, reason: str, *, by_request: bool) -> None:
@@ -36,7 +36,7 @@ class AnswerFailed(Exception):
 
 
 class TooLong(Exception):
-    """The answer took longer than --request-timeout."""
+    """Raised if the answer takes longer than --request-timeout."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text, the tokens that begin in this text, and, if the sequence has ended, the reason."""
+    """New text, the tokens that begin in this text, and the finish reason if the sequence has ended."""
 
     text: str
     tokens: tuple[Scored, ...] = ()
@@ -59,10 +59,10 @@ class Delta:
 
 
 class Continuation:
-    """The text of one sequence that the engine continues.
+    """The text of one sequence that the engine generates.
 
     stops: strings that end the sequence; the text ends before such a string. end_ids: tokens that end the sequence and
-    add no text. pair: a token that ends the sequence if it occurs twice in a row.
+    add no text. pair: a token that ends the sequence if it occurs twice in succession.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Continuation:
         self._stream = TextStream(tokenizer, prompt)
         self._metrics, self._since, self._last = metrics, time.monotonic(), 0.0
         self._stops, self._end_ids, self._pair = tuple(stops), end_ids, pair
-        self._held, self._given = "", 0  # text that may begin a stop string; number of characters already released
+        self._held, self._given = "", 0  # text that may begin a stop string; number of characters already returned
         self._waiting: list[Scored] = []
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -106,7 +106,7 @@ class Continuation:
             self.ticket.cancel()
 
     async def whole(self) -> Continuation:
-        """Wait until the sequence has ended, and return it. Errors: those of `deltas`."""
+        """Wait until the sequence has ended, and return `self`. Errors: as for `deltas`."""
         async for _ in self.deltas():
             pass
         return self
@@ -143,7 +143,8 @@ class Continuation:
         self._last = current_time
 
     def _cut(self, new: str, finish: Literal["stop", "length", ""]) -> Delta | None:
-        """Release text up to a stop string, and hold back an end that may be the beginning of a stop string."""
+        """Release text up to a stop string. Text at the end that may be the beginning of a stop string is not released
+        yet."""
         text = self._held + new
         stop_offsets = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if stop_offsets:
@@ -161,7 +162,7 @@ class Continuation:
 
 
 async def all_whole(running: Sequence[Continuation]) -> None:
-    """Wait until all sequences have ended; if one fails, cancel all. Errors: those of `deltas`."""
+    """Wait until all sequences have ended. If one fails, cancel all. Errors: as for `deltas`."""
     try:
         async with asyncio.TaskGroup() as group:
             for each in running:
@@ -174,7 +175,7 @@ async def all_whole(running: Sequence[Continuation]) -> None:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Number of characters at the end of `text` that are a proper prefix of `stop`.
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`.
 
     >>> _overlap("to be or n", "not")
     1
@@ -183,9 +184,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 async def until_gone(work: Awaitable[T], gone: Callable[[], Awaitable[None]], seconds: float) -> T:
-    """The result of `work`, which is cancelled when the client disconnects, or after `seconds`.
+    """Return the result of `work`. `work` is cancelled when the client disconnects, or after `seconds` seconds.
 
-    Errors: ClientGone, TooLong, and those of `work`.
+    Errors: ClientGone, TooLong, and the errors of `work`.
     """
     working, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:

@@ -1,4 +1,5 @@
-"""Start a server on every rank from a directory of weights: rank 0 listens, the other ranks follow its engine.
+"""Start a server on every rank from a directory of weights. Rank 0 listens; the other ranks run the steps of rank 0's
+engine.
 
 This module depends on neither flags nor routes.
 """
@@ -45,14 +46,14 @@ from mega.core.text.chat.format import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 
 _RENDER_SECONDS = 1
-"""Maximum processor time in seconds to render one conversation."""
+"""Maximum processor time in seconds for rendering one conversation."""
 _SWITCH_SECONDS = 0.001
 """Python's thread switch interval in seconds, which limits how long the engine's thread delays the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
-    """The model, its layout and the options of one server."""
+    """The model, layout and options of a server."""
 
     path: str
     """Directory of the model."""
@@ -64,12 +65,12 @@ class ServePlan:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """Name of an adapter -> its directory."""
     retriever: OpenRetriever | None = None
-    """Opens the retriever of neighbours in the database `retro`."""
+    """Opens the retriever that finds neighbours in the database `retro`."""
     retro: str | None = None
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Check the address. Errors: ValueError if other machines could reach the server, but it has no token."""
+    """Check the address. Errors: ValueError if other machines could reach a server without a token."""
     if token is not None or host == "localhost":
         return
     try:
@@ -84,13 +85,13 @@ def check_host(host: str, token: str | None) -> None:
 
 
 def serve_rank(plan: ServePlan) -> int:
-    """Run this rank until the server stops, and return exit code 0. Errors: those of loading and of the engine."""
+    """Run this rank until the server stops, and return exit code 0. Errors: any error of loading or of the engine."""
     began = time.monotonic()
     leads = world_from_env().rank == 0
-    # Bind now, so that a port in use is reported before the model is loaded.
+    # Bind now, so that a port that is in use is reported before the model is loaded.
     listening = bind(plan.listen.host, plan.listen.port) if leads else None
     if not leads:
-        for number in STOPPING:  # rank 0 ends the other ranks after its requests are done
+        for number in STOPPING:  # rank 0 ends the other ranks after all requests are done
             signal.signal(number, signal.SIG_IGN)
     source = open_model(plan.path)
     adapters = open_adapters(plan.adapters, source)
@@ -143,7 +144,7 @@ def _engine(
     dtype: torch.dtype,
     adapters: Sequence[OpenedAdapter],
 ) -> BatchingEngine | EmbeddingEngine | None:
-    """Rank 0's engine; None on other ranks, after they have followed it to its end."""
+    """Return the engine on rank 0. Other ranks run its steps until the engine closes, and then return None."""
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     if gives_embeddings(opened.model):
         pooling = plan.model.pooling
@@ -165,8 +166,8 @@ def _check_model(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> 
 
 
 def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[ChatFormat | None, str | None]:
-    """The chat format of --chat-template, else of the model's template, else None; and the reason if the model's
-    template is invalid. The reason is printed to stderr and sent to clients that request a chat."""
+    """Return the chat format of --chat-template, else of the model's template, else None; and the reason if the model's
+    template is invalid. The reason is printed to stderr, and sent to clients that request a chat."""
     if plan.model.chat_template is not None:
         for line in chosen_template("serve", opened, opened.path, plan.model.chat_template).notes:
             print(f"mega: {line}", file=sys.stderr)
@@ -182,8 +183,8 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[C
 
 
 def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: int) -> Manner:
-    """The chat template and end tokens of an adapter. The model's, `whole`, are used where the adapter's files have
-    none. An invalid template is reported on stderr. Errors: CheckpointError."""
+    """Return the chat template and end tokens of an adapter. Where the adapter's files have none, the model's, `whole`,
+    are used. An invalid template is reported on stderr. Errors: CheckpointError."""
     ends = declared_ends(adapter.source.attachments, vocab)
     manner = whole if ends is None else replace(whole, stop_ids=ends)
     try:
@@ -201,7 +202,8 @@ def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: 
 
 
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
-    """Lines that describe the model and how many requests fit, with the figures of `mega memory-estimate --serve`."""
+    """Return lines that describe the model and the number of requests that fit, with the same figures as `mega
+    memory-estimate --serve`."""
     model, service, limits = opened.architecture, server.service, server.engine.limits
     loaded = f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}"
     waiting = f"{server.options.limits.max_waiting} more may wait"
