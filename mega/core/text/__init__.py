@@ -1,4 +1,4 @@
-"""Text as tokens: the kinds of tokenizer. This package does not depend on models or ranks.
+"""Converts text to tokens with several kinds of tokenizers. This package does not depend on models or ranks.
 
 tokenizer, build     the interface of a tokenizer, and the only place that constructs one
 gpt2, llama3, huggingface, sentencepiece, wordpiece, fairseq, yuan, null   the kinds, by the file that they read

@@ -1,7 +1,7 @@
-"""The only place that constructs tokenizers: one builder per kind, which imports the module of the kind when it is
-used.
+"""Constructs tokenizers. Each kind of tokenizer has a builder, which imports the module of the kind when it is called.
 
-`TOKENIZERS` in config lists the options that each kind needs; so a run is checked without importing a tokenizer.
+No other module constructs tokenizers. `TOKENIZERS` in config lists the options that each kind needs, so that a run is
+checked without importing a tokenizer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TokenizerFiles(NamedTuple):
     vocab_file: Path | None
     merge_file: Path | None
     vocab_size: int | None  # size of a NullTokenizer
-    extra_ids: int  # number of sentinels <extra_id_0> ... to add
-    eod_last: bool  # whether a NullTokenizer's last id ends a document, instead of an additional id
+    extra_ids: int  # number of sentinels <extra_id_0>, <extra_id_1>, ... to add
+    eod_last: bool  # whether the last id of a NullTokenizer ends a document; if False, an additional id does
 
     def model(self) -> Path:
         return self._file(self.tokenizer_model, "--tokenizer-model")
@@ -40,7 +40,7 @@ class TokenizerFiles(NamedTuple):
         return self._file(self.merge_file, "--merge-file")
 
     def _file(self, path: Path | None, flag: str) -> Path:
-        """Return `path` if it is a file, else raise a ValueError that names the flag."""
+        """Return `path` if it is a file, otherwise raise a ValueError that names the flag."""
         if path is None:
             raise ValueError(f"{flag} is missing: {self.kind} needs it")
         if not path.is_file():
@@ -61,7 +61,7 @@ def build(
     vocab_extra_ids: int = 0,
     null_eod_last: bool = False,
 ) -> Tokenizer:
-    """Construct the tokenizer that the fields of the configuration's tokenizer section describe.
+    """Construct the tokenizer described by the options of the tokenizer section in the configuration.
 
     Errors: ValueError naming the flag if the kind is unknown, or a file of the kind is missing or broken.
     """
@@ -82,8 +82,8 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    """Arguments of `build` that have a value, with absolute paths. Token files store these arguments, so that training
-    finds the tokenizer that made the ids.
+    """Return the arguments of `build` that have a value, with absolute paths. These arguments are stored in token
+    files, so that training can construct the tokenizer that made the ids.
 
     >>> located({"tokenizer": "NullTokenizer", "vocab_file": None, "vocab_size": 64, "vocab_extra_ids": 0})
     {'tokenizer': 'NullTokenizer', 'vocab_size': 64}
@@ -93,19 +93,19 @@ def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
 
 
 def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> dict[str, object]:
-    """The metadata that token files store about their tokenizer: its identity, and how to construct the tokenizer
+    """Return the metadata on a tokenizer that is stored in token files: its identity, and the arguments to construct it
     again."""
     return {"tokenizer": tokenizer.identity()._asdict(), "tokenizer_options": located(options)}
 
 
 def missing_file(options: Mapping[str, object]) -> str | None:
-    """The first file among the arguments from `located` that does not exist any more."""
+    """Return the first file among the arguments from `located` that no longer exists, or None."""
     files = (str(options[name]) for name in _FILES if name in options)
     return next((path for path in files if not os.path.exists(path)), None)
 
 
 def register_tokenizer(kind: str, needs: tuple[str, ...], builder: Builder) -> None:
-    """Make `kind` a choice of --tokenizer. needs: the options that the kind requires."""
+    """Register a kind of tokenizer as a choice of --tokenizer. needs: options that the kind requires."""
     TOKENIZERS[kind], BUILDERS[kind] = needs, builder
 
 
@@ -155,7 +155,7 @@ def _extended_sentencepiece(given: TokenizerFiles) -> Tokenizer:
 
 
 def _hugging_face(given: TokenizerFiles) -> Tokenizer:
-    """--tokenizer-model may be the directory of a tokenizer.json."""
+    """Build from --tokenizer-model, which is a tokenizer.json or a directory that contains this file."""
     from mega.core.text.huggingface import HuggingFaceTokenizer
 
     path = given.tokenizer_model
@@ -174,7 +174,7 @@ _OTHER_FILES = {
     "vocab.txt": "BertWordPieceLowerCase or BertWordPieceCase, as --vocab-file",
     "vocab.json": "GPT2BPETokenizer, as --vocab-file with --merge-file",
 }
-"""A tokenizer file of a Hugging Face directory -> the kinds of tokenizer that read it."""
+"""Name of a tokenizer file in a Hugging Face directory -> kinds of tokenizer that read this file."""
 
 
 def _null(given: TokenizerFiles) -> Tokenizer:

@@ -1,11 +1,12 @@
-"""Convert published test sets back to normal text: remove the blanks around punctuation and other marks of tokenized
-text.
+"""Converts published test sets back to normal text by removing blanks around punctuation and other traces of
+tokenization.
 
-    wiki      WikiText (Merity et al. 2016), by the rules of Megatron-LM's evaluation
-    ptb       Penn Treebank as split by Mikolov et al. 2010, by the same rules
-    fairseq   a line of WikiText, by the Moses rules of sacremoses, as in fairseq's Megatron-11b recipe
+    wiki      WikiText (Merity et al. 2016), with the rules of Megatron-LM's evaluation
+    ptb       Penn Treebank as split by Mikolov et al. 2010, with the rules of Megatron-LM's evaluation
+    fairseq   a line of WikiText, with the Moses rules of sacremoses, as in fairseq's Megatron-11b recipe
 
-Each rule replaces one string with another; the order of the rules matters. This module does not depend on tokenizers.
+Each rule replaces one string with another, and the order of the rules affects the result. This module does not depend
+on tokenizers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def ptb(text: str) -> str:
 
 
 def fairseq(line: str) -> str:
-    """One line of wiki.test.raw. Errors: ValueError if sacremoses is not installed."""
+    """Detokenize one line of wiki.test.raw. Errors: ValueError if sacremoses is not installed."""
     words = line.strip().split()
     text: str = _moses()(words)
     return _replaced(text, ((" @", ""), ("@ ", ""), (" =", "="), ("= ", "="), (" \N{EN DASH} ", "\N{EN DASH}")))
@@ -67,11 +68,12 @@ def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 DETOKENIZERS: dict[str, Callable[[str], str]] = {"wiki": wiki, "ptb": ptb, "none": str}
-"""Name in --detokenizer -> function from a text to the detokenized text."""
+"""Value of --detokenizer -> function that detokenizes a text."""
 
 
 def detokenizer_for(path: str) -> str | None:
-    """Choose a detokenizer by the path of a file, as Megatron-LM does. None if the path does not suggest a detokenizer.
+    """Choose a detokenizer by the path of a test set, as in Megatron-LM. Return None if the path does not suggest a
+    detokenizer.
 
     >>> [detokenizer_for(path) for path in ("wikitext-103/wiki.test.tokens", "data/ptb.wiki.txt", "a")]
     ['wiki', 'ptb', None]

@@ -1,8 +1,8 @@
-"""fairseq's numbering of GPT-2's BPE: the same pieces, numbered by a dict.txt after four special ids.
+"""GPT-2's BPE with fairseq's ids: the pieces are the same, and their ids follow from a dict.txt after four special ids.
 
-A line of dict.txt holds a GPT-2 id in digits (for `FairseqWords`, a word of any BPE) and the number of its occurrences.
-The first line has id 4. Lines such as `madeupword0000 0` pad the table to a round size. RoBERTa, BART and Megatron-11b
-use this numbering.
+A line of dict.txt contains a GPT-2 id in digits (for `FairseqWords`, a word of any BPE) and its number of occurrences.
+The symbol in the first line has id 4. Lines such as `madeupword0000 0` pad the table to a round size. RoBERTa, BART and
+Megatron-11b use this numbering.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mega.core.text.tokenizer import Encoded, Tokenizer
 from mega.core.untrusted import read_limited
 
 SPECIAL = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-"""Special symbols before the lines of every dict.txt."""
+"""Special symbol -> id. These ids precede those of the lines in every dict.txt."""
 
 OVERWRITE = "#fairseq:overwrite"
-"""A word after the count that allows a symbol to be repeated; the later line wins."""
+"""A word at the end of a line that allows a symbol to be repeated, in which case the later line is used."""
 
 
 _UNPUBLISHED = "transformers has none that numbers tokens by a dict.txt of fairseq"
 
 
 class FairseqTokenizer(Tokenizer):
-    """GPT-2's vocab.json and merges.txt, and a dict.txt. No token is added around a text."""
+    """A tokenizer from GPT-2's vocab.json and merges.txt and a dict.txt. No token is added before or after a text."""
 
     kind = "FairseqTokenizer"
     bos = SPECIAL["<s>"]
@@ -76,13 +76,13 @@ class FairseqTokenizer(Tokenizer):
 
     @cached_property
     def _fairseq_id(self) -> dict[int, int]:
-        """GPT-2's id -> fairseq's id."""
+        """Return a dict: id in GPT-2 -> id in fairseq."""
         return {int(symbol): number for number, symbol in enumerate(self._symbols) if symbol.isdecimal()}
 
 
 class FairseqWords(Tokenizer):
-    """A tokenizer from only a dict.txt, whose symbols are words between blanks, such as the pieces of a text that is
-    already in BPE."""
+    """A tokenizer from only a dict.txt. The symbols are words between blanks, such as the pieces of a text to which BPE
+    was already applied."""
 
     kind = "FairseqTokenizer"
     bos = SPECIAL["<s>"]
@@ -115,14 +115,14 @@ class FairseqWords(Tokenizer):
 
 
 def read_dictionary(path: Path) -> list[str]:
-    """The symbol of every id. Errors: ValueError naming the file and the malformed line."""
+    """Return the list of symbols by id. Errors: ValueError naming the file and the malformed line."""
     symbols = list(SPECIAL)
     ids = dict(SPECIAL)
     try:
         text = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"--tokenizer-model {path}: not UTF-8 ({error})") from None
-    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # not splitlines: a symbol may contain U+0085
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # not splitlines, as a symbol may contain U+0085
         symbol, *rest = (line := line.removesuffix("\n")).split(" ")
         overwrites = rest[1:] == [OVERWRITE]
         if not symbol or not rest or not rest[0].isdecimal() or (len(rest) > 1 and not overwrites):

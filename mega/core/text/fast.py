@@ -1,4 +1,4 @@
-"""Fast libraries for a vocabulary. A library is used only if it gives the same ids as the definition on all of
+"""Encodes texts with fast libraries. A library is used only if it gives the same ids as the reference encoder on all of
 `PROBES`."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Encode = Callable[[Sequence[str]], Encoded]
 
 
 def fastokens(tokenizer_json: str) -> Encode:
-    """Encode with fastokens into two flat buffers, without a Python object per token."""
+    """Return an encoder that uses fastokens. It writes ids into two flat buffers, without a Python object per token."""
     import numpy as np
     from fastokens import Tokenizer as Library
 
@@ -28,7 +28,7 @@ def fastokens(tokenizer_json: str) -> Encode:
 
 
 def hugging_face(tokenizer_json: str) -> Encode:
-    """Encode with Hugging Face's library."""
+    """Return an encoder that uses Hugging Face's library."""
     from tokenizers import Tokenizer as Library
 
     library = Library.from_str(tokenizer_json)
@@ -36,7 +36,7 @@ def hugging_face(tokenizer_json: str) -> Encode:
 
 
 ENGINES: dict[str, Callable[[str], Encode]] = {"fastokens": fastokens, "tokenizers": hugging_face}
-"""Name -> function that makes an engine of a tokenizer.json."""
+"""Name -> function that builds an encoder from a tokenizer.json."""
 
 
 def first_equal(
@@ -46,10 +46,11 @@ def first_equal(
     engines: Sequence[str] = ("fastokens",),
     texts: Sequence[str] = PROBES,
 ) -> tuple[str, Encode] | None:
-    """Return name and engine of the first engine that gives the ids of `definition` on `texts`; None if no engine does.
+    """Return name and encoder of the first engine that gives the ids of `definition` on `texts`, or None if no engine
+    does.
 
     what: name of the tokenizer, for a warning about each engine that fails. tokenizer_json: function that returns the
-    vocabulary in the form that engines read, or None if a tokenizer.json cannot express the vocabulary.
+    vocabulary as a tokenizer.json, or None if this format cannot express the vocabulary.
     """
     for name in engines:
         try:
@@ -60,17 +61,18 @@ def first_equal(
                 if all(a.tolist() == b.tolist() for a, b in zip(engine(texts), definition(texts), strict=True)):
                     return name, engine
             problem = "gives other ids"
-        except Exception as error:  # a compiled library may raise anything: try the next engine
+        except Exception as error:  # a compiled library may raise any exception; try the next engine
             problem = f"{type(error).__name__}: {error}"
         logging.getLogger("mega").warning("%s: %s is not used: %s", what, name, problem)
     return None
 
 
 def byte_level_json(vocab: Mapping[str, int], merges: Sequence[str], words: str | None = None) -> str:
-    """Write a byte-level BPE as a tokenizer.json without added tokens, so that control tokens never match in a text.
+    """Return a byte-level BPE as the text of a tokenizer.json without added tokens, so that names of control tokens in
+    a text are never recognised.
 
-    words: the pattern that splits a text into words; a word that is itself a token is not split further. If None,
-    GPT-2's pattern, with which words are always split by the merges.
+    words: pattern that splits a text into words; a word that is a token is not split further. If None, GPT-2's pattern
+    is used, and every word is split by the merges.
     """
     import orjson
 

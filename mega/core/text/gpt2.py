@@ -1,7 +1,7 @@
-"""GPT-2's byte-level BPE from vocab.json and merges.txt, on the fastest library that gives the same ids.
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, with the fastest library that gives the correct ids.
 
-`reference` is the definition in Python. A faster engine is used only if it gives the same ids (fast.py); if none
-does, the definition is used, which is slowest.
+`reference` defines the ids, in Python. A faster engine is used only if it gives the same ids (fast.py). If no engine
+does, `reference` is used, which is the slowest.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
 """
@@ -24,13 +24,15 @@ END_OF_TEXT = "<|endoftext|>"
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 MISMATCHED = 100
-"""Number of merges without an id above which the two files are assumed to belong to different tokenizers."""
+"""Number of merges without an id above which vocab.json and merges.txt are assumed to belong to different
+tokenizers."""
 
 Merges = Sequence[tuple[str, str]]
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that represents each byte: a printable byte is itself, the other 68 are U+0100 and following.
+    """Return a dict: byte -> letter that represents the byte. Printable bytes represent themselves; the other 68 bytes
+    are represented by U+0100 and following.
 
     >>> letters = byte_letters(); letters[ord("A")], letters[0], letters[32], letters[10]
     ('A', 'Ā', 'Ġ', 'Ċ')
@@ -41,7 +43,8 @@ def byte_letters() -> dict[int, str]:
 
 
 class GPT2Tokenizer(Tokenizer):
-    """vocab.json (piece -> id) and merges.txt (a header line, then one pair per line, best first)."""
+    """GPT-2's tokenizer, from vocab.json (piece -> id) and merges.txt (a header line, then one pair per line, best
+    first)."""
 
     kind = "GPT2BPETokenizer"
     bos = None
@@ -83,8 +86,8 @@ class GPT2Tokenizer(Tokenizer):
         return dict(self._files)
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
-        """Includes a tokenizer.json, because without it each model_type of transformers applies its own rules to these
-        files."""
+        """Return Hugging Face's files. A tokenizer.json is included, because otherwise the rules that transformers
+        applies to vocab.json and merges.txt depend on the model_type."""
         whole = json.loads(tokenizer_json(self._vocab, read_merges(self._files["merges.txt"])))
         config: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.eod is not None:
@@ -95,7 +98,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @cached_property
     def engine(self) -> str:
-        """The library in use: "fastokens", "tokenizers" or "python"."""
+        """The engine in use: "fastokens", "tokenizers" or "python"."""
         return self._chosen[0]
 
     @cached_property
@@ -133,7 +136,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def read_vocab(path: Path) -> dict[str, int]:
-    """Piece -> id of a vocab.json. Errors: ValueError if the ids are not 0 .. n - 1, each once."""
+    """Read a vocab.json as a dict: piece -> id. Errors: ValueError if the ids are not 0 .. n - 1, each exactly once."""
     import orjson
 
     data = read_limited(path, FILE_BYTES, f"--vocab-file {path}")
@@ -148,7 +151,8 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def read_merges(path: Path) -> list[tuple[str, str]]:
-    """The pairs of a merges.txt by rank. Errors: ValueError if a line is not a pair or the file is truncated."""
+    """Read the pairs of a merges.txt in order of rank. Errors: ValueError if a line is not a pair or the file is
+    truncated."""
     try:
         lines = read_limited(path, FILE_BYTES, f"--merge-file {path}").decode().split("\n")
     except UnicodeDecodeError as error:
@@ -165,8 +169,8 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode]:
-    """Return the first of fastokens, tokenizers and the definition that gives the same ids as the definition on the
-    probes."""
+    """Return name and encoder of the first engine (fastokens, then tokenizers) that gives the same ids as `reference`
+    on the probes, or else `reference`."""
     definition = reference(vocab, merges)
 
     def whole() -> str | None:
@@ -176,13 +180,14 @@ def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode
 
 
 def _complete(vocab: Mapping[str, int], merges: Merges) -> bool:
-    """Whether every byte and every merge has an id; the definition gives id 0 to a missing piece."""
+    """Whether every byte and every merge has an id. `reference` gives id 0 to a missing piece."""
     letters = byte_letters().values()
     return all(letter in vocab for letter in letters) and all(first + second in vocab for first, second in merges)
 
 
 def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
-    """The definition: split at the pattern, spell bytes as letters, merge the best pair until no pair is left."""
+    """Return the encoder that defines the ids: split texts at the pattern, represent bytes by letters, and merge the
+    best pair until no pair is left."""
     import regex
 
     ranks = {pair: rank for rank, pair in enumerate(merges)}
@@ -197,7 +202,7 @@ def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
 
 
 def _merge(pieces: list[str], ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """Repeatedly merge every occurrence, from the left, of the pair with the lowest rank.
+    """Repeatedly merge all occurrences of the pair with the lowest rank, from left to right.
 
     With ranks (h, e) 0, (l, l) 1, (he, ll) 2: h e l l o -> he l l o -> he ll o -> hell o.
     """
@@ -210,7 +215,7 @@ def _merge(pieces: list[str], ranks: Mapping[tuple[str, str], int]) -> list[str]
 
 
 def _joined(pieces: list[str], pair: tuple[str, str]) -> Iterator[str]:
-    """Yield `pieces` with each occurrence of `pair`, from the left, merged into one piece."""
+    """Yield `pieces` with each occurrence of `pair` merged into one piece, from left to right."""
     i = 0
     while i < len(pieces):
         if tuple(pieces[i : i + 2]) == pair:
@@ -222,5 +227,5 @@ def _joined(pieces: list[str], pair: tuple[str, str]) -> Iterator[str]:
 
 
 def tokenizer_json(vocab: Mapping[str, int], merges: Merges) -> str:
-    """Write the same vocabulary as a tokenizer.json."""
+    """Return the vocabulary and merges as the text of a tokenizer.json."""
     return byte_level_json(vocab, [f"{first} {second}" for first, second in merges])

@@ -1,9 +1,10 @@
-"""Vocabularies in Hugging Face's tokenizer.json, read by the `tokenizers` library.
+"""Tokenizers from Hugging Face's tokenizer.json, which is read by the `tokenizers` library.
 
-The template in the file applies (Llama-3's template puts bos in front), as in Megatron-LM. Its *special* added tokens
-are not recognised in a text; its other added tokens are part of the vocabulary and are recognised.
+The post-processing template in the file is applied, as in Megatron-LM; for example, Llama-3's template puts bos in
+front. *Special* added tokens are not recognised in a text; other added tokens are part of the vocabulary and are
+recognised.
 
-`parse` gives a text with control tokens the ids of transformers' AutoTokenizer.
+`parse` encodes a text with control tokens to the same ids as transformers' AutoTokenizer.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ from mega.core.untrusted import Json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-# Names of the end and the beginning of a text, used if no file next to tokenizer.json names them.
+# Names of the tokens for the end and the beginning of a text, used if no file next to tokenizer.json names these
+# tokens.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
 _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
-"""Classes of transformers that split text by SentencePiece's rule for blanks, even with a BPE tokenizer.json."""
+"""Classes in transformers that apply SentencePiece's rule for blanks even to a BPE tokenizer.json."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
-"""Placeholder characters for a token: one for each combination of lstrip and rstrip."""
+"""Placeholder characters for tokens, one for each combination of lstrip and rstrip."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json. eod, bos and pad come from tokenizer_config.json next to it, or have well-known names."""
+    """A tokenizer from any tokenizer.json. eod, bos and pad are given in a tokenizer_config.json next to
+    tokenizer.json, or are found by well-known names."""
 
     kind = "HuggingFaceTokenizer"
 
@@ -60,7 +63,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.pad = self._named("pad_token", ())
 
     def _add_missing(self) -> bool:
-        """As transformers does, add the tokens that are defined only in the files next to tokenizer.json. Return
+        """Add the tokens that are defined only in the files next to tokenizer.json, as transformers does. Return
         whether any of these tokens has a new id."""
         from tokenizers import AddedToken as Added
 
@@ -71,14 +74,15 @@ class HuggingFaceTokenizer(Tokenizer):
         size = self._library.get_vocab_size()
         for token in {each.name: each for each in reversed(missing)}.values():
             if self._library.token_to_id(token.name) is None and token not in self._said.added.values():
-                continue  # the token is only named: the vocabulary lacks it, and no file gives it an id
+                continue  # the token has no id, in the vocabulary or in any file
             flags = token._asdict() | {"content": token.name}
             del flags["name"]
             self._library.add_tokens([Added(**flags)])
         return bool(self._library.get_vocab_size() > size)
 
     def _named(self, key: str, well_known: Sequence[str]) -> int | None:
-        """The id of the token that a file next to the vocabulary names `key`, else of the first well-known name."""
+        """Return the id of the token that a file next to the vocabulary calls `key`, or else of the first well-known
+        name in the vocabulary."""
         names_in_files = [
             neighbours.content(neighbours.read_object(self._files[name]).get(key))
             for name in _NEIGHBOURS
@@ -90,7 +94,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """One above the largest id, because a vocabulary with unused ids still needs a row for each id."""
+        """The largest id plus one, because the embedding needs a row for each id, even if some ids are unused."""
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         return max(vocabulary.values()) + 1
 
@@ -106,8 +110,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _ordinary(self) -> Library:
-        """The library for raw text. A unigram model recognises its special tokens in text, as pieces, so this copy has
-        other names for them."""
+        """The library's tokenizer for raw text. A unigram model recognises special tokens as pieces of a text, so
+        special tokens are renamed in this copy."""
         whole = json.loads(self._library.to_str())
         if whole["model"].get("type") != "Unigram":
             return self._library
@@ -147,7 +151,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _byte_letters(self) -> dict[str, bytes]:
-        """Letter -> byte if the vocabulary spells bytes as letters, as GPT-2's does; else empty."""
+        """Return a dict: letter -> byte, if the vocabulary represents bytes by letters as GPT-2's does; else an empty
+        dict."""
         spells = '"ByteLevel"' in json.dumps(json.loads(self._library.to_str()).get("decoder"))
         return {letter: bytes([byte]) for byte, letter in byte_letters().items()} if spells else {}
 
@@ -161,7 +166,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _by_name(self) -> dict[bool, dict[str, int]]:
-        """Whether the tokens are special -> name -> id of the added tokens."""
+        """Return two dicts of added tokens, name -> id: one for special tokens (key True), one for all others (key
+        False)."""
         ids_by_name: dict[bool, dict[str, int]] = {True: {}, False: {}}
         for token, added_token in self._added.items():
             ids_by_name[added_token.special][added_token.content] = token
@@ -171,8 +177,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._said.named
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
-        """Encode the whole text with the library. If part of it is literal, tokens outside of that part are first
-        replaced with placeholder characters; without literal parts both ways must give the same ids."""
+        """Encode the whole text with the library. If `literal` is not empty, added tokens outside of the literal spans
+        are first replaced with placeholder characters. Errors: ValueError if placeholders change the ids of the
+        text."""
         with library_errors(self._refused):
             whole = self._parser.encode(text, add_special_tokens=False)
         if not literal:
@@ -201,7 +208,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _parser(self) -> Library:
-        """The library, set to recognise all added tokens and to split texts as transformers' class does."""
+        """The library's tokenizer, set to recognise all added tokens and to split texts like transformers' class."""
         from tokenizers import Tokenizer as Library
 
         whole = json.loads(self._library.to_str())
@@ -216,7 +223,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _nameless(self) -> Library:
-        """The library of `_parser` with placeholder characters in place of its added tokens."""
+        """The tokenizer of `_parser`, with placeholder characters in place of the added tokens."""
         from tokenizers import AddedToken as Added
         from tokenizers import Tokenizer as Library
 

@@ -1,10 +1,10 @@
-"""Rules for a tokenizer or chat template that differs from that of the weights or the token files.
+"""Rules for a tokenizer or chat template that differs from the one that belongs to the weights or the token files.
 
 A model consists of its weights, its tokenizer and its chat template. A tokenizer is identified by a fingerprint of its
-kind, its vocabulary and its behaviour (`Tokenizer.identity`). Token files store the fingerprint when they are written;
-the fingerprint of weights is computed from the tokenizer files next to them. A template is identified by its text.
+kind, its vocabulary and its behaviour (`Tokenizer.identity`). The fingerprint is stored in token files when they are
+written. For weights, it is computed from the tokenizer files next to the weights. A template is identified by its text.
 
-All decisions are in RULES; verbs call `judge`. This module does not depend on files or models.
+All decisions are in RULES, and verbs call `judge`. This module does not depend on files or models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 Verdict = Literal["refused", "reported", "taken"]
 Case = Literal["token files", "tokenizer", "earlier version", "template", "no template"]
-"""The ways in which a tokenizer or template can differ.
+"""Kinds of differences between tokenizers or templates.
 
 token files: the token files were made with a tokenizer that differs from the run's. tokenizer: flags name a tokenizer
 that differs from that of the weights. earlier version: the tokenizer is the same, but an earlier version of mega
@@ -42,19 +42,19 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
     "data note": {"token files": "refused", "earlier version": "taken"},
     "data inspect": {"token files": "reported", "earlier version": "taken"},
 }
-"""Verb -> case -> verdict; a missing case cannot arise for that verb. For `serve` and `generate` an adapter may also
-bring a different tokenizer, and for `serve` a different template. `eval` needs a template only with
---apply-chat-template. `data merge` refuses an earlier version, because two fingerprints computed by different versions
-may belong to different tokenizers."""
+"""Verb -> case -> verdict. A case that is missing for a verb cannot occur. For `serve` and `generate`, an adapter may
+also come with a different tokenizer, and for `serve` with a different template. `eval` needs a template only with
+--apply-chat-template. `data merge` refuses the case "earlier version", because fingerprints computed by different
+versions may belong to different tokenizers."""
 
 ALLOW = "--allow-tokenizer-mismatch"
 
 
 def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: bool = False) -> str | None:
-    """Apply the rule for a difference: return a message for the user, or None if the difference is accepted silently.
+    """Apply the rule for a difference. Return a message for the user, or None if the difference is accepted silently.
 
-    advice: which flags or files to give instead. allowed: --allow-tokenizer-mismatch was given, so the message is
-    returned, not raised.
+    advice: flags or files to give instead. allowed: whether --allow-tokenizer-mismatch was given, in which case the
+    message is returned instead of raised.
     Errors: ValueError if the rule refuses the difference.
     """
     verdict = RULES[verb][case]
@@ -64,16 +64,16 @@ def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: 
 
 
 def other_files(label: str, noted: TokenizerIdentity | None, given: Tokenizer | None) -> str | None:
-    """Describe how `given` differs from the tokenizer that made token files; None if it does not, or one of the two is
-    unknown."""
+    """Describe how `given` differs from the tokenizer that made token files. Return None if they are equal, or if one
+    of them is unknown."""
     if noted is None or given is None or given.made(noted):
         return None
     return f"{label}: was made with {noted}, but the tokenizer given is {given.identity()}"
 
 
 def cuts_alike(first: Tokenizer, second: Tokenizer) -> bool:
-    """Whether two tokenizers, of any kinds, have the same number of entries, give the same ids for the probe texts, and
-    have the same ids for the control tokens that both have."""
+    """Whether two tokenizers of any kinds have the same number of entries, encode the probe texts to the same ids, and
+    agree on the ids of their common control tokens."""
     if first.made(second.identity()):
         return True
     names, other_names = ({**each.special_tokens(), **each.vocabulary_tokens()} for each in (first, second))
@@ -87,7 +87,8 @@ def cuts_alike(first: Tokenizer, second: Tokenizer) -> bool:
 
 
 def other_tokenizer(place: object, own: Tokenizer, given: Tokenizer) -> str | None:
-    """Describe how a tokenizer named by flags differs from that of the weights at `place`; None if it does not."""
+    """Describe how the tokenizer `given` by flags differs from the tokenizer `own` of the weights at `place`. Return
+    None if they are equal."""
     if given.made(own.identity()):
         return None
     own_identity, given_identity = own.identity(), given.identity()

@@ -1,7 +1,8 @@
-"""Llama-3's byte-level BPE from its tiktoken file: each line has a token's bytes in base64, and the rank of the token.
+"""Llama-3's byte-level BPE from its tiktoken file. Each line of this file has the bytes of a token in base64, and its
+rank.
 
-`reference` is the definition; fastokens is used if it gives the same ids on the probes. Texts are encoded as ordinary
-text, so no text becomes one of the 256 control tokens whose ids follow the ranks.
+`reference` defines the ids; fastokens is used if it gives the same ids on the probes. Texts are encoded as ordinary
+text, so encoding never yields one of the 256 control tokens, whose ids follow the ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _NAMED = {
     7: "<|end_header_id|>",
     9: "<|eot_id|>",
 }
-"""Control tokens with a name, by their offset after the ranks; the others are reserved."""
+"""Offset after the ranks -> name of the control token. Control tokens with other offsets are reserved."""
 _CONTROLS = 256
 LONGEST_PIECE = 10_000
-"""Maximum number of characters of a token in base64, since every way to split a token in two is tried."""
+"""Maximum number of base64 characters of a token. It is limited because every way to split a token in two is tried."""
 
 
 class Llama3Tokenizer(Tokenizer):
-    """Puts bos in front of every text, as Llama-2's tokenizer does; <|end_of_text|> ends a document."""
+    """Llama-3's tokenizer. bos precedes every text, as in Llama-2, and <|end_of_text|> ends a document."""
 
     kind = "Llama3Tokenizer"
     pad = None
@@ -104,7 +105,7 @@ class Llama3Tokenizer(Tokenizer):
 
     @cached_property
     def engine(self) -> str:
-        """The library in use: "fastokens" or "python"."""
+        """The engine in use: "fastokens" or "python"."""
         return self._chosen[0]
 
     @cached_property
@@ -119,7 +120,7 @@ class Llama3Tokenizer(Tokenizer):
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Bytes -> rank of a tiktoken file. Errors: ValueError if the ranks are not 0 .. n - 1 in order."""
+    """Read a tiktoken file as a dict: bytes -> rank. Errors: ValueError if the ranks are not 0 .. n - 1 in order."""
     ranks: dict[bytes, int] = {}
     lines = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").splitlines()
     try:
@@ -139,8 +140,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def reference(ranks: Mapping[bytes, int]) -> Encode:
-    """The definition: split at the pattern; a word that is a token is kept; in any other word, bytes are merged by
-    lowest rank."""
+    """Return the encoder that defines the ids: texts are split at the pattern. A word that is a token gets its id; in
+    any other word, bytes are merged by lowest rank."""
     import regex
 
     words = regex.compile(_WORDS)
@@ -149,8 +150,8 @@ def reference(ranks: Mapping[bytes, int]) -> Encode:
 
 
 def spell(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    """Ids of one word: merge the adjacent parts whose union has the lowest rank, the leftmost first, until no parts can
-    be merged.
+    """Return the ids of one word: repeatedly merge the adjacent parts whose concatenation has the lowest rank, the
+    leftmost first, until no parts can be merged.
 
     With ranks a 0, b 1, ab 2, aba 3: abab -> ab a b -> ab ab; the word aba is itself a token.
     """
@@ -169,7 +170,7 @@ def spell(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
 
 
 def _tokenizer_json(ranks: Mapping[bytes, int]) -> str:
-    """Write the ranks as a tokenizer.json: every pair of tokens that forms a token is a merge."""
+    """Return the ranks as the text of a tokenizer.json, in which every pair of tokens that forms a token is a merge."""
     letters = byte_letters()
     letters_of = {piece: "".join(map(letters.__getitem__, piece)) for piece in ranks}
     merges = [

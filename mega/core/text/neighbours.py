@@ -1,5 +1,5 @@
-"""Read the tokens that Hugging Face's small files next to a vocabulary describe: tokenizer_config.json,
-special_tokens_map.json and added_tokens.json, by the rules of transformers' AutoTokenizer.
+"""Reads the tokens described in the small files next to a Hugging Face vocabulary: tokenizer_config.json,
+special_tokens_map.json and added_tokens.json. The rules are those of transformers' AutoTokenizer.
 
 This module does not depend on the vocabulary. Source: transformers 5, `PreTrainedTokenizerBase.from_pretrained`.
 """
@@ -17,7 +17,7 @@ from mega.core.untrusted import Json, parse_json, read_limited
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Tokens that a chat template receives as variables, if the tokenizer has them."""
+"""Names of the tokens that are passed to a chat template as variables if the tokenizer has these tokens."""
 
 _END = "<|endoftext|>"
 DEFAULTS: Mapping[str, Mapping[str, str]] = {
@@ -31,14 +31,14 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
         **{"pad_token": "<pad>", "mask_token": "<mask>"},
     },
 }
-"""`tokenizer_class` -> tokens of this class, used if no file overrides them."""
+"""`tokenizer_class` -> default tokens of this class, which files can override."""
 
 
 class AddedToken(NamedTuple):
     """A token added to the vocabulary, with the fields of Hugging Face's files."""
 
     name: str
-    special: bool  # raw text never becomes this token
+    special: bool  # encoding raw text never yields this token
     lstrip: bool = False  # the token absorbs blanks to its left
     rstrip: bool = False  # the token absorbs blanks to its right
     single_word: bool = False  # the token matches only whole words
@@ -47,22 +47,22 @@ class AddedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The tokens and settings in the small files next to a vocabulary."""
+    """The tokens and settings in the small Hugging Face files next to a vocabulary."""
 
-    kind: str | None  # `tokenizer_class` without Fast; None if no file gives it
-    named: Mapping[str, str]  # key of NAMES -> the token's text
+    kind: str | None  # `tokenizer_class` without the suffix Fast; None if no file contains it
+    named: Mapping[str, str]  # name in NAMES -> the token's text
     added: Mapping[int, AddedToken]  # by id
     config: Mapping[str, object]  # the whole tokenizer_config.json
 
 
 def paths(vocabulary: Path) -> dict[str, Path]:
-    """The small files that exist next to a vocabulary, by name."""
+    """Return a dict: name -> path, of the small files that exist next to a vocabulary."""
     candidates = {name: vocabulary.with_name(name) for name in (CONFIG, SPECIAL_MAP, ADDED)}
     return {name: path for name, path in candidates.items() if path.is_file()}
 
 
 def read(files: Mapping[str, Path]) -> Neighbours:
-    """Parse these files. Errors: ValueError naming the file."""
+    """Parse the files that `paths` returned. Errors: ValueError naming the file."""
     config, mapped, older = (read_object(files[name]) if name in files else {} for name in (CONFIG, SPECIAL_MAP, ADDED))
     kind = config.get("tokenizer_class")
     kind = kind.removesuffix("Fast") if isinstance(kind, str) else None
@@ -89,7 +89,7 @@ def _listed(decoder: Mapping[str, object], named: Mapping[str, str], file: Path)
 
 
 def _older(ids: Mapping[str, object], special: set[str], file: Path | None) -> Iterator[tuple[int, AddedToken]]:
-    """Parse added_tokens.json, name -> id; other files list which of these tokens are special."""
+    """Parse added_tokens.json (name -> id). special: the tokens that other files list as special."""
     for name, number in ids.items():
         if type(number) is not int or number < 0:
             raise ValueError(f"--tokenizer-model: {file}: {name[:40]!r}: must have an id of 0 or more")
@@ -106,15 +106,15 @@ def read_object(path: Path) -> dict[str, Json]:
 
 
 def prepend_scheme(config: Mapping[str, object]) -> str:
-    """The texts to which SentencePiece's blank is prepended, according to a tokenizer_config.json of LlamaTokenizer:
-    every text between two control tokens, only the first such text, or no text."""
+    """Return to which texts LlamaTokenizer prepends SentencePiece's blank, according to its tokenizer_config.json: to
+    every text between two control tokens, only to the first text, or to no text."""
     if config.get("add_prefix_space") is False:
         return "never"
     return "always" if config.get("legacy") else "first"
 
 
 def without_template(config: bytes) -> bytes:
-    """A tokenizer_config.json without its chat template, in a canonical form."""
+    """Return the content of a tokenizer_config.json without its chat template, in canonical JSON."""
     parsed = parse_json(config, f"--tokenizer-model: {CONFIG}")
     if not isinstance(parsed, dict):
         return config
@@ -122,6 +122,6 @@ def without_template(config: bytes) -> bytes:
 
 
 def content(token: object) -> str | None:
-    """The text of a token, which files write as a string or as {"content": text, ...}."""
+    """Return the text of a token, which is stored as a string or as {"content": text, ...}."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""A tokenizer whose texts are integers separated by spaces. For tests, and for ids made elsewhere."""
+"""A tokenizer whose texts are integers separated by spaces, for tests and for ids from other programs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Ids 0 .. size - 1 stand for themselves, and `size` ends a document: "7 0 12" <-> [7, 0, 12].
+    """Maps texts such as "7 0 12" to the ids [7, 0, 12]. Ids are 0 .. size - 1, and the id `size` ends a document.
 
-    The tokenizer does not check ids against its size; neither does Megatron-LM's, whose sample corpus has larger ids.
-    Training refuses such ids.
+    As in Megatron-LM, whose sample corpus has larger ids, the tokenizer does not compare ids with its size. Training
+    refuses ids that are too large.
     """
 
     kind = "NullTokenizer"
@@ -28,7 +28,7 @@ class NullTokenizer(Tokenizer):
         return self.eod + 1
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError if a word is not a non-negative integer of at most 31 bits."""
+        """Encode a text of integers. Errors: ValueError if a word is not a non-negative integer of at most 31 bits."""
         words = text.split()
         for word in words:
             if not (word.isascii() and word.isdigit() and int(word) < 2**31):

@@ -13,7 +13,7 @@ from mega.core.config.option import REQUIRED, VerbSection, option
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerOptions(VerbSection):
-    """Which kind of tokenizer is trained, and on which texts."""
+    """Options for the kind of tokenizer to train, and for the training texts."""
 
     title: ClassVar[str] = "Tokenizer"
 

@@ -1,7 +1,8 @@
-"""Test foreign tokenizer files before a compiled library reads them: encode texts in a child process, within limits.
+"""Tests a user's tokenizer files before a compiled library reads them, by encoding texts in a child process with
+limits.
 
-A tokenizer.json contains regular expressions, tables and templates; a damaged one makes the library panic, abort or
-allocate all memory. The environment records the files that passed, so that child processes do not test them again.
+A tokenizer.json contains regular expressions, tables and templates. A damaged file makes the library panic, abort or
+allocate all memory. Files that passed are recorded in the environment, so that child processes do not test them again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE_BYTES = 1 << 28
-"""Maximum size in bytes of a tokenizer's file, about ten times the size of the largest vocabularies in use."""
+"""Maximum number of bytes of a tokenizer file, about ten times the size of the largest common vocabularies."""
 MOST_IDS = 1 << 26
 _SECONDS, _MEMORY = 10, 7 << 28
 _READ = "MEGA_READ_TOKENIZERS"
 
 
 def check(library: str, path: Path) -> None:
-    """Check that `library` reads `path`, and can encode and decode with this file. Errors: ValueError naming the
-    file."""
+    """Check in a child process that `library` can read `path`, and can encode and decode with this file. Errors:
+    ValueError naming the file."""
     label, status = f"--tokenizer-model {path}", path.stat()
     if status.st_size > FILE_BYTES:
         raise ValueError(f"{label}: {status.st_size} bytes; must be at most {FILE_BYTES}")
@@ -40,8 +41,8 @@ def check(library: str, path: Path) -> None:
 
 
 def hugging_face(path: Path) -> Tokenizer:
-    """Load a tokenizer.json with the library, set to treat control tokens in a text as text, and not to truncate or
-    pad."""
+    """Load a tokenizer.json with Hugging Face's library. Names of control tokens in a text are treated as text, and
+    texts are not truncated or padded."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
@@ -52,7 +53,7 @@ def hugging_face(path: Path) -> Tokenizer:
 
 
 def sentencepiece(path: Path) -> SentencePieceProcessor:
-    """Load a .model file with the library."""
+    """Load a .model file with the SentencePiece library."""
     import sentencepiece as library
 
     return library.SentencePieceProcessor(model_file=str(path))
@@ -61,7 +62,7 @@ def sentencepiece(path: Path) -> SentencePieceProcessor:
 def _try_hugging_face(path: Path) -> None:
     try:
         tokenizer = hugging_face(path)
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises plain Exception
         raise ValueError(f"not a tokenizer.json ({error})") from None
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids or max(ids) >= MOST_IDS:
@@ -88,7 +89,8 @@ LIBRARIES: dict[str, Callable[[Path], None]] = {
 
 
 def answer(question: dict[str, str]) -> None:
-    """Read the file, and encode and decode with it. Errors: any exception of the library, and ValueError."""
+    """Read the file in `question`, and encode and decode texts with it. Errors: any exception of the library, and
+    ValueError."""
     LIBRARIES[question["library"]](Path(question["path"]))
 
 

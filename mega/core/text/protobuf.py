@@ -1,4 +1,5 @@
-"""Read the fields of a protocol-buffer message by number, without a schema: a small part of the wire format.
+"""Reads the fields of a protocol-buffer message by number and without a schema. Only a small part of the wire format is
+supported.
 
 Source: protobuf.dev, "Encoding".
 """
@@ -14,7 +15,8 @@ _UNENDED = "no protocol buffer (a number without an end)"
 
 
 def fields(message: bytes) -> dict[int, list[Value]]:
-    """Field number -> values of the field in order: integers, or bytes for fields that have a length or a fixed width.
+    """Return a dict: field number -> values of the field in order. Values are integers, or bytes for fields that have a
+    length or a fixed width.
 
     >>> fields(bytes([8, 150, 1, 18, 2]) + b"hi")
     {1: [150], 2: [b'hi']}
@@ -25,7 +27,7 @@ def fields(message: bytes) -> dict[int, list[Value]]:
     offset = 0
     while offset < len(message):
         key, offset = _varint(message, offset)
-        # A key is field number * 8 + wire type: 0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes.
+        # A key is field number * 8 + wire type. Wire types: 0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes.
         kind = key & 7
         if kind == 0:
             value, offset = _varint(message, offset)
@@ -42,7 +44,7 @@ def fields(message: bytes) -> dict[int, list[Value]]:
 
 
 def packed_integers(values: list[Value]) -> list[int]:
-    """The values of a repeated int64 field, packed or not; negative numbers are 64-bit two's complement."""
+    """Return the values of a repeated int64 field, packed or not. Negative numbers are in 64-bit two's complement."""
     numbers: list[int] = []
     for value in values:
         numbers += _varints(value) if isinstance(value, bytes) else [value]
@@ -52,7 +54,7 @@ def packed_integers(values: list[Value]) -> list[int]:
 
 
 def packed_floats(values: list[Value]) -> list[float]:
-    """The values of a repeated float field, packed or not."""
+    """Return the values of a repeated float field, packed or not."""
     data = b"".join(value for value in values if isinstance(value, bytes))
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
@@ -77,7 +79,8 @@ def _varints(data: bytes) -> list[int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a number from groups of seven bits, the lowest first; return the number and the offset after it."""
+    """Decode a number from groups of seven bits, lowest group first. Return the number and the offset after its last
+    byte."""
     number = shift = 0
     while True:
         if at >= len(data) or shift > 63:

@@ -1,8 +1,9 @@
-"""Vocabularies in SentencePiece's .model file: Llama-2's, GPT's plain kind, and the kind with added tokens.
+"""Tokenizers from SentencePiece's .model files: Llama-2's tokenizer, a plain tokenizer for GPT, and a tokenizer with
+added tokens.
 
-Text always takes the library's plain encode, which recognises no control symbols in text. Megatron-LM's
-SentencePieceTokenizer splits a text at its special tokens first, so a corpus can forge these tokens. This tokenizer
-does not split texts, and differs from Megatron-LM's only if a document spells such a token.
+Text is always encoded with the library's plain `encode`, which recognises no control symbols in text. Megatron-LM's
+SentencePieceTokenizer first splits a text at names of special tokens, so a corpus can forge these tokens. The
+tokenizers here do not split texts, so ids differ from Megatron-LM's if a document contains the name of a special token.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _load(path: Path) -> SentencePieceProcessor:
 
 
 def _encoder(model: SentencePieceProcessor) -> Encode:
-    """Encode many texts with fastokens if it gives the same ids, else with the library."""
+    """Return a function that encodes many texts: fastokens if it gives the same ids, else the SentencePiece library."""
 
     def library(texts: Sequence[str]) -> Encoded:
         return flatten(model.encode(list(texts), num_threads=1))
@@ -44,16 +45,17 @@ def _encoder(model: SentencePieceProcessor) -> Encode:
 
 
 _SYMBOLS = 1 << 10
-"""Number of pieces at the beginning of a model that are searched for control symbols."""
+"""Number of pieces at the beginning of a model among which control symbols are searched for."""
 
 
 def _present(token: int) -> int | None:
-    """The id of a token, or None if the model lacks the token, for which SentencePiece returns -1."""
+    """Return `token`, or None if it is -1, which SentencePiece returns for a missing token."""
     return token if token >= 0 else None
 
 
 def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
-    """The bytes that one of the model's own pieces adds to a text: U+2581 is a blank, <0x0A> is a byte."""
+    """Return the bytes that a piece of the model adds to a text. In pieces, U+2581 represents a blank, and <0x0A> a
+    byte."""
     if model.is_control(token):
         return b""
     piece = str(model.id_to_piece(token))
@@ -61,10 +63,11 @@ def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
 
 
 class PlainSentencePiece(Tokenizer):
-    """The model's own pieces; its eos ends a document. Llama-2 also puts its bos in front of every text.
+    """A tokenizer with the pieces of a .model file. The model's eos ends a document. For Llama-2, bos also precedes
+    every text.
 
-    Hugging Face's files next to the model add tokens, and decide whether text between control tokens begins with a
-    blank. Without such files, each such text is encoded separately, as in Meta's programs.
+    If Hugging Face's files are next to the model, they add tokens, and determine whether a blank is prepended to text
+    between control tokens. Otherwise, each text between control tokens is encoded separately, as in Meta's programs.
     """
 
     def __init__(self, path: Path, *, kind: str, prepend_bos: bool) -> None:
@@ -85,8 +88,8 @@ class PlainSentencePiece(Tokenizer):
             raise ValueError(f"--tokenizer-model {path}: {kind} puts bos in front of a text, and the model has none")
 
     def _without_own(self, added: Mapping[int, AddedToken]) -> Iterator[tuple[int, AddedToken]]:
-        """Yield the added tokens that the model lacks. Errors: ValueError if an added token has the id of another
-        piece."""
+        """Yield the added tokens that are not pieces of the model. Errors: ValueError if an added token has the id of
+        another piece."""
         for token, each in added.items():
             if token >= self._pieces:
                 yield token, each
@@ -97,7 +100,8 @@ class PlainSentencePiece(Tokenizer):
                 )
 
     def _at(self, key: str, own: int) -> int | None:
-        """The id of the token that the files next to the model name, if they add tokens; else the model's id."""
+        """Return the id of the token that Hugging Face's files call `key`, if these files add tokens; else the id
+        `own`."""
         name = self._said.named.get(key) if self._added else None
         return _present(own) if name is None else self.control(name)
 
@@ -121,7 +125,7 @@ class PlainSentencePiece(Tokenizer):
         return Encoded(np.insert(ids.astype(np.int64), offsets[:-1], self.bos), offsets + np.arange(len(offsets)))
 
     def _split(self, text: str) -> list[int]:
-        """Encode raw text in which added tokens that are not special are recognised."""
+        """Encode raw text, and recognise added tokens that are not special."""
         ids: list[int] = []
         for name, begin, end in sections(text, self._searched):
             ids += [self._searched[name]] if name else self.section(text[begin:end], begin == 0).ids
@@ -161,7 +165,7 @@ class PlainSentencePiece(Tokenizer):
         return Parsed(ids, self._spans(text, ids, blank))
 
     def _spans(self, text: str, ids: Sequence[int], blank: bool) -> list[Span] | None:
-        """The span of characters of each id. blank: whether the model has prepended a blank to the text."""
+        """Return the span of characters of each id. blank: whether the model prepended a blank to the text."""
         pieces = [self.token_bytes(token) for token in ids]
         if blank and pieces and pieces[0].startswith(b" "):
             pieces[0] = pieces[0][1:]
@@ -174,7 +178,8 @@ class PlainSentencePiece(Tokenizer):
         return self._spans(text, ids, True)
 
     def _without_blank(self, text: str) -> list[int]:
-        """Encode a text without the blank that the model prepends: encode it after a newline, whose ids are removed."""
+        """Encode a text without the blank that the model prepends. The text is encoded after a newline, whose ids are
+        then removed."""
         ids: list[int] = self._model.encode("\n" + text)
         lead = self._model.encode("\n")
         if ids[: len(lead)] != lead:
@@ -192,7 +197,7 @@ class PlainSentencePiece(Tokenizer):
         return _encoder(self._model)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids; added tokens are written by name."""
+        """Decode ids, and write added tokens by name."""
         tokens = [int(token) for token in ids]
         if not self._added:
             return str(self._model.decode(tokens))
@@ -204,7 +209,7 @@ class PlainSentencePiece(Tokenizer):
         return "".join(texts)
 
     def _decoded(self, run: list[int], number: int) -> str:
-        """Decode the model's own pieces; a blank at the beginning is kept if an added token precedes it."""
+        """Decode a run of pieces of the model. A blank at the beginning is kept if an added token precedes the run."""
         text = str(self._model.decode(run))
         return f" {text}" if number and self.piece(run[0]).startswith("\u2581") else text
 
@@ -224,8 +229,8 @@ class PlainSentencePiece(Tokenizer):
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """Includes a tokenizer.json if this format can express the model, because transformers converts a
-        tokenizer.model by rules that may split a text differently."""
+        """Return Hugging Face's files. A tokenizer.json is included if this format can express the model, because
+        transformers would convert a tokenizer.model with rules that may split a text differently."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         token_names = {key: None if token is None else self.piece(token) for key, token in ids.items()}
         if self._published is None:
@@ -248,7 +253,7 @@ class PlainSentencePiece(Tokenizer):
 
 
 class ExtendedSentencePiece(Tokenizer):
-    """The model's pieces, followed by the tokens that BERT and T5 need but the model lacks.
+    """A tokenizer with the pieces of a .model file, followed by the tokens that BERT and T5 need but the model lacks.
 
     Missing tokens are added in this order: <CLS> <SEP> <EOD> <MASK>, then pad, bos and eos under the model's own names
     or as <PAD> <BOS> <EOS>, then <extra_id_0> ... `specials` maps each of these names to its id.
@@ -272,7 +277,7 @@ class ExtendedSentencePiece(Tokenizer):
         sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
         self.added_sentinels = sum(name not in id_of for name in sentinels)
         self.specials: dict[str, int] = {}
-        # The order determines the ids of missing tokens, and is that of Megatron-LM.
+        # This order, which is the same as in Megatron-LM, determines the ids of missing tokens.
         for name in ["<CLS>", "<SEP>", "<EOD>", "<MASK>", pad, bos, eos, *sentinels]:
             self.specials[name] = id_of.setdefault(name, len(id_of))
         self._names = {token: name for name, token in self.specials.items()}
@@ -318,7 +323,7 @@ class ExtendedSentencePiece(Tokenizer):
         return b"" if token in self._names else _piece_bytes(self._model, token)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids; special tokens are written by name, separated by spaces."""
+        """Decode ids, and write special tokens by name, separated by spaces."""
         spans = groupby((int(token) for token in ids), key=lambda token: token in self._names)
         parts = []
         for special, run in spans:

@@ -1,7 +1,8 @@
-"""Rewrite a SentencePiece model of Llama's kind for fastokens, which is several times faster than the library.
+"""Rewrites a SentencePiece model like Llama's for fastokens, which is several times faster than the SentencePiece
+library.
 
-Only a byte-fallback BPE without normalisation can be rewritten. The rewritten model is used only if it gives the same
-ids as the library on the probes; otherwise the library is used.
+Only BPE models with byte fallback and without normalisation can be rewritten. The rewritten model is used only if it
+gives the same ids as the library on the probes.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _BPE = 2
-_LONGEST_PIECE = 1000  # maximum number of characters, since every way to split a piece in two is tried
+_LONGEST_PIECE = 1000  # maximum number of characters, because every way to split a piece in two is tried
 BLANK = "\u2581"
 SEAMS = tuple(" " * n + "x" + "\n" * n + "\t" * n + "-" * n for n in range(1, 40))
 
 
 def faster(model: SentencePieceProcessor, reference: Encode) -> Encode | None:
-    """Return an `Encode` with the ids of `reference` (the library on `model`, without bos), or None."""
+    """Return an encoder with the same ids as `reference` (the library's encoder for `model`, without bos), or None."""
 
     def rewritten() -> str | None:
         pieces = _rewritable(model.serialized_model_proto())
@@ -37,7 +38,8 @@ def faster(model: SentencePieceProcessor, reference: Encode) -> Encode | None:
 
 
 def _rewritable(proto: bytes) -> list[tuple[str, float, int]] | None:
-    """(piece, score, type) of every piece, if the model is a byte-fallback BPE without normalisation; else None."""
+    """Return (piece, score, type) of every piece, or None if the model is not a BPE with byte fallback and without
+    normalisation."""
     model = protobuf.fields(proto)
     trainer, normalizer = (protobuf.fields(last(model, number, b"")) for number in (2, 3))
     pieces = pieces_of(model)
@@ -59,7 +61,7 @@ def last(found: dict[int, list[Any]], number: int, default: Any) -> Any:
 
 
 def pieces_of(fields: dict[int, list[Any]]) -> list[tuple[str, float, int]]:
-    """(piece, score, type) of every piece of a model, from the fields of its file."""
+    """Return (piece, score, type) of every piece of a model, from the fields of the model file."""
     return [_piece(protobuf.fields(value)) for value in fields[1] if isinstance(value, bytes)]
 
 
@@ -75,7 +77,8 @@ def _tokenizer_json(pieces: Sequence[tuple[str, float, int]]) -> str:
 
 
 def merges_json(pieces: Sequence[tuple[str, float, int]], byte_fallback: bool) -> dict[str, Json]:
-    """A BPE as the model of a tokenizer.json: every pair of pieces that forms a piece is a merge, best score first."""
+    """Return a BPE as the model of a tokenizer.json. Every pair of pieces that forms a piece is a merge; merges with
+    better scores come first."""
     vocab = {piece: token for token, (piece, _, _) in enumerate(pieces)}
     ordinary = {piece for piece, _, kind in pieces if kind == NORMAL}
     merges: list[tuple[float, int, int, str]] = []

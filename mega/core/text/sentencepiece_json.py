@@ -1,8 +1,8 @@
-"""Write a SentencePiece model as a tokenizer.json with which transformers gives the same ids.
+"""Writes a SentencePiece model as a tokenizer.json with which transformers gives the same ids.
 
-This module supports unigram and BPE models with their normalisation. The result is compared with the library on the
-probe texts
-and used only if all ids are equal. transformers' own conversion treats every tokenizer.model as Llama's BPE.
+This module supports unigram and BPE models with their normalisation. A tokenizer.json is used only if it gives the same
+ids as the SentencePiece library on all probe texts. transformers itself would treat every tokenizer.model as Llama's
+BPE.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BYTE_NAME = 6
 
 @dataclass(frozen=True)
 class _Model:
-    """The parts of a SentencePiece model file that decide the ids of a text."""
+    """The contents of a SentencePiece model file that determine the ids of a text."""
 
     kind: int  # a key of _KINDS
     pieces: Sequence[tuple[str, float, int]]  # (piece, score, type)
@@ -56,7 +56,7 @@ class _Model:
         trainer, normalizer = (protobuf.fields(last(fields, number, b"")) for number in (2, 3))
         inexpressible = bool(last(trainer, 24, 0)) or not last(
             normalizer, 5, 1
-        )  # blanks end a word, or are not escaped
+        )  # blanks are at the end of words, or are not escaped
         return cls(
             kind=last(trainer, 3, 1),
             pieces=pieces_of(fields),
@@ -71,7 +71,7 @@ class _Model:
 def published(model: SentencePieceProcessor, lead: bool) -> dict[str, Json] | None:
     """Write the model as a tokenizer.json that transformers opens without changes; None if this is not possible.
 
-    lead: whether bos precedes every text. Text between control tokens is encoded separately.
+    lead: whether bos precedes every text. Each text between control tokens is encoded separately.
     """
     parsed = _Model.read(model.serialized_model_proto())
     users = [piece for piece, _, kind in parsed.pieces if kind == USER]
@@ -95,15 +95,16 @@ def published(model: SentencePieceProcessor, lead: bool) -> dict[str, Json] | No
 
 
 def described(model: SentencePieceProcessor) -> str:
-    """Describe the kind of model, for a message."""
+    """Describe the kind of a model, for messages."""
     parsed = _Model.read(model.serialized_model_proto())
     suffix = " with symbols of its own" if any(kind == USER for _, _, kind in parsed.pieces) else ""
     return f"{_KINDS.get(parsed.kind, 'unknown')} model{suffix}"
 
 
 def losses(model: SentencePieceProcessor) -> list[str]:
-    """List what Hugging Face's library does differently with the output of `published`. The library replaces a letter
-    together with its accents, so that separate accents may get lost, and recognises names of bytes in a text."""
+    """List how Hugging Face's library differs from SentencePiece with the output of `published`. Hugging Face's library
+    normalises a letter together with its accents, so separate accents may be lost, and it recognises names of bytes in
+    a text."""
     parsed = _Model.read(model.serialized_model_proto())
     differences = ["cuts a text with accents that form no one character with their letter otherwise"] * bool(
         parsed.charsmap
@@ -115,7 +116,7 @@ def losses(model: SentencePieceProcessor) -> list[str]:
 
 
 def leads_with(name: str, token: int) -> dict[str, Json]:
-    """The post-processor of a tokenizer.json that puts a token in front of every text."""
+    """Return the post-processor of a tokenizer.json that puts a token in front of every text."""
     single: list[Json] = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair: list[Json] = [*single, {"SpecialToken": {"id": name, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
     special_tokens: Json = {name: {"id": name, "ids": [token], "tokens": [name]}}
@@ -123,8 +124,8 @@ def leads_with(name: str, token: int) -> dict[str, Json]:
 
 
 def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list[list[object]]:
-    """The vocabulary of a unigram tokenizer.json, changed so that no text contains `tokens`: their names get characters
-    that occur in no text. Otherwise the library finds control tokens as pieces of raw text."""
+    """Rename `tokens` in the vocabulary of a unigram tokenizer.json, with characters that occur in no text. Otherwise
+    the library would recognise control tokens as pieces of raw text."""
     hidden = set(tokens)
     return [
         [f"\ufddc{name}\ufddd", score] if token in hidden else [name, score]
@@ -135,8 +136,8 @@ def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list
 def _normalizer(model: _Model) -> dict[str, Json]:
     steps: list[dict[str, Json]] = []
     if model.charsmap:
-        # The library looks up a letter with all its accents, and then single characters. The library would miss a part
-        # in between, such as a letter with the first of two accents. NFC composes such parts.
+        # The library looks up a letter with all its accents, and then single characters, but not a letter with only the
+        # first of two accents. NFC composes such letters.
         steps.append({"type": "NFC"})
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
     if model.squeezes:
@@ -149,17 +150,18 @@ def _normalizer(model: _Model) -> dict[str, Json]:
 
 
 def _covered(model: _Model) -> bool:
-    """Whether every character of a longer piece is also a piece. If so, the number of unknown characters in a text does
-    not depend on how the text is split, nor on the cost of an unknown character, which the two libraries define
-    differently.
+    """Whether every character of a longer piece is also a piece. In this case, the number of unknown characters in a
+    text depends neither on how the text is split nor on the cost of an unknown character, which the two libraries
+    define differently.
     """
     normal_pieces = {piece for piece, _, kind in model.pieces if kind == NORMAL}
     return model.kind != _UNIGRAM or all(letter in normal_pieces for piece in normal_pieces for letter in piece)
 
 
 def _unigram(model: _Model) -> dict[str, Json]:
-    """The unigram model. User-defined symbols get the score that SentencePiece gives them: the best piece's score for
-    each of their bytes. The name of a byte scores lower than its letters, because no text becomes this name."""
+    """Return the unigram model of a tokenizer.json. As in SentencePiece, a user-defined symbol scores the best piece's
+    score times its number of bytes. The name of a byte gets a lower score than its letters, so that text never becomes
+    this piece."""
     scores = [score for _, score, kind in model.pieces if kind == NORMAL]
     best, least = max(scores, default=0.0), min(scores, default=0.0)
 

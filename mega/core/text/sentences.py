@@ -1,8 +1,9 @@
-"""Split documents into sentences with NLTK's punkt, as Megatron-LM does, or with Wikimedia's faster sentencex.
+"""Splits documents into sentences with NLTK's punkt, as in Megatron-LM, or with Wikimedia's faster sentencex.
 
-Token files must equal Megatron-LM's byte for byte with any version of NLTK. This module therefore contains the patterns
-by which punkt of NLTK 3.6.6 to 3.10.0 splits text. Later releases also treat curly quotes and guillemets as closing
-punctuation, and use a different matching engine with a time limit. The procedure and its parameters come from NLTK.
+Token files must equal Megatron-LM's byte for byte, whatever the version of NLTK. This module therefore contains the
+patterns with which punkt splits text in NLTK 3.6.6 to 3.10.0. Later releases also treat curly quotes and guillemets as
+closing punctuation, and use a different matching engine with a time limit. The procedure and its parameters are used
+from the installed NLTK.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SPLITTERS = ("punkt", "sentencex")
 
 _MOST_CHARACTERS = 1_000_000  # longer texts are split into parts before punkt, as in Megatron-LM
 
-# punkt's name of a language -> sentencex's two-letter code
+# Name of a language in punkt -> two-letter code in sentencex
 _CODES = {
     "czech": "cs", "danish": "da", "dutch": "nl", "english": "en", "estonian": "et", "finnish": "fi", "french": "fr",
     "german": "de", "greek": "el", "italian": "it", "norwegian": "no", "polish": "pl", "portuguese": "pt",
@@ -24,9 +25,10 @@ _CODES = {
 
 
 def splitter(kind: str, language: str = "english", keep_newlines: bool = False) -> Callable[[str], list[str]]:
-    """Return a function from a text to its sentences.
+    """Return a function that splits a text into sentences.
 
-    keep_newlines: keep the blanks and newlines after a sentence as part of it (punkt only; sentencex always does).
+    keep_newlines: whether the blanks and newlines after a sentence remain part of the sentence. sentencex always keeps
+    blanks and newlines.
     Errors: ValueError if the library or its data is missing.
     """
     if kind == "sentencex":
@@ -70,25 +72,26 @@ _CLOSING = r"(?:[)\";}\]*:@'({\[?!])"
 _SEVERAL = r"(?:-{2,}|\.{2,}|(?:\.\s){2,}\.)"
 _END = rf"(?:\s|$|{_CLOSING}|{_SEVERAL}|,(?=$|\s|{_CLOSING}|{_SEVERAL}))"
 _WORD = re.compile(rf"({_SEVERAL}|(?=[^(\"`{{\[:;&#*@)}}\]\-,])\S+?(?={_END})|\S)")
-"""A word without punctuation except periods; or several hyphens or periods; or any other single character."""
+"""Matches a word without punctuation except periods, a sequence of hyphens or periods, or any other single
+character."""
 _BOUNDARY = re.compile(rf"[.?!](?=(?P<after_tok>{_CLOSING}|\s+(?P<next_tok>\S+)))")
-"""A position where a sentence may end."""
+"""Matches a position where a sentence may end."""
 _WITH_BLANKS = re.compile(rf"\S*[.?!]\s*(?=(?P<after_tok>{_CLOSING}|(?P<next_tok>\S+)))|\S+")
-"""Words up to a possible end of a sentence with any blanks after it, or a word without such an end. The second
-alternative avoids quadratic time: it consumes the word instead of trying each of its characters."""
+"""Matches a word at a possible end of a sentence, including the blanks after it, or any other word. The second
+alternative avoids quadratic time, because a word is consumed instead of being tried at each character."""
 _REALIGNED = re.compile(r"""["')\]}]+?(?:\s+|(?=--)|$)""", re.MULTILINE)
-"""Closing quotes and brackets at the beginning of a sentence, which are moved to the previous sentence."""
+"""Matches closing quotes and brackets at the beginning of a sentence, which are moved to the previous sentence."""
 
 
 class _Boundaries:
-    """Possible ends of sentences with the blanks after them, through the interface of a pattern."""
+    """Finds possible ends of sentences, including the blanks after them, with the interface of a compiled pattern."""
 
     def finditer(self, text: str) -> Iterator[re.Match[str]]:
         return (match for match in _WITH_BLANKS.finditer(text) if match["after_tok"] is not None)
 
 
 def _variables(punkt: Any, keep_newlines: bool) -> Any:
-    """punkt's variables for a language, which are the same for all languages."""
+    """Return punkt's language variables, with this module's patterns. They are the same for all languages."""
 
     class Variables(punkt.PunktLanguageVars):  # type: ignore[misc]
         sent_end_chars, internal_punctuation, re_boundary_realignment = (".", "?", "!"), ",:;", _REALIGNED
@@ -103,7 +106,7 @@ def _variables(punkt: Any, keep_newlines: bool) -> Any:
 
 
 def _token(punkt: Any) -> type:
-    """punkt's classes of words."""
+    """Return punkt's token class with this module's patterns."""
 
     class Token(punkt.PunktToken):  # type: ignore[misc]
         _RE_ELLIPSIS, _RE_INITIAL, _RE_ALPHA = map(re.compile, (r"\.\.+$", r"[^\W\d]\.$", r"[^\W\d]+$"))

@@ -1,6 +1,6 @@
-"""Split texts that spell tokens by name, such as `<|im_start|>user`, into these tokens and the text between them.
+"""Splits texts that contain names of tokens, such as `<|im_start|>user`, into these tokens and the text between them.
 
-This module uses texts, names and spans of characters, but does not depend on tokenizers or templates.
+This module does not depend on tokenizers or templates, only on texts, names and spans of characters.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from functools import lru_cache
 from typing import NamedTuple
 
 Span = tuple[int, int]
-"""Index of the first character, and index after the last character. An empty span in a list of literal text is a cut:
-no token name may cross it."""
+"""(index of the first character, index after the last character). An empty span in a list of literal spans means that
+no token name may extend across this position."""
 
 
 class Parsed(NamedTuple):
-    """ids, and for each id the span of characters that it encodes. spans: None if the family cannot determine spans."""
+    """The ids of a text, and for each id the span of characters that it encodes. spans: None if the tokenizer cannot
+    determine spans."""
 
     ids: list[int]
     spans: list[Span] | None
 
 
 class TextSection(NamedTuple):
-    """A token spelled by name in a text, or (with the name None) the text up to the next such token."""
+    """A token name in a text, or, with `name` None, the text up to the next token name."""
 
     name: str | None
     begin: int
@@ -38,8 +39,8 @@ def _pattern(names: frozenset[str]) -> re.Pattern[str]:
 
 
 def sections(text: str, names: Collection[str], literal: Sequence[Span] = ()) -> Iterator[TextSection]:
-    """Split all of `text` in order. The leftmost name is taken; if several names begin at the same character, the
-    longest. Names within or across a span of `literal` count as text.
+    """Split `text` at token names, and yield all sections in order. If several names begin at the same character, the
+    longest name is used. A name that overlaps a span of `literal` counts as text.
 
     >>> [(each.name, each.begin) for each in sections("<s>a<s></s>", {"<s>", "</s>"}, [(4, 7)])]
     [('<s>', 0), (None, 3), ('</s>', 7)]
@@ -59,12 +60,13 @@ def sections(text: str, names: Collection[str], literal: Sequence[Span] = ()) ->
 
 
 def _crossed(first: int, last: int, literal: Sequence[Span]) -> int | None:
-    """The end of the literal span that overlaps the characters first .. last - 1; None if no span does."""
+    """Return the end of the literal span that overlaps the characters first .. last - 1, or None if there is no such
+    span."""
     return next((end for begin, end in literal if begin < last and end > first), None)
 
 
 class Spelled:
-    """Searches texts for token names; fast for texts without any, which are nearly all."""
+    """Searches texts for token names. The search is fast for texts without token names, which are the vast majority."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._groups: dict[str, frozenset[str]] = {}
@@ -72,15 +74,15 @@ class Spelled:
             self._groups[name[:2]] = self._groups.get(name[:2], frozenset()) | {name}
 
     def first_in(self, text: str) -> str | None:
-        """The first name in the text."""
+        """Return the first token name in the text, or None."""
         candidates = (_pattern(names).search(text) for start, names in self._groups.items() if start in text)
         matches = [match for match in candidates if match is not None]
         return min(matches, key=lambda match: match.start())[0] if matches else None
 
 
 def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
-    """The span of characters of each piece, if all pieces together are the text in UTF-8, else None. A piece that is
-    part of a character gets the span of the whole character.
+    """Return the span of characters of each piece, or None if the concatenated pieces are not the text in UTF-8. A
+    piece that is part of a character gets the span of the whole character.
 
     >>> aligned("aé", [b"a", b"\\xc3", b"\\xa9"])
     [(0, 1), (1, 2), (1, 2)]
@@ -105,9 +107,10 @@ def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
 
 
 def covered(spans: Sequence[Span], begin: int, end: int) -> range | None:
-    """The range of tokens that encode the characters begin .. end - 1. None if no token holds the first or the last of
-    these characters (some tokenizers omit blanks), or if several tokens hold the last character, because transformers
-    takes the first of these tokens, and would train on a part of a character."""
+    """Return the range of tokens that encode the characters begin .. end - 1. The result is None if no token contains
+    the first or the last of these characters, because some tokenizers omit blanks. It is also None if several tokens
+    share the last character, because transformers would train only on the first of these tokens, that is, on a part of
+    the character."""
     first = next((i for i, (a, b) in enumerate(spans) if a <= begin < b), None)
     last = [i for i, (a, b) in enumerate(spans) if a < end <= b]
     return None if first is None or len(last) != 1 else range(first, last[0] + 1)

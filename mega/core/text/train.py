@@ -1,7 +1,6 @@
-"""Train a vocabulary on the user's texts: byte-level BPE in the files that gpt2.py reads, BERT's WordPiece, or a
-SentencePiece model.
+"""Trains a tokenizer on the user's texts: byte-level BPE for gpt2.py, BERT's WordPiece, or a SentencePiece model.
 
-Training counts words first, so memory grows with the number of different words, not with the length of the corpus.
+Words are counted first, so memory grows with the number of different words instead of the length of the corpus.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mega.core.text.gpt2 import END_OF_TEXT, byte_letters
 Model = Literal["unigram", "bpe", "char", "word"]
 
 _CONTROLS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_REPEATED = 10_000  # maximum number of repetitions of a word in one text for the library
+_REPEATED = 10_000  # maximum number of repetitions of a word per text that is passed to the library
 _MOST_WORDS = 10_000_000
 _LONGEST_WORD = 1000  # number of characters; the library omits longer words
 
@@ -27,8 +26,9 @@ _LONGEST_WORD = 1000  # number of characters; the library omits longer words
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[Path, Path]:
     """Write vocab.json and merges.txt into `directory` and return their paths.
 
-    Ids 0 .. 255 are the bytes. The merges follow by rank, and the last id is <|endoftext|>. Few texts may give fewer
-    than `vocab_size` entries. Errors: ValueError for a vocab_size below 257, or if all texts are empty.
+    Ids 0 .. 255 are the bytes. Merges follow in order of rank, and the last id is <|endoftext|>. If the texts are too
+    short, the vocabulary has fewer than `vocab_size` entries. Errors: ValueError for a vocab_size below 257, or if all
+    texts are empty.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -36,7 +36,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
         raise ValueError(f"--vocab-size {vocab_size}: must be at least 257, 256 bytes and {END_OF_TEXT}, below 2^31")
     every = iter(texts)
     first = next((text for text in every if text), None)
-    if first is None:  # without this check, the 256 bytes alone would pass for a trained vocabulary
+    if first is None:  # without this check, the result would be a vocabulary of only the 256 bytes
         raise ValueError("--input: holds no text to train on")
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,8 +61,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> P
     """Write vocab.txt, with lower-case pieces, into `directory` and return its path.
 
     BERT's control tokens come first, then every character at the start of a word and inside a word, then the merged
-    pieces. Few texts may give fewer than `vocab_size` entries. Errors: ValueError if the characters alone exceed
-    `vocab_size`, or if all texts are empty.
+    pieces. If the texts are too short, the vocabulary has fewer than `vocab_size` entries. Errors: ValueError if the
+    characters alone exceed `vocab_size`, or if all texts are empty.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -79,8 +79,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> P
             f"--vocab-size {vocab_size}: must be at least {len(fixed)}, the control tokens and the texts' "
             f"{len(letters)} characters twice, below 2^31"
         )
-    # Characters are passed as special tokens: the library numbers other characters in the order of a hash table, which
-    # would decide between equally frequent merges.
+    # Characters are passed as special tokens to fix their ids. Otherwise the library would number characters in the
+    # order of a hash table, and this order would determine which of two equally frequent merges comes first.
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=fixed, show_progress=False)
     library.train_from_iterator(_repeated(counts), trainer)
     vocab = json.loads(library.to_str())["model"]["vocab"]
@@ -92,7 +92,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> P
 
 
 def _repeated(counts: Counter[str]) -> Iterator[str]:
-    """Yield every word as often as it occurs.
+    """Yield texts in which every word occurs as often as it was counted.
 
     >>> list(_repeated(Counter({"a": 2})))
     ['a a ']
@@ -107,8 +107,8 @@ def train_sentencepiece(
 ) -> tuple[Path, Path]:
     """Write tokenizer.model and tokenizer.vocab into `directory` and return their paths.
 
-    Ids 0, 1 and 2 are <unk>, <s> and </s>. coverage: share of the texts' characters that get a piece; the others are
-    unknown. Errors: ValueError if the texts do not give `vocab_size` pieces.
+    Ids 0, 1 and 2 are <unk>, <s> and </s>. coverage: fraction of the texts' characters that get a piece; other
+    characters are unknown. Errors: ValueError if the texts do not give `vocab_size` pieces.
     """
     import io
 
@@ -121,7 +121,7 @@ def train_sentencepiece(
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            # Words with counts, so that memory does not grow with the length of the corpus.
+            # Words are passed with counts, so that memory does not grow with the length of the corpus.
             sentence_iterator=(f"{word}\t{count}" for word, count in sorted(words(texts).items())),
             input_format="tsv",
             model_writer=buffer,
@@ -145,9 +145,9 @@ def train_sentencepiece(
 
 
 def words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
-    """Count the words between blanks; a long word, as in a script without blanks, is counted in parts.
+    """Count the words between blanks. A long word, as in a script without blanks, is divided and its parts are counted.
 
-    Above `most` different words, the rarest are removed from time to time.
+    If there are more than `most` different words, the rarest words are removed repeatedly.
 
     >>> words(["a b", "b"])
     Counter({'b': 2, 'a': 1})

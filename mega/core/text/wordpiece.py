@@ -1,10 +1,11 @@
-"""BERT's WordPiece from a vocab.txt with one piece per line; words are cached.
+"""BERT's WordPiece tokenizer, from a vocab.txt with one piece per line. The ids of words are cached.
 
-A word is the text between two blanks, or one Chinese character. Every rule acts within a word, so a word that occurred
-before costs one look-up. Control tokens in a text are split like other text.
+A word is the text between two blanks, or one Chinese character. Every rule applies within a word, so a word that
+occurred before costs only one look-up. Names of control tokens in a text are split like other text.
 
-The rules are Google's, as in Megatron-LM. If the tokenizer_config.json of a transformers BERT is next to vocab.txt,
-transformers' rules apply, with the settings of that file. The tokenizer.json of a BERT can replace vocab.txt.
+By default, the rules are Google's, as in Megatron-LM. If the tokenizer_config.json of a transformers BERT is next to
+vocab.txt, transformers' rules apply, with the settings in tokenizer_config.json. The tokenizer.json of a BERT can be
+given instead of vocab.txt.
 
 Sources: google-research/bert, tokenization.py; BertNormalizer of Hugging Face's tokenizers.
 """
@@ -27,8 +28,8 @@ _CHINESE = (
     "\U0002b740-\U0002b81f\U0002b820-\U0002ceaf\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
 _HF_CHINESE = _CHINESE.replace("\U0002b820", "\U0002b920")
-# Control characters at which Python would split a word. The rules drop these characters, which joins the text on both
-# sides.
+# Control characters at which Python's `str.split` would split a word. The rules delete these characters instead, which
+# joins the text on both sides.
 _JOINING = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 _ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]+")
 _ASCII_PARTS = re.compile("[0-9A-Za-z]+|[!-/:-@[-`{-~]")
@@ -37,21 +38,21 @@ _REQUIRED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 
 
 _MANY = 1000
-"""Number of pieces above which a vocabulary that keeps case is expected to contain capital letters."""
+"""Number of pieces above which a cased vocabulary is expected to contain capital letters."""
 SETTINGS = "tokenizer_config.json"
-"""The file of transformers' settings that may be next to vocab.txt."""
+"""Name of transformers' settings file, which may be next to vocab.txt."""
 
 
 class WordRules(NamedTuple):
-    """How a word is normalised before it is spelled in pieces."""
+    """Rules by which a word is normalised before it is split into pieces."""
 
     lower: bool
     strip_accents: bool
     chinese: bool = True
-    """Whether each Chinese character is a word."""
+    """Whether each Chinese character is a separate word."""
     transformers: bool = False
-    """Whether to apply the rules of transformers' BertTokenizer, not Google's: drop private-use characters, lower-case
-    each letter separately, limit words to 100 characters."""
+    """Whether to apply the rules of transformers' BertTokenizer instead of Google's: delete private-use characters,
+    lower-case each letter separately, and limit words to 100 characters."""
 
     @property
     def longest(self) -> int:
@@ -64,7 +65,7 @@ class WordRules(NamedTuple):
         return re.compile(rf"[{signs}]|[^\s{signs}]+")
 
     def cleaned(self, word: str) -> str:
-        """Return `word` without control characters and, if the rules demand it, lower-cased and without accents."""
+        """Return `word` without control characters and, depending on the rules, in lower case and without accents."""
         dropped = ("Cc", "Cf", "Co") if self.transformers else ("Cc", "Cf")
         word = "".join(c for c in word if c != "\ufffd" and unicodedata.category(c) not in dropped)
         if self.lower and not self.transformers:
@@ -75,7 +76,7 @@ class WordRules(NamedTuple):
 
 
 class WordPieceTokenizer(Tokenizer):
-    """vocab.txt; [BOS], [EOS] and <extra_id_0> ... follow its lines if the file lacks them."""
+    """BERT's tokenizer. If vocab.txt lacks [BOS], [EOS] or <extra_id_0> ..., their ids follow those of its lines."""
 
     bos: int
     pad: int
@@ -147,15 +148,15 @@ class WordPieceTokenizer(Tokenizer):
         return {"vocab.txt": self._path}
 
     def part_for_ids(self, name: str, content: bytes) -> bytes:
-        """Reduce a tokenizer.json to the vocab.txt with the same pieces."""
+        """Reduce a tokenizer.json to a vocab.txt with the same pieces."""
         if name != "vocab.txt" or self._path.suffix != ".json":
             return content
         pieces = _pieces(parse_json(content, f"--vocab-file {self._path}"))
         return "".join(f"{piece}\n" for piece in sorted(pieces, key=pieces.__getitem__)).encode()
 
     def doubt(self) -> str | None:
-        """Warn about a lower-casing tokenizer with capital letters in its vocabulary, and about a cased tokenizer
-        without capital letters."""
+        """Return a warning if a lower-casing tokenizer has capital letters in its vocabulary, or a cased tokenizer has
+        none."""
         capitals = sum(piece.lower() != piece for piece in self._vocab if not piece.startswith("["))
         if self._rules.lower and capitals > len(self._vocab) / 20:
             return f"--tokenizer {self.kind}: {capitals} pieces of {self._path} have capital letters, which no text has"
@@ -164,14 +165,15 @@ class WordPieceTokenizer(Tokenizer):
         return None
 
     def behaviour(self) -> Mapping[str, object]:
-        """The settings that the kind does not imply. Google's and transformers' rules count as equal: these rules
-        differ only for characters that do not occur in normal text."""
+        """Return the settings that the kind does not imply. Google's and transformers' rules count as equal, because
+        they differ only for characters that do not occur in normal text."""
         rules = self._rules
         usual = rules.strip_accents == rules.lower and rules.chinese
         return {} if usual else {"strip_accents": rules.strip_accents, "chinese": rules.chinese}
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """Always includes do_lower_case, because transformers lower-cases by default."""
+        """Return Hugging Face's files. do_lower_case is always included, because transformers lower-cases by
+        default."""
         rules = self._rules
         settings: dict[str, Json] = {
             "tokenizer_class": "BertTokenizer",
@@ -182,15 +184,17 @@ class WordPieceTokenizer(Tokenizer):
         return {SETTINGS: {**settings, **{f"{name}_token": f"[{name.upper()}]" for name in _NAMED}}}
 
     def _word_ids(self, word: str) -> list[int]:
-        """Ids of a word between blanks: clean it, lower-case it, split it at punctuation, spell each part in pieces."""
-        if word.isascii():  # nearly all words; for them each rule is a single call
+        """Return the ids of a text between blanks: clean and lower-case it, split it at punctuation, and split each
+        part into pieces."""
+        if word.isascii():  # fast path for nearly all words
             word = _ASCII_CONTROLS.sub("", word)
             parts = _ASCII_PARTS.findall(word.lower() if self._rules.lower else word)
             return [token for part in parts for token in self._spell(part)]
         return [token for part in _parts(self._rules.cleaned(word)) for token in self._spell(part)]
 
     def _spell(self, word: str) -> list[int]:
-        """Spell a word by its longest pieces from left to right; [UNK] if this fails or the word is too long."""
+        """Split a word from left to right into the longest possible pieces. Return [UNK] if this fails or the word is
+        too long."""
         token_ids: list[int] = []
         start = 0
         while start < len(word) <= self._rules.longest:
@@ -207,7 +211,7 @@ class WordPieceTokenizer(Tokenizer):
 
 
 def _settings(path: Path) -> Mapping[str, Json] | None:
-    """transformers' settings for a BERT; None if the settings are missing, or belong to another class of tokenizer."""
+    """Read transformers' settings for a BERT; None if the file is missing, or describes another class of tokenizer."""
     if not path.is_file():
         return None
     label = f"--vocab-file: {path}"
@@ -219,7 +223,7 @@ def _settings(path: Path) -> Mapping[str, Json] | None:
 
 
 def _whole_json(path: Path) -> dict[str, Json]:
-    """Read the tokenizer.json of a BERT. Errors: ValueError if the file is not a BERT's, or has other rules."""
+    """Read the tokenizer.json of a BERT. Errors: ValueError if the file is not for a BERT, or has different rules."""
     label = f"--vocab-file {path}"
     whole = parse_json(read_limited(path, FILE_BYTES, label), label)
     if not isinstance(whole, dict) or not is_bert(whole):
@@ -231,7 +235,7 @@ def _whole_json(path: Path) -> dict[str, Json]:
 
 
 def _pieces(whole: Json) -> dict[str, int]:
-    """The vocabulary of a tokenizer.json."""
+    """Return the vocabulary of a tokenizer.json as a dict: piece -> id."""
     return {piece: token for piece, token in below(whole, "model", "vocab").items() if isinstance(token, int)}
 
 
@@ -239,7 +243,7 @@ _PARTS = ("model", "normalizer", "pre_tokenizer")
 
 
 def is_bert(whole: Mapping[str, Json]) -> bool:
-    """Whether a tokenizer.json splits texts in the same way as a BERT's."""
+    """Whether a tokenizer.json splits texts in the same way as BERT."""
     model, normalizer, pre = (below(whole, name) for name in _PARTS)
     vocab, added_tokens = model.get("vocab"), whole.get("added_tokens") or []
     if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
@@ -254,9 +258,9 @@ def is_bert(whole: Mapping[str, Json]) -> bool:
 
 
 def _settings_of(whole: Mapping[str, Json], settings: Path) -> dict[str, Json]:
-    """The settings in a tokenizer.json, under the names of a tokenizer_config.json. These settings apply if a
-    `settings` file exists, because the class named in that file reads only tokenizer.json. Otherwise transformers uses
-    BertTokenizer with its defaults."""
+    """Return the settings in a tokenizer.json, under the names used in a tokenizer_config.json. These settings apply if
+    the file `settings` exists, because the class named in it reads only tokenizer.json. Otherwise, transformers uses
+    BertTokenizer with default settings."""
     if not settings.is_file():
         return {}
     rules = below(whole, "normalizer")
@@ -266,7 +270,8 @@ def _settings_of(whole: Mapping[str, Json], settings: Path) -> dict[str, Json]:
 
 
 def _rules(settings: Mapping[str, Json] | None, path: Path, kind: str, lower: bool) -> WordRules:
-    """The rules from settings. Errors: ValueError if settings contradict the requested kind, or are malformed."""
+    """Convert settings to rules. Errors: ValueError if settings contradict the requested kind of tokenizer, or are
+    malformed."""
     if settings is None:
         return WordRules(lower, lower)
     values = {name: settings.get(name) for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars")}
@@ -286,7 +291,8 @@ def _rules(settings: Mapping[str, Json] | None, path: Path, kind: str, lower: bo
 
 
 def read_pieces(path: Path) -> dict[str, int]:
-    """Piece -> line number of a vocab.txt. Errors: ValueError if the file is not UTF-8 or repeats a piece."""
+    """Read a vocab.txt as a dict: piece -> line number. Errors: ValueError if the file is not UTF-8 or repeats a
+    piece."""
     try:
         lines = read_limited(path, FILE_BYTES, f"--vocab-file {path}").decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -299,7 +305,7 @@ def read_pieces(path: Path) -> dict[str, int]:
 
 
 def _parts(word: str) -> Iterator[str]:
-    """Split at punctuation: `don't!` -> don ' t !"""
+    """Split a word at punctuation: `don't!` -> don ' t !"""
     begin = 0
     for i, character in enumerate(word):
         if _is_punctuation(character):
@@ -312,7 +318,7 @@ def _parts(word: str) -> Iterator[str]:
 
 
 def _is_punctuation(character: str) -> bool:
-    """ASCII characters other than letters, digits, blanks and controls, and Unicode's punctuation."""
+    """Whether a character is punctuation in Unicode, or in ASCII neither letter, digit, blank nor control character."""
     code = ord(character)
     return (
         33 <= code <= 47

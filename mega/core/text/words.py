@@ -1,4 +1,5 @@
-"""A cache of words for tokenizers that treat each word separately: a small number of words make up most of a corpus."""
+"""Caches the ids of words, for tokenizers that encode each word separately. A small number of words makes up most of a
+corpus."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ _LONGEST = 64  # number of characters; longer words rarely occur twice
 
 
 class WordCache(dict[str, list[int]]):
-    """`remembered[word]` is `spell(word)`; the cache is emptied when it is full.
+    """A dict: word -> ids, which are computed by `spell(word)` when first used. The dict is emptied when it is full.
 
     >>> lengths = WordCache(lambda word: [len(word)]); lengths["the"], "the" in lengths
     ([3], True)

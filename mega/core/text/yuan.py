@@ -1,8 +1,9 @@
-"""The tokenizer of Yuan and CPM-2: jieba splits Chinese text into words, and words are split into pieces of the
+"""The tokenizer of Yuan and CPM-2. jieba splits Chinese text into words, which are then split into pieces of the
 vocabulary.
 
-U+2582 represents a blank, U+2583 a newline. Encoding omits a blank between two western tokens, and decoding restores
-this blank. A token is western if it has no Chinese character and is not a blank. Only encoding needs jieba.
+In pieces, U+2582 represents a blank, and U+2583 a newline. Encoding omits a blank between two western tokens, and
+decoding restores it. A token is western if it contains no Chinese character and is not a blank. jieba is needed only
+for encoding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LONGEST_WORD = 200
 
 
 class YuanTokenizer(Tokenizer):
-    """vocab.txt with <unk>, <eod> and <pad>, one piece per line."""
+    """A tokenizer from a vocab.txt with one piece per line, including <unk>, <eod> and <pad>."""
 
     kind = "EncDecTokenizer"
     bos = None
@@ -42,7 +43,7 @@ class YuanTokenizer(Tokenizer):
         return len(self._vocab)
 
     def encode(self, text: str) -> list[int]:
-        words = self._words.cut(text, HMM=True)  # before blanks are replaced, because jieba keeps \r\n as one word
+        words = self._words.cut(text, HMM=True)  # done before blanks are replaced, because jieba keeps \r\n as one word
         tokens = [token for word in words for token in self._spell(word.translate(_WRITTEN))]
         return self._without_blanks(tokens)
 
@@ -83,13 +84,15 @@ class YuanTokenizer(Tokenizer):
         return token != self._blank and not is_chinese(self._pieces[token])
 
     def _marked(self, left: int, right: int) -> bool:
-        """Whether decoding puts a blank between two tokens: both are western, and neither is a newline."""
+        """Whether decoding puts a blank between two tokens, that is, whether both are western and neither is a
+        newline."""
         return all(self._western(token) and self._pieces[token] != _NEWLINE for token in (left, right))
 
     def _spell(self, word: str) -> list[int]:
-        """Spell a word by its longest pieces from left to right; a character that begins no piece becomes <unk>.
+        """Split a word from left to right into the longest possible pieces. A character with which no piece begins
+        becomes <unk>.
 
-        A piece that continues a word carries `##`, unless it contains a Chinese character.
+        A piece that continues a word has the prefix `##`, unless it contains a Chinese character.
         """
         if len(word) > _LONGEST_WORD:
             return [self._unknown]

@@ -1,4 +1,5 @@
-"""Conversations as tokens, in the template of a model. Of a tokenizer, this package only uses the encoding of texts.
+"""Encodes conversations as tokens, with the chat template of a model. This package uses a tokenizer only to encode
+texts.
 
 messages        parse conversations from files and requests
 templates       built-in templates; find the template in a model's folder

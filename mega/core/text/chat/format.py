@@ -1,8 +1,8 @@
-"""Conversations as tokens in a model's template, and which tokens are trained on: the assistant's turns and the tokens
-that end these turns.
+"""Encodes conversations with a model's chat template, and marks the tokens to train on. These are the assistant's turns
+and the tokens that end these turns.
 
-Only the template produces control tokens. The text of a message is encoded as ordinary text, so a message that spells
-`<|eot_id|>` gets the ids of these characters and does not end a turn.
+Only the template produces control tokens. The text of a message is encoded as ordinary text. If a message contains
+`<|eot_id|>`, it gets the ids of these characters, which do not end a turn.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Confined
 
 RENDERING = 3
-"""Version of the encoding of conversations, part of the cache key. Version 1 dropped blanks that Jinja keeps; version 2
-encoded adjacent texts separately, and rendered Jinja once for each sequence of roles."""
+"""Version of the encoding of conversations, which is part of the cache key. Version 1 dropped blanks that Jinja keeps.
+Version 2 encoded adjacent texts separately, and rendered the template only once for each sequence of roles."""
 
 _SECONDS, _MEMORY = 5, 1 << 29
 _MOST_TEXT = 256 << 20
 _MARKS = [chr(0xFDD0 + number) for number in range(8)]
-"""Characters that no text should contain. Two of them mark the control tokens that a message spells."""
+"""Characters that no text should contain. Two of these characters mark names of control tokens in messages."""
 _READS_ALL = re.compile(r"\b(items|values|keys|tojson|dictsort|pprint|string|xmlattr)\b")
-"""Matches templates that read all keys of a message."""
+"""Matches a template that may read all keys of a message."""
 
 
 class Labelled(NamedTuple):
-    """The ids of a conversation, and for each id whether it is trained on."""
+    """The ids of a conversation, and for each id whether the model is trained on it."""
 
     ids: list[int]
     trained: list[bool]
 
 
 class ChatFormat:
-    """The format of a model's conversations: a template with the control tokens of one tokenizer.
+    """Encodes conversations with one chat template and one tokenizer.
 
-    source: the template, as Jinja. variables: values that the template receives in addition to a conversation. tokens:
-    names of tokens in the template's output -> ids. ends: ids that end the assistant's turn. end_names: names of these
-    ids.
+    source: the template, as Jinja. variables: values that are passed to the template in addition to a conversation.
+    tokens: name of a token in the template's output -> id. ends: ids that end the assistant's turn. end_names: names of
+    the tokens in `ends`.
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, what: str, *, seconds: int = _SECONDS) -> None:
-        """template: a name of TEMPLATES, or Jinja. what: flag and file, for messages. seconds: limit of processor time
-        to render. Errors: ValueError beginning with `what`, for the template now and for conversations later."""
+        """template: a name in TEMPLATES, or Jinja. what: flag and file, for error messages. seconds: limit of processor
+        time for rendering. Errors: ValueError beginning with `what` if the template cannot be used; methods raise the
+        same error for conversations."""
         is_built_in = template in TEMPLATES
         self.source, self._tokenizer, self._what, self._lock = (
             TEMPLATES.get(template, template),
@@ -70,7 +71,8 @@ class ChatFormat:
         self._controls = frozenset({*special, *frame["framing"]})
 
     def _check_own(self, template: str) -> None:
-        """Check that the tokenizer has the tokens of a built-in template; `plain` gets the end of a document."""
+        """Check that the tokenizer has the tokens of a built-in template, and pass the end-of-document token to the
+        template `plain`."""
         kind = self._tokenizer.kind
         for name in NEEDS.get(template, ()):
             if name not in self.tokens:
@@ -89,7 +91,7 @@ class ChatFormat:
         return child.ask
 
     def _answer(self, *, marks: Sequence[str] = _MARKS[:2], **question: Any) -> dict[str, Any]:
-        """Ask the process that renders. Errors: ValueError beginning with `what`."""
+        """Send a question to the rendering process, and return its answer. Errors: ValueError beginning with `what`."""
         common = {"source": self.source, "variables": self.variables, "names": list(self.tokens), "marks": marks}
         with self._lock:  # the process answers one question at a time
             return self._ask({**common, **question})
@@ -97,19 +99,22 @@ class ChatFormat:
     # --- public methods -----------------------------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, object]] | None = None) -> tuple[int, ...]:
-        """The ids of a conversation as the prompt for its next turn. tools: functions that the assistant may call.
+        """Return the ids of a conversation as the prompt for the assistant's next turn. tools: functions that the
+        assistant may call.
         Errors: ValueError if the template refuses the conversation."""
         rendered = self._rendered(Conversation(list(messages), tools), ask="text", reply=True)
         return tuple(self._parsed(rendered).ids)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The same prompt as text, with control tokens by name; a token name that a message spells looks the same."""
+        """Return the prompt for the assistant's next turn as text with names of control tokens. A name of a control
+        token within a message cannot be distinguished from the token."""
         return str(self._rendered(Conversation(list(messages)), ask="text", reply=True)["text"])
 
     def labelled(self, talk: Conversation, first: int = 0) -> Labelled:
-        """Encode a whole conversation. first: number of messages at the beginning that are not trained on.
+        """Encode a whole conversation, and mark the tokens to train on. first: number of messages at the beginning that
+        are not trained on.
 
-        Errors: ValueError where the template refuses the conversation, or the end of a turn cannot be determined.
+        Errors: ValueError if the template refuses the conversation, or the end of a turn cannot be determined.
         """
         rendered = self._rendered(talk, ask="turns", first=first, ends=self.end_names)
         turns = [(begin, end) for begin, end in rendered["turns"]]
@@ -142,7 +147,7 @@ class ChatFormat:
         return rendered
 
     def _check_read(self, talk: Conversation) -> None:
-        """Errors: ValueError if a conversation has keys that the template does not read."""
+        """Check that the template reads all keys of a conversation. Errors: ValueError."""
         if _READS_ALL.search(self.source) and "tools" in self.source:
             return
         used_keys = {"tools": talk.tools, "tool_calls": [each for each in talk.messages if each.get("tool_calls")]}
@@ -156,13 +161,13 @@ class ChatFormat:
             raise ValueError(f"{self._what}: does not read what the assistant thought; leave it out")
 
     def _marked(self, talk: Conversation) -> tuple[list[str], list[Message], object]:
-        """Two characters that do not occur in the conversation, and the conversation with each spelled control token
-        between these characters."""
+        """Return two characters that do not occur in the conversation, and the messages and tools with these characters
+        around each name of a control token."""
         texts = list(_texts([talk.messages, talk.tools]))
         free = [mark for mark in _MARKS if not any(mark in text for text in texts)][:2]
         if len(free) < 2:
             raise ValueError("the conversation holds characters from U+FDD0 to U+FDD7, which no text should")
-        # Nearly all conversations spell no control token and are rendered unchanged.
+        # Nearly all conversations contain no name of a control token and are rendered unchanged.
         if not any(each.name for text in texts for each in sections(text, self._controls)):
             return free, talk.messages, talk.tools
         first, last = free
@@ -182,7 +187,7 @@ class ChatFormat:
                 return {key: marked(each) for key, each in value.items()}
             return value
 
-        # A template compares roles, so they must stay unmarked.
+        # Roles are not marked, because templates compare roles.
         roles = [each["role"] for each in talk.messages]
         messages = [{**marked(each), "role": role} for each, role in zip(talk.messages, roles, strict=True)]
         return free, messages, marked(talk.tools)
@@ -201,7 +206,8 @@ class ChatFormat:
         return parsed
 
     def _covered(self, spans: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
-        """Whether each token is in a turn. Errors: ValueError where a turn's first or last character has no token."""
+        """Return whether each token is in a turn. Errors: ValueError if no token contains the first or last character
+        of a turn."""
         trained = [False] * len(spans)
         for begin, end in turns:
             tokens = covered(spans, begin, end) if begin < end else range(0)
@@ -215,8 +221,8 @@ class ChatFormat:
         return trained
 
     def _apart(self, text: str, whole: Parsed, turns: Sequence[Span]) -> tuple[Parsed, list[bool]]:
-        """Like `_covered`, for tokenizers without spans: encode the parts before, in and after turns separately. These
-        parts must give the same ids."""
+        """Return the ids, and whether each token is in a turn, for tokenizers without spans. The text before, in and
+        after turns is encoded separately. Errors: ValueError if this changes the ids."""
         ids, trained, position = list[int](), list[bool](), 0
         for begin, end in [*turns, (len(text), len(text))]:
             for piece, train in ((text[position:begin], False), (text[begin:end], True)):
@@ -229,7 +235,7 @@ class ChatFormat:
         return whole, trained
 
     def _later(self, talk: Conversation, turns: Sequence[Span], first: int) -> list[Span]:
-        """The turns marked by {% generation %} in the messages from index `first` on."""
+        """Return the turns marked by {% generation %} whose message has an index of at least `first`."""
         answers = [number for number in range(len(talk.messages)) if talk.answered(number)]
         if not first:
             return list(turns)
@@ -238,8 +244,8 @@ class ChatFormat:
         return [turn for number, turn in zip(answers, turns, strict=True) if number >= first]
 
     def _check_stop(self, ids: Sequence[int], trained: Sequence[bool]) -> None:
-        """Errors: ValueError if no control token is trained on after the assistant's words, because the model would not
-        learn to stop."""
+        """Check that a control token is trained on after the assistant's words. Otherwise the model would not learn to
+        stop. Errors: ValueError."""
         last = [token for token, train in zip(ids, trained, strict=True) if train]
         if last and not self.ends & set(last[-3:]):
             excerpt = self._tokenizer.decode(last[-5:]).strip()
@@ -250,8 +256,8 @@ class ChatFormat:
 
 
 def chat_format(name: str, tokenizer: Tokenizer, *, seconds: int = _SECONDS) -> ChatFormat:
-    """Make a format from the name of a template, a Jinja file or a tokenizer_config.json. Errors: ValueError naming the
-    template."""
+    """Build the format for a template, given by name, Jinja file or tokenizer_config.json. Errors: ValueError naming
+    the template."""
     return ChatFormat(
         name if name in TEMPLATES else source_of(name), tokenizer, f"--chat-template {name}", seconds=seconds
     )
@@ -283,8 +289,8 @@ def _holds(text: str, content: str, marks: Sequence[str]) -> bool:
 
 
 def shown(found: Labelled, tokenizer: Tokenizer, most: int = 400) -> str:
-    """A conversation on one line of at most `most` characters, with brackets around trained text. Characters that
-    affect a terminal, such as line breaks or escape sequences, are written as Python escapes."""
+    """Show a conversation on one line of at most `most` characters, with brackets around text that is trained on.
+    Characters that affect a terminal, such as line breaks or escape sequences, are written as Python escapes."""
     runs: list[tuple[bool, list[int]]] = []
     for token, train in zip(found.ids, found.trained, strict=True):
         if not runs or runs[-1][0] != train:

@@ -1,8 +1,9 @@
-"""Render foreign chat templates as transformers' `apply_chat_template` does, in a sandbox. This module runs as a child
-of `untrusted.Confined`, which sets limits; built-in templates are rendered in the calling process.
+"""Renders chat templates from models in a sandbox, like transformers' `apply_chat_template`. This module runs in a
+child process of `untrusted.Confined`, which sets limits. Built-in templates are rendered in the calling process.
 
-A question is {"ask", "source", "variables", "names", "marks", ...}. names: tokens that a text can spell by name. marks:
-two characters that surround such a name in a message, where the name counts as text. Answers, by the value of "ask":
+A question is {"ask", "source", "variables", "names", "marks", ...}. names: names of control tokens. marks: two
+characters that surround such a name in a message, where it counts as ordinary text. The answer depends on the value of
+"ask":
 
     read      {"frame": Frame}: the end and framing tokens, found without a conversation
     text      {"text", "literal"} of `messages` and `tools`; with the generation prompt if `reply` is set
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which files of conversations store the assistant's reasoning."""
+"""Keys under which conversation files store the assistant's reasoning."""
 
 
 @lru_cache(maxsize=2)
@@ -40,7 +41,7 @@ def _environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} surrounds the assistant's text."""
+        """The Jinja block {% generation %} ... {% endgeneration %}, which surrounds the assistant's text."""
 
         tags = {"generation"}
 
@@ -67,7 +68,7 @@ def _environment() -> Environment:
 
 
 def _plain_types() -> dict[str, object]:
-    """`dict` and `namespace` for templates, without access to Python's underscore names."""
+    """Return `dict` and `namespace` for templates, without access to Python's names that begin with an underscore."""
     from jinja2.exceptions import SecurityError
     from jinja2.utils import Namespace
 
@@ -101,7 +102,7 @@ def _plain_types() -> dict[str, object]:
 
 
 _tracked: list[tuple[list[str], list[Span]]] = []
-"""The blocks that the rendering in progress has produced, and the spans of the assistant's text in these blocks."""
+"""(blocks of text, spans of the assistant's text in these blocks) of the rendering that is in progress."""
 
 
 def _refuse(message: object) -> None:
@@ -142,14 +143,14 @@ def _tracking(blocks: list[str], spans: list[Span]) -> Iterator[None]:
 
 
 def _aliased(message: Mapping[str, object]) -> dict[str, object]:
-    """A message in the form that templates expect: without null values, and with the reasoning under all usual keys."""
+    """Return a message as templates expect it: without null values, and with the reasoning under all usual keys."""
     values = {key: value for key, value in message.items() if value is not None}
     reasoning = next((values[key] for key in REASONING if key in values), None)
     return values if reasoning is None else {"thinking": reasoning, **values, "reasoning_content": reasoning}
 
 
 class _Renderer:
-    """One template, with the values that do not change between conversations."""
+    """Renders conversations with one template and constant variables."""
 
     def __init__(self, question: Mapping[str, Any]) -> None:
         self._template = _compiled(question["source"])
@@ -174,8 +175,8 @@ class _Renderer:
         return self._unmarked(raw, spans)
 
     def _unmarked(self, raw: str, spans: Sequence[Span]) -> Rendered:
-        """Remove the marks, and record the text between them as literal. A single mark still leaves an empty literal
-        span, so that no control token is formed from the text on both sides of the mark."""
+        """Remove the marks from a rendered text, and record the text between a pair of marks as literal. A single mark
+        becomes an empty literal span, so that the text on both sides of it does not form a control token."""
         text, literal, position, offsets = "", list[Span](), 0, list[tuple[int, int]]()
         for match in self._marks.finditer(raw):
             text += raw[position : match.start()]
@@ -208,7 +209,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _quietly(render: Callable[..., Rendered]) -> Callable[..., Rendered | None]:
-    """Wrap `render` to return None if the template raises an exception."""
+    """Wrap `render` so that it returns None if the template raises an exception."""
 
     def found(*given: object) -> Rendered | None:
         try:

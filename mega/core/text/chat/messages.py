@@ -1,5 +1,5 @@
-"""Parse conversations from files and requests: messages by role, and functions that may be called. This module does not
-depend on tokens or templates."""
+"""Parses conversations from files and requests into messages, and functions that the assistant may call. This module
+does not depend on tokens or templates."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from mega.core.untrusted import parse_json
 ROLES = ("system", "user", "assistant", "tool")
 
 Message = dict[str, Any]
-"""`role`, `content`, and any other keys that a template may read: `tool_calls`, `reasoning_content`, `name` and others.
+"""A message with `role`, `content`, and other keys that a template may read, such as `tool_calls`, `reasoning_content`
+or `name`.
 """
 
 
 class Conversation(NamedTuple):
-    """Messages, and the functions that the assistant may call, as JSON schemas."""
+    """The messages of a conversation, and JSON schemas of the functions that the assistant may call."""
 
     messages: list[Message]
     tools: list[dict[str, object]] | None = None
 
     def answered(self, number: int) -> bool:
+        """Whether message `number` is from the assistant."""
         return bool(self.messages[number]["role"] == "assistant")
-        """Whether a message is the assistant's."""
 
 
 NeutralValues = Mapping[str, tuple[object, ...]]
 OF_CONVERSATION: NeutralValues = {"functions": (None, [])}
 OF_MESSAGE: NeutralValues = {"weight": (None, 1), "function_call": (None,)}
-"""Keys of OpenAI's and Hugging Face's files that no template receives, and the values with which these keys have no
-effect."""
+"""Key of a message in OpenAI's and Hugging Face's files that is not passed to templates -> values with which the key
+has no effect."""
 
 
 def check_unread(found: Mapping[str, object], keys: NeutralValues = OF_CONVERSATION) -> None:
-    """Errors: ValueError if one of `keys` has a value that is not neutral, since these keys are not read."""
+    """Check that none of `keys`, which are not read, has a value that would have an effect. Errors: ValueError."""
     for key, nothing in keys.items():
         if found.get(key) not in nothing:
             raise ValueError(f'"{key}" has no effect here, so that something else would be trained; leave it out')
@@ -44,8 +45,8 @@ def conversation(found: object) -> Conversation:
     """Parse the conversation of one JSON object. Errors: ValueError with the reason.
 
     Formats: {"messages": [{"role", "content"}, ...]}, ShareGPT's {"conversations": [{"from", "value"}, ...]}, Alpaca's
-    {"instruction", "input", "output"}, or {"prompt", "completion"}. The first two formats may have "tools". "system" is
-    inserted as the first message.
+    {"instruction", "input", "output"}, or {"prompt", "completion"}. The first two formats may have "tools". A key
+    "system" is inserted as the first message.
 
     >>> conversation({"instruction": "Add.", "input": "1, 2", "output": "3"}).messages[0]["content"]
     'Add.\\n\\n1, 2'
@@ -78,7 +79,8 @@ def conversation(found: object) -> Conversation:
 
 
 def _alpaca(example: Mapping[str, object]) -> list[Message]:
-    """Alpaca's format: the input follows the instruction after a blank line. "history": earlier (question, answer)s."""
+    """Parse Alpaca's format. The input follows the instruction after a blank line. "history" contains earlier pairs
+    (question, answer)."""
     texts = [example["instruction"], *([example["input"]] if example.get("input") else [])]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError('"instruction" and "input" must be strings')
@@ -118,7 +120,7 @@ def _tools(tools: object) -> list[dict[str, object]] | None:
 
 
 def _turn(turn: object, role: str, content: str) -> Message:
-    """A message under the usual keys; keys that are null, or have no effect, are omitted."""
+    """Convert a message to the keys `role` and `content`. Keys that are null or have no effect are omitted."""
     if not isinstance(turn, dict) or role not in turn or (content not in turn and not turn.get("tool_calls")):
         raise ValueError(f'a message without "{role}" and "{content}"')
     check_unread(turn, OF_MESSAGE)

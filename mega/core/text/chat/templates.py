@@ -1,5 +1,5 @@
-"""Chat templates as Jinja: four built-in templates, and the templates in the folders of models. Nothing is rendered
-here."""
+"""Provides chat templates as Jinja: four built-in templates, and templates in the folders of models. This module does
+not render templates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from mega.core.untrusted import parse_json, read_limited
 
 MODELS_OWN = "model"
-"""Name of the template that came with the weights."""
+"""Value of --chat-template for the template that belongs to the weights."""
 SOURCE_BYTES = 1 << 20
-"""Maximum size in bytes of a template, and of the text that a template may add to a conversation."""
+"""Maximum number of bytes of a template, and of the text that a template may add to a conversation."""
 CONFIG_BYTES = 64 << 20
-"""Maximum size in bytes of a tokenizer_config.json, which may also contain thousands of added tokens."""
+"""Maximum number of bytes of a tokenizer_config.json, which may contain thousands of added tokens."""
 
 _LLAMA2 = """\
 {%- set found = namespace(system='', open=false) -%}
@@ -82,12 +82,12 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
-"""Tokens that a tokenizer must have for a built-in template; otherwise the names of these tokens would be encoded as
-text."""
+"""Name of a built-in template -> tokens that a tokenizer must have. Otherwise the names of these tokens would be
+encoded as text."""
 
 
 def source_of(name: str) -> str:
-    """The Jinja text of a template, by name, Jinja file or tokenizer_config.json. Errors: ValueError."""
+    """Return the Jinja text of a template, given by name, Jinja file or tokenizer_config.json. Errors: ValueError."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     if Path(name).is_file():
@@ -98,7 +98,7 @@ def source_of(name: str) -> str:
 
 
 def template_text(file: str) -> str:
-    """The text of a Jinja file, or of the template in a tokenizer_config.json. Errors: ValueError."""
+    """Read a Jinja file, or the template in a tokenizer_config.json. Errors: ValueError."""
     label = f"--chat-template {file}"
     if Path(file).name == "tokenizer_config.json":
         config = parse_json(read_limited(file, CONFIG_BYTES, label), label)
@@ -112,7 +112,8 @@ def template_text(file: str) -> str:
 
 
 def template_of(config: Mapping[str, object]) -> str | None:
-    """The template in a tokenizer_config.json. If the file has several templates by name, the default template."""
+    """Return the template in a tokenizer_config.json, which is the default template if the file has several
+    templates."""
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}

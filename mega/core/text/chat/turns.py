@@ -1,8 +1,8 @@
-"""Locate the assistant's turns in a conversation that a template has rendered, and the tokens that end these turns.
+"""Locates the assistant's turns, and the tokens that end these turns, in a conversation that a template rendered.
 
-A turn begins where generation would begin: after the rendered previous messages with the generation prompt. The turn
-ends with the first end token after its text. Both positions are found by rendering other conversations with the same
-template; if the renderings disagree, the template is refused.
+A turn begins where generation would begin, that is, after the rendering of the previous messages with the generation
+prompt. The turn ends with the first end token after its text. Both positions are found by rendering other conversations
+with the same template. If the renderings are inconsistent, the template is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mega.core.text.special import Span, TextSection, sections
 
 ASKED, ANSWERED = ("What is asked first?", "What is asked then?"), ("The first answer.", "The last answer.")
 NEXT = "What comes next is this."
-"""Texts that no template contains."""
+"""A text that no template should contain."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """A conversation rendered as text."""
 
     text: str
     literal: tuple[Span, ...] = ()  # characters that never form a control token
@@ -26,20 +26,22 @@ class Rendered(NamedTuple):
 
 
 class Render(Protocol):
-    """Renders messages. reply: with the generation prompt, which begins the assistant's next turn."""
+    """Renders messages. reply: whether to add the generation prompt, which begins the assistant's next turn."""
 
     def __call__(self, messages: Sequence[Mapping[str, object]], reply: bool = False) -> Rendered: ...
 
 
 class Frame(NamedTuple):
-    """Names of tokens. ends: tokens that end an assistant's turn. framing: tokens that surround a user's turn."""
+    """Names of tokens that delimit turns. ends: tokens that end an assistant's turn. framing: tokens that surround a
+    user's turn."""
 
     ends: tuple[str, ...]
     framing: tuple[str, ...]
 
 
 def _talk(turns: int) -> list[dict[str, str]]:
-    """A conversation user, assistant, user ... with texts that can be found in a rendering."""
+    """Return a conversation of `turns` messages (user, assistant, user, ...), with texts that can be found in a
+    rendering."""
     texts = [text for pair in zip(ASKED, ANSWERED, strict=True) for text in pair]
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts[:turns])]
 
@@ -49,7 +51,7 @@ def _named(text: str, names: Collection[str]) -> list[TextSection]:
 
 
 def _after(rendered: Rendered | None, answer: str, names: Collection[str]) -> list[TextSection]:
-    """The named tokens after an answer in a rendered text."""
+    """Return the named tokens that follow `answer` in a rendered text."""
     begin = -1 if rendered is None else rendered.text.find(answer)
     return (
         [] if rendered is None or begin < 0 else [each for each in _named(rendered.text, names) if each.begin >= begin]
@@ -57,8 +59,8 @@ def _after(rendered: Rendered | None, answer: str, names: Collection[str]) -> li
 
 
 def frame_of(render: Callable[..., Rendered | None], names: Collection[str]) -> Frame:
-    """Find the end and framing tokens of a template. render: function that returns None if the template refuses the
-    messages."""
+    """Find the end and framing tokens of a template. render: renders messages, or returns None if the template refuses
+    the messages."""
     question = render(_talk(1)) or render(_talk(1), True)
     framing = {each.name for each in _named(question.text, names)} if question is not None else set()
     last = _after(render(_talk(2)), ANSWERED[0], names)
@@ -72,7 +74,8 @@ def frame_of(render: Callable[..., Rendered | None], names: Collection[str]) -> 
 
 
 def check_renders(render: Render) -> None:
-    """Errors: the exception of a template that renders neither a question nor a question with its answer."""
+    """Check that a template renders a question, or a question with an answer. Errors: the exception that the template
+    raises."""
     try:
         render(_talk(1), True)
     except Exception as error:
@@ -83,7 +86,8 @@ def check_renders(render: Render) -> None:
 
 
 def _earlier_end(render: Callable[..., Rendered | None], names: Collection[str]) -> str | None:
-    """The token that ends an assistant's turn before other turns; None if this token begins the next turn."""
+    """Return the token that ends an assistant's turn if other turns follow; None if the token after the turn begins the
+    next turn."""
     whole, prompted = render(_talk(4)), render(_talk(1), True)
     after = _after(whole, ANSWERED[0], names)
     if whole is None or not after:
@@ -103,7 +107,7 @@ def _earlier_end(render: Callable[..., Rendered | None], names: Collection[str])
 
 
 def _end_of_a_call(render: Callable[..., Rendered | None], names: Collection[str]) -> str | None:
-    """The token that ends a turn in which the assistant calls a function."""
+    """Return the token that ends a turn in which the assistant calls a function; None if there is no such token."""
     call = {"type": "function", "id": "call12345", "function": {"name": "look", "arguments": {"at": "it"}}}
     talk = [*_talk(1), {"role": "assistant", "content": ANSWERED[0], "tool_calls": [call]}]
     with_call, without_call = render(talk), render(_talk(2))
@@ -114,8 +118,8 @@ def _end_of_a_call(render: Callable[..., Rendered | None], names: Collection[str
 
 
 def find_turns(render: Render, question: Mapping[str, Any], found: Rendered) -> list[Span]:
-    """The span of each of the assistant's turns, including its end token. Errors: ValueError naming the position that
-    cannot be determined.
+    """Return the span of each of the assistant's turns, including the end token. Errors: ValueError naming the position
+    that cannot be determined.
 
     question: `messages`, `ends`, `names`, and `first`, the number of messages before the first turn to return.
     """
@@ -150,8 +154,8 @@ _ENDS_LAST = (
 def _begin(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, names: Collection[str]
 ) -> int | None:
-    """The position where turn `number` begins in the text; None if the text does not begin with the rendered messages
-    before it."""
+    """Return the position where turn `number` begins in `text`; None if `text` does not begin with the rendering of the
+    previous messages."""
     before = messages[:number]
     try:
         closed = render(before).text if before else ""
@@ -167,8 +171,8 @@ def _begin(
         return len(prompted) if prompted != closed else _begin_by_content(render, messages, number, text, len(closed))
     if not text.startswith(closed) or not prompted.startswith(closed):
         return None
-    # The rendering with a prompt and the real conversation agree up to `shared`; the turn begins at the last token
-    # boundary of the prompt before that.
+    # The rendering with a generation prompt and the real conversation agree up to `shared`. The turn begins at the last
+    # token boundary of the prompt up to `shared`.
     opening, rest = prompted[len(closed) :], text[len(closed) :]
     shared = next((i for i, (a, b) in enumerate(zip(opening, rest, strict=False)) if a != b), len(rest))
     bounds = [bound for each in sections(opening, names) for bound in (each.begin, each.end)]
@@ -178,8 +182,8 @@ def _begin(
 def _begin_by_content(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, closed: int
 ) -> int:
-    """Like `_begin`, for templates without a generation prompt: the text that the template always writes before the
-    message's own text is not trained on, unless it is blank."""
+    """Return where a turn begins, for templates without a generation prompt. Text that the template always writes
+    before the message's text does not belong to the turn, unless it is blank."""
     message = messages[number]
     if not isinstance(message.get("content"), str):
         return closed
@@ -195,9 +199,9 @@ def _begin_by_content(
 def _begin_by_count(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, rendered: Rendered, names: Collection[str]
 ) -> int:
-    """Like `_begin`, for templates that render turns differently if other turns follow: search for the tokens that
-    begin each turn, which no message can spell. Errors: ValueError if the number of matches is not the number of
-    turns."""
+    """Return where a turn begins, for templates that render turns differently if other turns follow. The tokens that
+    begin a turn are searched for, because messages cannot contain these tokens. Errors: ValueError if the number of
+    matches is not the number of turns."""
     closed, prompted = render(_talk(1)).text, render(_talk(1), True).text
     opening = prompted[len(closed) :] if prompted.startswith(closed) else ""
     tokens = _named(opening, names)
@@ -213,9 +217,9 @@ def _begin_by_count(
 
 
 def _end(render: Render, messages: Sequence[Mapping[str, object]], number: int, turn: Turn) -> int | None:
-    """The position where turn `number` ends: after the first end token that follows the message's text. A template may
-    also end parts of a turn with this token. None if no end token follows. Errors: ValueError if the end is not before
-    the next message."""
+    """Return the position after the first end token that follows the text of turn `number`; None if no end token
+    follows. End tokens before the message's text, such as after a part of the turn, are skipped. Errors: ValueError if
+    the end is not before the next message."""
     ends = turn.ends_in(turn.found, len(turn.found.text))
     message, after = messages[number], messages[number + 1 :][:1]
     inner_ends = 0
@@ -233,15 +237,15 @@ def _end(render: Render, messages: Sequence[Mapping[str, object]], number: int, 
 
 
 class Turn(NamedTuple):
-    """An assistant's turn in a rendered conversation, whose end is searched for."""
+    """The beginning of an assistant's turn in a rendered conversation, and the tokens that may end the turn."""
 
     found: Rendered  # the conversation
-    begin: int  # the turn's first character
+    begin: int  # index of the turn's first character
     ends: Collection[str]  # names of the tokens that may end the turn
     names: Collection[str]  # names of all tokens
 
     def ends_in(self, rendered: Rendered, until: int) -> list[int]:
-        """The positions after each end token between the turn's beginning and `until`."""
+        """Return the position after each end token between the beginning of the turn and `until`."""
         literal = [(max(a - self.begin, 0), b - self.begin) for a, b in rendered.literal if b > self.begin]
         named_tokens = sections(rendered.text[self.begin : until], self.names, literal)
         return [self.begin + each.end for each in named_tokens if each.name in self.ends]
