@@ -1,9 +1,9 @@
-"""BERT in Hugging Face's form: "bert" with a norm after each branch, "megatron-bert" with a norm before each branch,
-and "roberta", whose positions begin after the padding id and whose heads have other names.
+"""BERT in Hugging Face's format: "bert" has a norm after each branch and "megatron-bert" a norm before each branch; in
+"roberta", positions begin after the padding id and the heads' names differ.
 
-This module handles config.json and tensors' names, not files. The heads of a model are determined from its tensors'
-names if these are known, because released files contain more heads than their `architectures` states. Source:
-transformers' BertForPreTraining, BertForMaskedLM, BertForSequenceClassification, BertModel, and MegatronBert's.
+This module handles config.json and tensor names, not files. The heads of a model are determined from tensor names where
+possible, because released files contain more heads than the key `architectures` lists. Source: transformers'
+BertForPreTraining, BertForMaskedLM, BertForSequenceClassification, BertModel, and MegatronBert's.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class BertType:
     """One `model_type`."""
 
     classes: str
-    """Prefix of its classes in transformers."""
+    """Prefix of the type's classes in transformers."""
     placement: Literal["post", "pre"]
     """Whether norms follow or precede each branch."""
     prefix: str
-    """Prefix of every name except the heads'; a model without heads has none."""
+    """Prefix of every stored name except those of heads. Names in a model without heads have no prefix."""
     heads: Mapping[str, str]
-    """The project's modules of heads -> transformers' modules."""
+    """The project's module of a head -> transformers' module."""
     repeated: Mapping[str, str]
-    """The project's tensors -> names under which a folder may repeat them."""
+    """The project's tensor -> name under which a folder may store a second copy."""
     offset: bool = False
-    """Whether the first position uses the row after the row of padding."""
+    """Whether the first position uses the row after that of the padding id."""
 
 
 NAMES = {
@@ -69,7 +69,7 @@ _HEADS = {
     "classification_head": "classifier",
     "multichoice_head": "classifier",
 }
-"""The project's modules -> transformers' modules."""
+"""The project's module -> transformers' module."""
 
 _ROBERTA_HEADS = {
     "lm_head.dense": "lm_head.dense",
@@ -83,7 +83,7 @@ KEYS = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size"),
     *("layer_norm_eps", "tie_word_embeddings", "position_embedding_type"),
 )
-"""Keys that are read from a config.json, in addition to those that are common to all model types."""
+"""Keys of config.json that are read, in addition to the keys that all model types share."""
 
 WITHOUT_EFFECT = (
     *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
@@ -94,10 +94,10 @@ WITHOUT_EFFECT = (
 CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice")
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
-"""The project's activations -> `hidden_act` of config.json, which also applies to the head."""
+"""The project's activation -> `hidden_act` in config.json, which also applies to the head."""
 
 ENDINGS = {".weight": ".gamma", ".bias": ".beta"}
-"""Suffixes of the norms' tensors -> their suffixes in the first releases."""
+"""Suffix of a norm's tensor -> its suffix in the first releases."""
 
 
 def _repeated(decoder: str) -> Mapping[str, str]:
@@ -112,8 +112,8 @@ TYPES: Mapping[str, BertType] = {
 
 
 def bert_name(name: str, kind: str, prefix: str | None = None, *, pools: bool = True) -> str:
-    """Hugging Face's name of a logical tensor. kind: a `model_type`. pools: whether the pooler is a part of the model,
-    not of its classifier.
+    """Return Hugging Face's name for a logical tensor. kind: a `model_type`. pools: whether the pooler belongs to the
+    model, not to the classifier.
 
     >>> bert_name("model.layers.3.post_attention_layernorm.bias", "bert"), bert_name("lm_head.bias", "megatron-bert")
     ('bert.encoder.layer.3.attention.output.LayerNorm.bias', 'cls.predictions.bias')
@@ -127,13 +127,13 @@ def bert_name(name: str, kind: str, prefix: str | None = None, *, pools: bool = 
 
 
 def _kind(model: Architecture) -> str:
-    """The `model_type` of a model."""
+    """Return the `model_type` of a model."""
     features = (model.block.norm_placement, model.input.learned_from > 0)
     return next((name for name, each in TYPES.items() if (each.placement, each.offset) == features), "bert")
 
 
 def model_from_config(config: Mapping[str, Json], where: str, names: Collection[str] = ()) -> ModelConfig:
-    """The resolved model section that a config.json describes. names: names of the folder's tensors.
+    """Return the resolved model section that config.json describes. names: names of the folder's tensors.
 
     Errors: CheckpointError naming the key.
     """
@@ -144,7 +144,7 @@ def model_from_config(config: Mapping[str, Json], where: str, names: Collection[
     only(config, "tie_word_embeddings", (True, None), where)
     only(config, "position_embedding_type", ("absolute", None), where)
     kind = TYPES[str(config["model_type"])]
-    # RoBERTa's first position uses the row after the row of padding.
+    # RoBERTa's first position uses the row after that of the padding id.
     offset = whole_in(config, "pad_token_id", where, 1) + 1 if kind.offset else 0
     positions = whole_in(config, "max_position_embeddings", where) - offset
     if positions < 1:
@@ -181,7 +181,7 @@ def model_from_config(config: Mapping[str, Json], where: str, names: Collection[
 
 
 class _Heads(TypedDict, total=False):
-    """Options of a model's heads."""
+    """Options for a model's heads."""
 
     head: Literal["lm", "classification", "choice", "none"]
     classes: int
@@ -189,7 +189,8 @@ class _Heads(TypedDict, total=False):
 
 
 def _heads(config: Mapping[str, Json], where: str, names: Collection[str]) -> _Heads:
-    """The heads of a model, determined from its tensors' names, or from its class's name if the tensors are unknown."""
+    """Return the options for a model's heads, derived from the tensor names, or from `architectures` if the names are
+    unknown."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if architectures and isinstance(architectures, list) else "BertModel"
     kind = TYPES[str(config["model_type"])]
@@ -209,7 +210,7 @@ def _heads(config: Mapping[str, Json], where: str, names: Collection[str]) -> _H
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else whole_in(config, "num_labels", where, 2)
         return {"head": "classification", "classes": count}
-    # Files may hold a pooler without the head that classifies pairs.
+    # Files may contain a pooler without the head that classifies sentence pairs.
     judges = pooled and (not words or not names or _any(names, "cls.seq_relationship."))
     return {"head": "lm" if words else "none", "binary_head": judges}
 
@@ -219,8 +220,8 @@ def _any(names: Collection[str], *begins: str) -> bool:
 
 
 def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
-    """A config.json for transformers. Errors: CheckpointError naming an option that transformers' BERT does not
-    have."""
+    """Return the content of config.json for transformers. Errors: CheckpointError naming an option that transformers'
+    BERT does not support."""
     model = architecture(options)
     if not model.input.types:
         raise CheckpointError("token_types 0: Hugging Face's BERT has at least 1, which tokens always have a row of")
@@ -233,7 +234,8 @@ def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
 
 
 HEAD_OPTIONS = ("head", "head_activation", "binary_head", "classes")
-"""Options that are determined from a folder's tensors, or reported as lost (`losses`)."""
+"""Options that config.json does not contain, because they are derived from a folder's tensors or reported as lost
+(`losses`)."""
 
 
 def _config(model: Architecture, dtype: str) -> dict[str, Json]:
@@ -264,14 +266,14 @@ def _config(model: Architecture, dtype: str) -> dict[str, Json]:
 
 
 def _class(output: Output) -> str:
-    """The suffix of transformers' class name."""
+    """Return the suffix of transformers' class name."""
     if output.words is not None:
         return "ForPreTraining" if output.rows else "ForMaskedLM"
     return "Model" if output.rows is None else CLASSIFIERS[output.rows.choices > 1]
 
 
 def _labels(rows: Rows | None) -> dict[str, Json]:
-    """The keys that give transformers the number of classes; its default is 2."""
+    """Return the keys of config.json for the number of classes; {} if it is 2, transformers' default."""
     if rows is None or rows.choices > 1 or rows.classes == 2:
         return {}
     labels = {str(number): f"LABEL_{number}" for number in range(rows.classes)}
@@ -279,7 +281,7 @@ def _labels(rows: Rows | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Messages about settings that Hugging Face's form cannot express."""
+    """Messages about settings that Hugging Face's format cannot express."""
     model = architecture(options)
     words, activation = model.output.words, model.block.feed_forward.activation
     if words is None or words.transform is None or words.transform.activation == activation:
@@ -291,8 +293,7 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def table(options: ModelConfig, names: Collection[str] = ()) -> Table:
-    """The table that makes `weights/<name>` of every logical tensor of Hugging Face's tensors. names: names of the
-    folder's tensors."""
+    """Return the table that makes `weights/<name>` of every logical tensor. names: names of the folder's tensors."""
     model = architecture(options)
     headed = model.output.words is not None or model.output.rows is not None
     kind = _kind(model)

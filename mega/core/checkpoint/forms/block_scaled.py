@@ -1,7 +1,7 @@
-"""Weights in fp8 with a scale for each block of a matrix, as released by DeepSeek. They are read as bf16.
+"""Read fp8 weights with one scale per block of a matrix, as released by DeepSeek. The weights are converted to bf16.
 
     NAME.weight             F8_E4M3 [out, in]
-    NAME.weight_scale_inv   F32 [out / 128, in / 128], rounded up: the factor of the elements of each block
+    NAME.weight_scale_inv   F32 [out / 128, in / 128], rounded up: the factor for the elements of each block
 
 This module handles tensors and the `quantization_config` of config.json, and does not depend on the model family.
 """
@@ -18,16 +18,17 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
 from mega.core.untrusted import Json
 
 SCALE = "_scale_inv"
-"""Suffix that makes a weight's name the name of its scale."""
+"""Suffix that turns a weight's name into the name of its scale."""
 
 READ = torch.bfloat16
 
 
 def dequantised(source: Source, quantization: object, where: str) -> Source:
-    """The weights that a `quantization_config` describes, dequantised; unchanged if the config.json has no
+    """Return a source in which fp8 weights are dequantised; return `source` if config.json has no
     `quantization_config`.
 
-    Errors: CheckpointError naming an unsupported key of `quantization`, or a tensor whose scale is missing.
+    quantization: the `quantization_config`. Errors: CheckpointError naming an unsupported key, or a tensor whose scale
+    is missing.
     """
     if not quantization:
         if scaled := next((name for name, (_, dtype) in source.tensors.items() if dtype == torch.float8_e4m3fn), None):
@@ -52,7 +53,7 @@ def dequantised(source: Source, quantization: object, where: str) -> Source:
 
 
 class BlockScaled:
-    """A source whose fp8 matrices are read as bf16, multiplied by their scales."""
+    """A source that multiplies fp8 matrices by their scales and returns bf16."""
 
     def __init__(self, source: Source, block: tuple[int, int]) -> None:
         self._source, self._block = source, block
@@ -79,8 +80,8 @@ class BlockScaled:
         part = self._source.read(name, box)
         if part.dtype != torch.float8_e4m3fn:
             return part
-        # The box may begin and end within blocks, so the scales of all blocks that it overlaps are read, repeated and
-        # cut.
+        # The box may begin and end within blocks, so the scales of all overlapping blocks are read, repeated and
+        # sliced.
         ends = tuple(start + size for start, size in zip(box.start, box.size, strict=True))
         first = tuple(start // block for start, block in zip(box.start, self._block, strict=True))
         last = tuple(-(-end // block) for end, block in zip(ends, self._block, strict=True))
@@ -93,5 +94,5 @@ class BlockScaled:
 
 
 def without_scales(config: Mapping[str, Json]) -> dict[str, Json]:
-    """A config.json for the weights as they are read."""
+    """Return a config.json for the dequantised weights."""
     return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -1,4 +1,4 @@
-"""Chat settings in the files of a Hugging Face folder: the chat template, and all tokens that end a turn.
+"""Write chat settings to the files of a Hugging Face folder: the chat template, and all tokens that end a turn.
 
 transformers reads the template from chat_template.jinja; older programs read it from tokenizer_config.json. `generate`
 stops at `eos_token_id` of generation_config.json; other programs stop at `eos_token_id` of config.json. This module
@@ -20,13 +20,14 @@ END = "eos_token_id"
 
 
 def trained(checkpoint: StoredWeights) -> bool:
-    """Whether a mega run has changed the weights. The declarations of an imported model are exported unchanged."""
+    """Whether a mega run has trained the weights. Without such training, the chat settings of an imported model are
+    exported unchanged."""
     return checkpoint.step > 0
 
 
 def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json]:
-    """A config.json or generation_config.json whose eos_token_id includes `ends`. The value is a number, or a list of
-    several numbers."""
+    """Return a config.json or generation_config.json whose eos_token_id includes `ends`. The value of eos_token_id is
+    one id or a list of ids."""
     current = config.get(END)
     first = current if isinstance(current, list) else [] if current is None else [current]
     ids = list(dict.fromkeys([*ends, *first]))
@@ -36,8 +37,8 @@ def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json
 def written_files(
     checkpoint: StoredWeights, config: Mapping[str, Json], tokens: SpecialTokens
 ) -> tuple[dict[str, dict[str, Json]], dict[str, bytes]]:
-    """(JSON files, other files) of an export, except config.json. These files replace files of the same name that are
-    stored with the checkpoint. config: the config.json of the export."""
+    """Return (JSON files, other files) to write in an export, by name, except config.json. These files replace files of
+    the same name that are stored with the checkpoint. config: the exported config.json."""
     carried = checkpoint.attachments
     generation = {"_from_model_config": True, **{key: config[key] for key in TOKEN_IDS if key in config}}
     files = {GENERATION: generation, **{name: dict(content) for name, content in tokens.files.items()}}
@@ -50,7 +51,7 @@ def written_files(
 
 
 def tokenizer_config(carried: Mapping[str, Path], tokens: SpecialTokens) -> dict[str, Json]:
-    """tokenizer_config.json with the template, and with the names of the special tokens that a template may use."""
+    """Return tokenizer_config.json with the template, and with the special tokens that a template may use."""
     config = _carried(carried, TOKENIZER) or dict(tokens.files.get(TOKENIZER, {}))
     token_names = {key: name for key, name in tokens.names.items() if config.get(key) is None}
     return {

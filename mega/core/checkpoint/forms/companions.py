@@ -1,5 +1,4 @@
-"""Small files that are stored with weights in every folder: tokenizers, configurations. This module does not depend on
-tensors."""
+"""Small files that are stored with weights: tokenizers and configurations. This module does not depend on tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from mega.core.files import whole_file
 
 
 def companions_of(form: Form, folder: Path) -> dict[str, Path]:
-    """The files that a form stores with the weights in `folder`, by name. Errors: CheckpointError naming a path that is
-    not a regular file."""
+    """Return file name -> path for the files in `folder` that are to be stored with the weights. Errors:
+    CheckpointError naming a path that is not a regular file."""
     if (generated := form.attached(folder)) is not None:
         return generated
     if folder.is_file():
@@ -43,11 +42,10 @@ def copy_companions(checkpoint: StoredWeights, folder: Path, skip: Collection[st
 
 
 def unread_tokenizer(files: Attachments) -> str | None:
-    """Why tokenizer files stored with weights are not supported; None if they are supported or absent."""
+    """Explain why tokenizer files stored with weights are not supported; None if they are supported or absent."""
     return next((reason for form in FORMS if (reason := form.unread(files)) is not None), None)
 
 
 def tokenizer_kind(files: Attachments) -> str | None:
-    """The kind of tokenizer, as --tokenizer names it, in the files stored with weights; None if there is no
-    tokenizer."""
+    """Return the value of --tokenizer for the tokenizer stored with weights; None without a tokenizer."""
     return next((kind for form in FORMS if (kind := form.tokenizer(files)) is not None), None)

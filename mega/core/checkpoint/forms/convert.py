@@ -1,9 +1,10 @@
-"""Converts between mega checkpoints and foreign ones, cut for any ranks: the verbs `convert-llama` and `reshard`.
+"""Convert between mega checkpoints and formats of other programs, for any layout of ranks. The commands `convert-llama`
+and `reshard` use this module.
 
-A mega checkpoint becomes another one without loss (own/reshard.py). A foreign form provides a table and files
-(form.py); this module proves the table before any byte is written, and counts the moved elements in a ledger.
-Conversions stream: only a few blocks are in memory at a time (one part, if a torch file is written). A folder appears
-under its final name only when it is complete.
+own/reshard.py converts a mega checkpoint to a mega checkpoint. The module of every other format provides a table and
+reads or writes files (form.py). This module checks the table before any byte is written, and counts the moved elements
+in a ledger. Conversions stream: only a few blocks are in memory at a time, or one file if torch files are written. A
+folder appears under its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def convert(
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens,
     progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
-    """Convert the checkpoint at `load` to the form `to` (default: hf for a mega checkpoint, else mega) at `save`.
+    """Convert the checkpoint at `load` to the format `to` at `save`. Default: hf for a mega checkpoint, otherwise mega.
 
-    The arguments from `layout` to `tokens` are those of `FormOptions`; optimizer state in an unknown form is an error.
-    progress: called during a conversion from mega to mega.
-    Errors: ValueError naming the flag, file or tensor; `save` is then unchanged.
+    The arguments from `layout` to `tokens` are those of `FormOptions`. Optimizer state in an unknown format is an
+    error. progress: called only during a conversion from mega to mega.
+    Errors: ValueError naming the flag, file or tensor. After an error, `save` is unchanged.
     """
     options = FormOptions(
         layout=layout,
@@ -89,7 +90,7 @@ def convert(
         return _import(source, load, save, options)
     if source is OWN:
         return _export(load, save, to, options, load)
-    check_fresh(save)  # foreign to foreign goes through a mega checkpoint, so each form needs only one table
+    check_fresh(save)  # between other formats via a mega checkpoint, so that each needs one table
     with folder_next_to(save) as between:
         imported = _import(source, load, between / "own", dataclasses.replace(options, layout=ONE))
         report = _export(between / "own", save, to, options, load)
@@ -97,12 +98,13 @@ def convert(
 
 
 def default_target(source: Form) -> str:
-    """The default of --to."""
+    """Return the default of --to."""
     return "hf" if source is OWN else "mega"
 
 
 def check_pair(load: Path, source: Form, to: str) -> None:
-    """Errors: ValueError if `convert-llama` does not convert the form at `load` to `to`."""
+    """Check the source and target of `convert-llama`. Errors: ValueError if the format at `load` cannot be converted to
+    `to`."""
     if source is not OWN and source.verb != "convert-llama":
         raise ValueError(f"{load}: is {source.words}; `mega {source.verb}` reads it")
     if (source is OWN) == (writer_of(to) is OWN):
@@ -113,7 +115,8 @@ def check_pair(load: Path, source: Form, to: str) -> None:
 
 
 def _import(form: Form, load: Path, save: Path, options: FormOptions) -> ConversionReport:
-    """Convert a foreign checkpoint to one step of the run directory `save`, in files for the ranks of the layout."""
+    """Convert another program's checkpoint to one step of the run directory `save`, with one file per rank of the
+    layout."""
     attachments = companions_of(form, load)
     reason = unread_tokenizer(attachments)
     check_place(save)
@@ -139,7 +142,7 @@ def _save_own(
     tokenizer: Mapping[str, Json],
     attachments: Attachments,
 ) -> ConversionReport:
-    """Write one step of the run directory `save`, in files for the ranks of the layout."""
+    """Write one step of the run directory `save`, with one file per rank of the layout."""
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
     files = plan_files(tensors, opened.model, layout)
@@ -164,8 +167,8 @@ def _save_own(
 def upcycle(
     load: Path, save: Path, upcycling: Upcycling, layout: Layout = ONE, options: FormOptions | None = None
 ) -> ConversionReport:
-    """Make a mixture of experts at `save`, step 0 of a run, from a dense model of any form at `load`.
-    options: options for reading a foreign form. Errors: ValueError naming the flag, file or tensor.
+    """Make a mixture of experts from a dense model of any format at `load`, and save it as step 0 of a run at `save`.
+    options: options for reading formats of other programs. Errors: ValueError naming the flag, file or tensor.
     """
     if form_at(load) is not OWN:
         with folder_next_to(save) as between:
@@ -187,7 +190,7 @@ STATE = ("moment1", "moment2", "master")
 
 
 def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
-    """Errors: CheckpointError if an optimizer's state has values that Adam cannot produce."""
+    """Check values of an optimizer's state. Errors: CheckpointError if Adam cannot produce them."""
     kind = key.partition("/")[0]
     has_negative = kind == "moment2" and bool((tensor < 0).any())
     if kind in STATE and (has_negative or not finite):
@@ -200,7 +203,7 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
 def _plain_state(
     opened: OpenedForm, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """The plain state of the new checkpoint; values from the foreign run take precedence."""
+    """Return the plain state of the new checkpoint. Values that the source checkpoint records take precedence."""
     config = {
         "model": dataclasses.asdict(opened.model),
         "precision": {"dtype": DTYPE_NAMES[main_dtype(tensors)]},
@@ -216,7 +219,7 @@ def _plain_state(
 
 
 def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) -> ConversionReport:
-    """Export a mega checkpoint as a folder or tree at `save`. named: the name of `load` in messages."""
+    """Export a mega checkpoint to a folder at `save`. named: the name of `load` in messages."""
     exported, form = opened_own(load, merged=to != "peft"), writer_of(to)
     losses: tuple[str, ...] = ()
     if exported.model.mtp_layers and not form.ahead:
@@ -236,7 +239,7 @@ def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) 
 
 
 class _WithoutPredictors:
-    """The weights of a model, except layers that predict further tokens."""
+    """A source of a model's weights without its multi-token prediction layers."""
 
     def __init__(self, own: ExportSource) -> None:
         self._source = own.source
@@ -248,7 +251,7 @@ class _WithoutPredictors:
 
 
 class _FiniteSource:
-    """A source whose tensors must be finite. place: the source's name in errors."""
+    """A source that checks that all values read are finite. place: the source's name in errors."""
 
     def __init__(self, source: Source, place: Path) -> None:
         self._source, self._place = source, place
@@ -265,7 +268,8 @@ class _FiniteSource:
 
 
 def opened_own(load: Path, *, merged: bool = True) -> ExportSource:
-    """The checkpoint at `load` and its model. merged: whether adapters are added to the weights of their base."""
+    """Open the mega checkpoint at `load` for export. merged: whether adapters are added to the weights of their
+    base."""
     adapters = locate(load)
     checkpoint, model = whole_model(adapters)
     if architecture(model).adapters is None or named_base(adapters) is None:

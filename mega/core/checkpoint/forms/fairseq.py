@@ -1,7 +1,8 @@
-"""fairseq's Megatron-11b, as released: `model-model_part-N.pt`, one file for each tensor rank.
+"""Read fairseq's Megatron-11b, as released: `model-model_part-N.pt`, one file per tensor rank.
 
-Names are fairseq's (`final_layer_norm` is the norm before the feed-forward layer); query, key and value are separate,
-and positions are computed, not learned. Source: fairseq/examples/megatron_11b and the arch `transformer_lm_megatron`.
+The files use fairseq's names, in which `final_layer_norm` is the norm before the feed-forward layer. Query, key and
+value are separate matrices, and positions are computed, not learned. Source: fairseq/examples/megatron_11b and the arch
+`transformer_lm_megatron`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NAMES = {
     "mlp.up_proj": "fc1",
     "mlp.down_proj": "fc2",
 }
-"""The project's modules -> fairseq's modules, below `decoder.`."""
+"""The project's module -> fairseq's module, without the prefix `decoder.`."""
 
 PARTS = "model-model_part-*.pt"
 OUTPUT = "decoder.output_projection.weight"
@@ -45,7 +46,7 @@ _IGNORED = ("decoder.version", "decoder.embed_positions._float_tensor")
 
 Activation = Literal["gelu_tanh", "gelu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-"""fairseq's names of activations; `gelu_accurate` is the tanh form."""
+"""fairseq's name of an activation -> the project's. `gelu_accurate` is the tanh approximation."""
 
 
 REQUIRED = {
@@ -56,11 +57,11 @@ REQUIRED = {
     "no_token_positional_embeddings": False,
     "layernorm_embedding": False,
 }
-"""Options that change what the same tensors compute, and their only valid values."""
+"""Options that change a model's computation but not its tensors -> their only valid values."""
 
 
 def fairseq_name(name: str) -> str:
-    """fairseq's name of a logical tensor.
+    """Return fairseq's name for a logical tensor.
 
     >>> fairseq_name("model.layers.3.post_attention_layernorm.bias")
     'decoder.layers.3.final_layer_norm.bias'
@@ -77,7 +78,7 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def open_form(path: Path, options: FormOptions) -> OpenedForm:
-    """Open a release. Names of tensors are `part/name`."""
+    """Open a released model. Tensor names have the format `N/name`, where N is the number of the file."""
     parts = sorted(part.name for part in path.glob(PARTS))
     names = [f"model-model_part-{number}.pt" for number in range(len(parts))]
     if set(parts) != set(names):
@@ -102,8 +103,8 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def _options(content: Mapping[str, object]) -> Mapping[str, object]:
-    """The arguments of the training run: `args` in old files, `cfg["model"]` in newer files; empty if the arguments
-    were removed."""
+    """Return the arguments of the training run: `args` in old files, `cfg["model"]` in newer files, or {} if the
+    arguments were removed."""
     config = content.get("cfg")
     arguments = content.get("args") or (config.get("model") if isinstance(config, dict) else None)
     if isinstance(arguments, Arguments):
@@ -112,9 +113,9 @@ def _options(content: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: int, where: str) -> ModelConfig:
-    """The resolved model section: sizes from the tensors, the rest from fairseq's options (defaults: the arch's).
+    """Return the resolved model section, derived from the tensors' shapes and from fairseq's options.
 
-    Errors: CheckpointError naming an option that has no counterpart or does not fit the tensors.
+    Errors: CheckpointError naming an option that the project does not support or that contradicts the tensors.
     """
     for key, valid in REQUIRED.items():
         if options.get(key, valid) != valid:
@@ -167,8 +168,8 @@ def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: i
 
 
 def table(model: ModelConfig, parts: int, *, output: bool) -> Table:
-    """The table that makes `weights/<name>` of every logical tensor from the parts of a release. output: whether the
-    parts repeat the embedding."""
+    """Return the table that makes `weights/<name>` of every logical tensor from the files of a release. output: whether
+    the files also store the embedding as the output matrix."""
     targets: list[Target] = []
     copies: list[tuple[str, Fragment]] = []
     for tensor in inventory(model):

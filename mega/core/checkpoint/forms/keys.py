@@ -1,4 +1,4 @@
-"""Names that other tools give to modules, and keys of their configuration files with the types of the values."""
+"""Translate module names to other tools' names, and check keys of other tools' configuration files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ TRAINING = (
     *("balance", "balance_loss", "balance_bias_rate", "z_loss", "router_jitter", "router_dtype"),
     *("capacity_factor", "drop_policy", "pad_to_capacity"),
 )
-"""Options of a model that do not change what its weights compute."""
+"""Options of a model that affect only training, not the outputs for given weights."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def translated(name: str, modules: Mapping[str, str], block: str, number: int | None = None) -> str:
-    """Another tool's name of a logical tensor.
+    """Return another tool's name for a logical tensor.
 
     modules: the project's modules (in a block, without the block's index) -> the other tool's modules. block: prefix of
     the other tool's names in a block, with {} for the block's index. number: the other tool's index of the block, if it
-    differs.
+    differs from the project's.
 
     >>> translated("model.layers.3.mlp.up_proj.bias", {"mlp.up_proj": "fc1"}, "decoder.layers.{}.")
     'decoder.layers.3.fc1.bias'
@@ -37,7 +37,8 @@ def translated(name: str, modules: Mapping[str, str], block: str, number: int | 
 
 
 def whole_in(config: Mapping[str, object], key: str, where: str, otherwise: int | None = None) -> int:
-    """The positive whole number `key` of the file `where`; `otherwise` if the key is absent or null."""
+    """Return the positive integer at `key`, or `otherwise` if the key is absent or null. where: the file to name in
+    errors."""
     value = config.get(key)
     if value is None and otherwise is not None:
         return otherwise
@@ -47,7 +48,7 @@ def whole_in(config: Mapping[str, object], key: str, where: str, otherwise: int 
 
 
 def number_in(config: Mapping[str, object], key: str, where: str, otherwise: float | None = None) -> float:
-    """The number `key` of the file `where`; `otherwise` if the key is absent or null."""
+    """Return the number at `key`, or `otherwise` if the key is absent or null. where: the file to name in errors."""
     value = config.get(key)
     if value is None and otherwise is not None:
         return otherwise
@@ -57,11 +58,11 @@ def number_in(config: Mapping[str, object], key: str, where: str, otherwise: flo
 
 
 def check_round_trip(model: ModelConfig, read: ModelConfig, whose: str, unsupported: Collection[str] = ()) -> None:
-    """Check that a form can express a whole model. read: the model obtained by reading the written files back.
-    unsupported: options that the form cannot express.
+    """Check that a format can express a model completely. read: the model obtained by reading the written files back.
+    unsupported: options that the format cannot express and that may therefore differ.
 
-    Options that only training uses (`TRAINING`) may differ, and so may options that have no effect in this model. The
-    two models may have different families with the same architecture, such as GPT and Llama.
+    Options that only training uses (`TRAINING`) and options that have no effect in this model may differ too. The two
+    models may have different families with the same architecture, such as GPT and Llama.
     Errors: CheckpointError naming the first option that `whose` files do not preserve.
     """
     reread = dataclasses.asdict(read)
@@ -80,7 +81,8 @@ def check_round_trip(model: ModelConfig, read: ModelConfig, whose: str, unsuppor
 
 
 def check_known(config: Mapping[str, object], known: Collection[str], where: str) -> None:
-    """Errors: CheckpointError naming a key of the config.json `where` that has a value and is not in `known`."""
+    """Check that all keys of a config.json are known. Errors: CheckpointError naming the file `where` and a key that
+    has a value but is not in `known`."""
     for name, value in config.items():
         if name not in known and not name.startswith("_") and value is not None:
             text = repr(value)
@@ -92,6 +94,7 @@ def check_known(config: Mapping[str, object], known: Collection[str], where: str
 
 
 def only(config: Mapping[str, object], key: str, valid: tuple[object, ...], where: str) -> None:
-    """Errors: CheckpointError if `key` of the file `where` has a value that the project does not support."""
+    """Check that `key` is absent or has a value in `valid`. Errors: CheckpointError naming the file `where`, the key
+    and its value."""
     if key in config and config[key] not in valid:
         raise CheckpointError(f"{where}: {key} {config[key]!r} (valid: {valid[0]!r})")

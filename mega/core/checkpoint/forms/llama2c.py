@@ -1,8 +1,8 @@
-"""Llama in the formats of llama2.c: one flat file of fp32 numbers (versions 0 and 1), or the `.pt` of its training
-script.
+"""Read Llama in the formats of llama2.c: one flat file of fp32 numbers (versions 0 and 1), or the `.pt` file of
+llama2.c's training script.
 
-Tensors and their row order are Meta's, so this module presents them under Meta's names and meta.py converts them. The
-quantised version 2 is refused, because its int8 groups have no counterpart here.
+Tensors have Meta's order of rows, so this module presents them under Meta's names and meta.py converts them. The
+quantised version 2 is refused, because the project has no equivalent of its int8 groups.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
 from mega.core.untrusted import Json
 
 MAGIC = 0x616B3432
-"""First number of files of versions 1 and 2; files of version 0 begin with the width."""
+"""First number in files of versions 1 and 2. Files of version 0 begin with the hidden width."""
 
 HEADER = 256
-"""Number of bytes of the header in version 1; the header of version 0 has 28."""
+"""Size of the header in version 1, in bytes. The header of version 0 has 28 bytes."""
 
 SIZES = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-"""The header's numbers, in order."""
+"""Names of the numbers in the header, in order."""
 
 BLOCKS = (
     ("attention_norm", "dim"),
@@ -41,7 +41,8 @@ BLOCKS = (
     ("feed_forward.w2", "dim", "hidden_dim"),
     ("feed_forward.w3", "hidden_dim", "dim"),
 )
-"""The tensors of a block, in version 0's order: the first tensor of all blocks, then the second of all blocks, ..."""
+"""Names of a block's tensors. A file of version 0 contains the first of these tensors for all blocks, then the second
+for all blocks, and so on."""
 
 
 def recognise(path: Path) -> bool:
@@ -49,7 +50,7 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, options: FormOptions) -> OpenedForm:
-    """Open a file. Names of tensors are `0/...`, as in a Meta folder with one part."""
+    """Open a file of llama2.c. Tensor names have the format `0/...`, as in a Meta folder with one file."""
     source, params = _open_torch(path) if path.suffix == ".pt" else _open_flat(path)
     return meta.opened(source, params, 1, str(path))
 
@@ -78,14 +79,14 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
         numbers = struct.unpack_from("<7i", head, 8)
         if version != 1:
             raise CheckpointError(f"{path}: version {version} of llama2.c's format (valid: 0, 1; 2 is quantised)")
-    tied = numbers[5] > 0 if version == 0 else head[36] == 1  # version 0 negates the vocabulary of untied models
+    tied = numbers[5] > 0 if version == 0 else head[36] == 1  # version 0 negates the vocabulary size if untied
     params: dict[str, int] = dict(zip(SIZES, (*numbers[:5], abs(numbers[5]), numbers[6]), strict=True))
     for key, value in params.items():
         if not 0 < value < 1 << 30:
             raise CheckpointError(f"{path}: {key} {value}: must be a positive number, or this is no llama2.c file")
     if params["dim"] % params["n_heads"] or params["n_heads"] % params["n_kv_heads"]:
         raise CheckpointError(f"{path}: n_heads {params['n_heads']}: does not divide into the other sizes")
-    # Checked before entries are listed, because a damaged header may state a billion layers.
+    # Checked before entries are listed, because a damaged header may give a billion layers.
     if params["n_layers"] * params["dim"] > size:
         raise CheckpointError(f"{path}: {params['n_layers']} layers in a file of {size} bytes")
     entries: dict[str, tuple[Path, Entry]] = {}
@@ -99,7 +100,7 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
 
 
 TensorRuns = Iterator[tuple[str, tuple[int, ...]]]
-"""Name and shape of every run of numbers in a file; an empty name marks tables that are computed."""
+"""Yield (name, shape) of every run of numbers in a file. An empty name marks tables that are computed, not read."""
 
 
 def _order0(params: Mapping[str, int], tied: bool) -> TensorRuns:
@@ -115,7 +116,7 @@ def _order0(params: Mapping[str, int], tied: bool) -> TensorRuns:
 
 
 def _order1(params: Mapping[str, int], tied: bool) -> TensorRuns:
-    """Version 1: the norms come first."""
+    """List the runs of numbers in version 1, in which the norms come first."""
     rows = sorted(BLOCKS, key=lambda row: not row[0].endswith("norm"))
     norms, matrices = rows[:2], rows[2:]
     for row in norms:

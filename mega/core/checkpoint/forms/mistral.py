@@ -1,5 +1,5 @@
-"""Mistral in its developers' release format: params.json and consolidated.safetensors, with Meta's names and rotary
-order.
+"""Read Mistral in its developers' release format: params.json and consolidated.safetensors, with Meta's names and
+rotary order.
 
 A folder that also has a config.json is read as Hugging Face's. Source: mistral-inference's TransformerArgs.
 """
@@ -19,15 +19,14 @@ from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
 
 POSITIONS = 32768
-"""Number of positions of most 7B models, used because params.json does not record the number for which a model was
-trained."""
+"""Number of positions of most 7B models, used because params.json does not record the trained context length."""
 
 KEYS = (
     *("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size", "rope_theta"),
     *("sliding_window", "max_seq_len", "tied_embeddings", "model_type", "causal"),
 )
 WITHOUT_EFFECT = ("max_batch_size", "use_biases")
-"""Keys that may be present without effect; the second key must be false."""
+"""Keys that may be present without effect. The second key must be false."""
 
 
 def recognise(path: Path) -> bool:
@@ -55,14 +54,14 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 class _SinglePart(EntrySource):
-    """Tensors under the names `part/name` of a Meta folder with one part."""
+    """A source whose tensors have the names `0/name`, as in a Meta folder with one file."""
 
     def __init__(self, source: EntrySource) -> None:
         super().__init__({f"0/{name}": entry for name, entry in source.entries.items()})
 
 
 def model_from_params(params: Mapping[str, object], where: str) -> ModelConfig:
-    """The resolved model section. Errors: CheckpointError naming a key that is unknown, or has no counterpart."""
+    """Return the resolved model section. Errors: CheckpointError naming a key that is unknown or not supported."""
     for key, value in params.items():
         if key not in (*KEYS, *WITHOUT_EFFECT) and value is not None:
             raise CheckpointError(

@@ -1,5 +1,5 @@
-"""The options of `mega reshard` and `mega convert-llama`, as sections. Importing this module loads neither torch nor a
-form."""
+"""The options of `mega reshard` and `mega convert-llama`, as sections. Importing this module imports neither torch nor
+the module of any format."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -15,8 +15,8 @@ from mega.core.config.option import REQUIRED, VerbSection, option
 
 
 class Targets(Collection[str]):
-    """The targets of a verb, listed when they are needed, because forms may be registered after this module is
-    loaded."""
+    """The target formats of a command. They are listed on each use, because formats may be registered after this module
+    is imported."""
 
     def __init__(self, verb: Verb) -> None:
         self._verb = verb
@@ -33,8 +33,8 @@ class Targets(Collection[str]):
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardOptions(VerbSection):
-    """The checkpoint to convert and the form to write. Flags of Megatron-LM's tool that control its two processes are
-    accepted and have no effect."""
+    """The checkpoint to convert and the format to write. Flags that control the two processes of Megatron-LM's
+    conversion tool are accepted and have no effect."""
 
     title: ClassVar[str] = "Checkpoints"
 
@@ -69,7 +69,7 @@ class ReshardOptions(VerbSection):
 
     @property
     def flags(self) -> dict[str, object]:
-        """Flags that apply only when some forms are read or written, with their values."""
+        """Flag -> value, for flags that apply only to some formats."""
         return {
             "--true-vocab-size": self.true_vocab_size,
             "--vocab-file": self.vocab_file,
@@ -82,7 +82,7 @@ class ReshardOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(VerbSection):
-    """The weights to convert and the form to write."""
+    """The weights to convert and the format to write."""
 
     title: ClassVar[str] = "Weights"
 

@@ -1,8 +1,8 @@
-"""Reads torch files that hold more than tensors, without running anything that the files name.
+"""Read torch files that contain other objects in addition to tensors, without running code that the files name.
 
-torch's own restricted unpickler reads them. Objects of the programs that write such files become inert objects that
-only store their arguments; tensors, containers and numbers are on torch's allow-list. Everything else, such as
-functions of Python and torch, is refused, with its name in the error.
+The files are read with torch's restricted unpickler, whose allow-list contains tensors, containers and numbers. Objects
+of the program that wrote the file, such as Megatron-LM, are replaced with inert objects that only store their
+arguments. Everything else, such as functions of Python and torch, is refused with an error that names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mega.core.checkpoint.forms.foreign import torch_file
 
 
 class Inert:
-    """Replaces an object of another program. It stores its arguments and does nothing else."""
+    """A replacement for an object of another program. It only stores the arguments and the state."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -30,33 +30,33 @@ class Arguments(Inert):
 
     @property
     def values(self) -> dict[str, object]:
-        """The arguments by name."""
+        """Argument name -> value."""
         state = getattr(self, "state", {})
         state_dict = state if isinstance(state, dict) else {}
         return {key: _argument(value) for key, value in state_dict.items()}
 
 
 def _argument(value: object) -> object:
-    """A value, or the name of its type for tensors, which may be neither true nor false, and for nested containers,
-    which can take exponential time to format."""
+    """Return a value, or the name of its type for a tensor, whose truth value may be undefined, or for a nested
+    container, which can take exponential time to format."""
     containers = (dict, list, tuple, set)
     nested = isinstance(value, containers) and any(isinstance(item, containers) for item in value)
     return type(value).__name__ if nested or isinstance(value, torch.Tensor) else value
 
 
 _VALUES = ("argparse", "datetime", "enum", "pathlib", "signal")
-"""Modules of Python whose objects occur among the arguments of a command line."""
+"""Modules of Python whose objects occur among stored command-line arguments."""
 
 _BY_NAME = ("__builtin__.getattr", "builtins.getattr")
-"""The function with which Python up to 3.11.3 pickles a member of an enum, called with the class, which is inert here,
-and the member's name."""
+"""The function with which Python up to 3.11.3 pickles a member of an enum. Its arguments are the class, which is
+replaced with an inert class, and the member's name."""
 
 
 def stand_in(name: str) -> type[Inert] | None:
-    """The inert class that replaces the class or function that a file calls `name`; None if the name is not allowed.
+    """Return the inert class to be used instead of the class or function `name`; None if the name is not allowed.
 
-    Programs store objects of their own along with tensors: enums among the arguments, loss scalers, random states, the
-    state of a rerun machine; each release may add others. Functions of Python and torch are not allowed.
+    Programs store various objects with their tensors: enums among the arguments, loss scalers, random states, the state
+    of a rerun machine. Each release may add more. Names in Python and torch are not allowed.
     >>> [stand_in(name) for name in ("megatron.core.enums.Fp8Recipe", "os.system", "builtins.eval", "torch.load")]
     [<class 'mega.core.checkpoint.forms.pickles.Inert'>, None, None, None]
     """
@@ -68,5 +68,5 @@ def stand_in(name: str) -> type[Inert] | None:
 
 
 def read_pickled(path: Path) -> object:
-    """The content of a torch file. Errors: CheckpointError naming the file and the first refused object."""
+    """Return the content of a torch file. Errors: CheckpointError naming the file and the first refused object."""
     return torch_file(path, stand_in)

@@ -1,10 +1,10 @@
-"""Compares a conversion with its source: both sides are opened again, and every element of one is compared.
+"""Compare a conversion with its source: both sides are opened again, and every element is compared.
 
-The foreign files are read through the form's table; a conversion wrote them through the same table, inverted. The
+Files of another format are read through the format's table, and were written through the inverse of the same table. The
 comparison therefore shows that the files contain every element, undamaged, at the position that the table gives, but it
-cannot detect a table with a wrong order of rows. Other checks prove the tables: the tests write every form by hand
-(tests/support/foreign_forms.py), compute with the tensors that are read, and read the written files with each format's
-own rules; --verify runs both models if the other side is Hugging Face's (proof/logits.py).
+cannot detect an error in the table, such as a wrong order of rows. The tables are tested separately: tests write every
+format by hand (tests/support/foreign_forms.py), compute with the tensors read, and read exported files by the rules of
+each format. With --verify, both models are run if one side is Hugging Face's (proof/logits.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mega.core.checkpoint.own.store import Checkpoint, locate
 
 @dataclass(frozen=True)
 class ReadBack:
-    """How much was compared."""
+    """The amount of data that was compared."""
 
     tensors: int  # number of tensors in the mega checkpoint
     elements: int  # number of elements of those tensors
-    rounded: int = 0  # tensors stored with lower precision by the other form, compared after rounding
+    rounded: int = 0  # tensors that the other format stores with lower precision, compared after rounding
 
     def __str__(self) -> str:
         rounded = f", {self.rounded:,} of them rounded to the file's types" if self.rounded else ""
@@ -42,7 +42,8 @@ class ReadBack:
 
 
 def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
-    """Compare a mega checkpoint with its source or its export, in either order.
+    """Compare a mega checkpoint with the checkpoint from which it was converted, or with its export. The arguments may
+    be in either order.
 
     heads: as in `FormOptions`. Errors: CheckpointError naming the first tensor that differs.
     """
@@ -55,14 +56,14 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
 
 
 def check_comparable(load: Path, to_ours: bool) -> None:
-    """Errors: ValueError unless exactly one side of a conversion is a mega checkpoint."""
+    """Check that exactly one side of a conversion is a mega checkpoint. Errors: ValueError."""
     if (form_at(load) is OWN) == to_ours:
         other = "; `mega checkpoint diff` compares two mega checkpoints" if to_ours else ""
         raise ValueError(f"--verify: {load}: exactly one of source and target must be a mega checkpoint{other}")
 
 
 def compare(opened: OpenedForm, checkpoint: Checkpoint) -> ReadBack:
-    """Prove the table, then compare every tensor of `checkpoint` with the foreign tensor, in blocks."""
+    """Check the table, then compare every tensor of `checkpoint` with the tensor of the other format, in blocks."""
     source, table = opened.source, opened.table
     prove(table, source.tensors)
     check_copies(table, source)
@@ -78,7 +79,8 @@ def compare(opened: OpenedForm, checkpoint: Checkpoint) -> ReadBack:
 def _compared(
     target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: OpenedForm, checkpoint: Checkpoint
 ) -> bool:
-    """Whether a tensor had to be rounded to be equal. Errors: CheckpointError if the tensor differs even so."""
+    """Compare a tensor, and return whether it had to be rounded to be equal. Errors: CheckpointError if the tensor
+    differs even after rounding."""
     name, origin, rounded = target.name, target.fragments[0].source, False
     shape, dtype = expected
     if checkpoint.tensors[name] != expected and (opened.rounded is None or checkpoint.tensors[name][0] != shape):

@@ -1,4 +1,4 @@
-"""Determines the form at a path from the names of its files; no tensor is read."""
+"""Determine the format of the checkpoint at a path from file names, without reading tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from mega.core.checkpoint.own.store import store_at
 from mega.core.files import url_of
 
 MOST = 1000
-"""Limit on the entries of a folder that are examined for a suggestion."""
+"""Maximum number of a folder's entries that are examined for a suggestion."""
 
 
 def form_at(path: Path, *, inside: bool = True) -> Form:
-    """The form at `path`. inside: if no form is recognised, suggest one found in the folder.
+    """Return the format of the checkpoint at `path`. inside: whether the error for an unrecognised path suggests a
+    checkpoint found inside the folder.
 
-    Errors: CheckpointError if no form is recognised, or if both a mega checkpoint and a foreign form are recognised.
+    Errors: CheckpointError if no format is recognised, or if the path contains both a mega checkpoint and another
+    format.
     """
     if url_of(path) is None and not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
@@ -41,8 +43,8 @@ def form_at(path: Path, *, inside: bool = True) -> Form:
 
 
 def _inside(folder: Path) -> str:
-    """A suggestion for a folder that is not itself of any form but contains a path that is; folders come before
-    files."""
+    """Return a suggestion for a folder that is not a checkpoint but contains one. Checkpoints that are folders are
+    suggested before those that are files."""
     with suppress(OSError):  # unreadable entries are skipped
         for path in islice(sorted(folder.iterdir(), key=lambda path: (path.is_file(), path.name)), MOST):
             with suppress(OSError, CheckpointError):
@@ -52,11 +54,10 @@ def _inside(folder: Path) -> str:
 
 
 def check_place(save: Path, flag: str = "--save-dir") -> None:
-    """Check that mega checkpoints saved at `save` will be recognised. Errors: ValueError if `save` holds foreign
-    weights.
+    """Check that mega checkpoints may be saved at `save`. Errors: ValueError if `save` contains weights of another
+    format.
 
-    With both in one folder, it would be unclear which model is meant, and the next conversion would read the wrong
-    model.
+    With two formats in one folder, the next conversion might read the wrong model.
     """
     foreign = foreign_form(save) if url_of(save) is None and save.exists() else None
     if foreign is not None:
@@ -64,5 +65,6 @@ def check_place(save: Path, flag: str = "--save-dir") -> None:
 
 
 def foreign_form(path: Path) -> Form | None:
-    """The foreign form at `path`; None if no form is recognised. `path` may also contain mega checkpoints."""
+    """Return the format at `path` other than mega's; None if no other format is recognised. `path` may also contain
+    mega checkpoints."""
     return next((form for form in FORMS if form.recognise(path)), None)

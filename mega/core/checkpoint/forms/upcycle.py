@@ -1,14 +1,15 @@
-"""Initializes a mixture of experts from a dense checkpoint (Komatsuzaki et al. 2022; He et al. 2024, 2410.07524).
+"""Initialize a mixture of experts from a dense checkpoint (Komatsuzaki et al. 2022; He et al. 2024, 2410.07524).
 
-With granularity g an expert has 1 / g of the dense network's width. Expert j holds part j mod g of the dense network,
-so the parts repeat. The router's rows are equal for the g experts that make up one copy.
+With granularity g, an expert has 1 / g of the width of the dense feed-forward network. Expert j is initialized from
+part j mod g of the dense network, so any g consecutive parts form a copy of the dense network. The router's rows are
+equal for the g experts of one copy.
 
     dense network, width w      | part 0 | part 1 |          g = 2
     experts 0, 1, 2, 3, ...       part 0, part 1, part 0, part 1, ...
 
 If a token chooses the g experts of one copy, each with probability 1 / g, the sum of the experts' outputs is the dense
-network's output up to a factor, for which the matrices are scaled. With g = 1 the mixture computes the same as the
-dense model, for any choice of experts. This module does not depend on files.
+network's output divided by a factor, which scaling the matrices compensates. With g = 1 the mixture's output equals the
+dense model's, for any choice of experts. This module does not depend on files.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from mega.core.config.resolve import divisors
 from mega.core.config.sections import ModelConfig
 
 SCALED = "scaled/"
-"""Prefix of the name of a dense matrix that is scaled."""
+"""Prefix of the name of a scaled dense matrix."""
 
 
 @dataclass(frozen=True)
 class Upcycling:
-    """How a mixture is made."""
+    """The settings for making a mixture from a dense model."""
 
     experts: int
     """Number of experts in each layer."""
     chosen: int
     """Number of experts chosen for each token."""
     granularity: int = 1
-    """Number of experts that make up one dense network."""
+    """Number of experts into which one dense network is split."""
     seed: int = 1234
     """Seed of the router's initial values."""
 
 
 def upcycled(own: ExportSource, upcycling: Upcycling) -> OpenedForm:
-    """The initial mixture for a dense checkpoint. Its table uses every tensor of the source.
+    """Return the initial mixture for a dense checkpoint, with a table that uses every weight of the dense model.
 
-    Errors: ValueError naming the flag whose number does not fit.
+    Errors: ValueError naming the flag with an invalid number.
     """
     model = own.model
     _check(model, upcycling)
@@ -85,7 +86,8 @@ def _check(model: ModelConfig, upcycling: Upcycling) -> None:
 
 
 def _target(tensor: Tensor, granularity: int, sources: Tensors) -> Target:
-    """One tensor of the mixture, made of the dense model's tensor; for an expert, made of a part of that tensor."""
+    """Return the target for one tensor of the mixture. It is a copy of the dense model's tensor, or of a part of that
+    tensor for an expert."""
     name = f"weights/{tensor.name}"
     if tensor.member is None:
         return Target(name, tensor.shape, (whole(tensor.shape, name),))
@@ -100,7 +102,7 @@ def _target(tensor: Tensor, granularity: int, sources: Tensors) -> Target:
 
 
 class UpcycledSource:
-    """The dense model's tensors, with scaled tensors for its feed-forward networks, and initial values for the
+    """A source of the dense model's tensors, in which feed-forward matrices are scaled, and of initial values for the
     routers."""
 
     def __init__(self, dense: Source, model: ModelConfig, upcycling: Upcycling) -> None:
@@ -109,7 +111,7 @@ class UpcycledSource:
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in dense.tensors.items():
             if not name.startswith("weights/"):
-                continue  # the optimizer's state fits only the dense model
+                continue  # optimizer state fits only the dense model
             if ".mlp." in name:
                 tensors[name.replace("weights/", SCALED, 1)] = (shape, dtype)
             else:
@@ -140,14 +142,14 @@ class UpcycledSource:
 
 
 def _exponent(model: ModelConfig) -> float:
-    """The exponent that converts a factor of the output to a factor of each matrix. If there is a gate or a square, the
-    factor is divided into three, otherwise into two."""
+    """Return the exponent that converts a factor of a feed-forward network's output to a factor of each matrix. The
+    factor is divided over three matrices if the network has a gate or a squared activation, otherwise over two."""
     network = architecture(model).block.feed_forward
     return 1 / 3 if network.gated or network.activation == "relu2" else 1 / 2
 
 
 def check_one_dtype(own: ExportSource, load: object) -> None:
-    """Errors: CheckpointError if the weights have several dtypes."""
+    """Check that all weights have one dtype. Errors: CheckpointError if they do not."""
     dtypes = {dtype for name, (_, dtype) in own.source.tensors.items() if name.startswith("weights/")}
     if len(dtypes) > 1:
         raise CheckpointError(f"{load}: holds weights of several dtypes; a mixture is made of one")

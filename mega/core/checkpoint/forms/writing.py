@@ -1,4 +1,5 @@
-"""Writes JSON and torch files in the formats of other tools. Each form decides which files its folder needs."""
+"""Write JSON and torch files for formats of other programs. The module of each format decides which files a folder
+needs."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], extra_files:
 
 
 def write_torch(path: Path, content: object) -> int:
-    """Write a torch file and sync it to disk; return the file's number of bytes. Errors: OSError, for example if the
-    disk is full."""
+    """Write a torch file, sync the file to disk, and return its size in bytes. Errors: OSError, for example if the disk
+    is full."""
     try:
         with whole_file(path) as file:
             torch.save(content, file)
-    except RuntimeError as error:  # raised when torch closes its archive; hides the error that stopped the write
+    except RuntimeError as error:  # raised when torch closes the archive; hides the original error
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -43,5 +44,5 @@ def write_torch(path: Path, content: object) -> int:
 
 
 def whole_tensor(target: Target, source: Source) -> torch.Tensor:
-    """Read all elements of a target."""
+    """Read all elements of a target into one tensor."""
     return assemble(target, whole_box(target.shape), source)

@@ -1,9 +1,8 @@
-"""Decoders with the names of Hugging Face's transformers: one file for each family, or for a few similar families.
+"""Families of decoders in Hugging Face's format: one file per family, or for a few similar families.
 
-family      defines a family, for both directions: keys of its config.json, fixed values, names of its tensors
-            (default: Llama's)
-keys        kinds of keys; rope, layers: keys that determine several options
-decoders    the list of all families, and the choice of the family in which a model is written
+family      the class for a family: keys of config.json, fixed option values, and tensor names (default: Llama's)
+keys        classes for keys of config.json; rope, layers: keys that determine several options
+decoders    the list of all families, and the choice of a family for exporting a model
 gpt2, gpt_neox, gptj, llama, smollm3, granite, olmo, gemma, phi3, starcoder2, stablelm, mixtures
-            families, each with its values, keys and names. A new family is one such file and its line in the list
+            the families, each with option values, keys and names. A new family is one new file and one line in the list
 """

@@ -1,4 +1,4 @@
-"""Every family of decoders, and the choice of the family in which a model is written."""
+"""All families of decoders, and the choice of a family for exporting a model."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ DECODERS: tuple[HubFamily, ...] = (
     gptj,
     *mixtures.FAMILIES,
 )
-"""Families in the order in which they are tried for a model."""
+"""All families, in the order in which they are tried for a model."""
 
 BY_TYPE: Mapping[str, HubFamily] = {family.model_type: family for family in DECODERS}
 
 
 def model_from_config(config: Mapping[str, object], where: str, names: Collection[str] = ()) -> ModelConfig:
-    """The model that a config.json of any family describes. Errors: CheckpointError."""
+    """Return the model section that a config.json of any family describes. Errors: CheckpointError."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
         raise CheckpointError(f"{where}: model_type {kind!r} (valid: {', '.join(BY_TYPE)})")
@@ -47,14 +47,14 @@ def model_from_config(config: Mapping[str, object], where: str, names: Collectio
 
 
 def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
-    """A config.json of the first family that can express a model. Errors: CheckpointError."""
+    """Return the config.json of the first family that can express a model. Errors: CheckpointError."""
     return family_of(options).config_from_model(options, dtype)
 
 
 def family_of(options: ModelConfig, first: object = None) -> HubFamily:
-    """The first family that can express a model. first: the `model_type` that is tried before all others.
+    """Return the first family that can express a model. first: the `model_type` to try before all others.
 
-    Errors: CheckpointError naming an option that the most similar family does not have.
+    Errors: CheckpointError naming an option that the most similar family does not support.
     """
     nearest = gpt2 if architecture(options).input.learned_positions else llama.llama
     if options.experts:

@@ -1,5 +1,5 @@
-"""Gemma 1 to 3, text models: norm weights offset by one, a gated GELU, scaled embeddings. Models from Gemma 2 on have
-norms on both sides of a branch, windows in some layers, and soft caps or norms of heads."""
+"""Text models of Gemma 1 to 3: norm weights with an offset of one, gated GELU, and scaled embeddings. Gemma 2 and 3
+also have norms before and after each branch, windows in some layers, and soft caps or QK norms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mega.core.config.sections import ModelConfig
 GEMMA_VALUES = {**VALUES, "norm_offset": True, "embedding_scale": True, "embedding_scale_rounded": True}
 TANH = Word("activation", {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"}, "gelu_pytorch_tanh")
 LEGACY = Word("activation", {**TANH.values, "gelu": "geglu_tanh", "silu": "swiglu"}, "gelu_pytorch_tanh")
-"""The first Gemma's released files call the tanh form "gelu"; the family has no other form."""
+"""The released files of Gemma 1 call the tanh approximation "gelu". The family has no exact gelu."""
 
 ERF_TOO = Word("activation", {**TANH.values, "gelu": "geglu", "silu": "swiglu"}, "gelu_pytorch_tanh")
 GEMMA = {
@@ -32,8 +32,8 @@ GEMMA = {
 
 @dataclass(frozen=True)
 class QueryScalar:
-    """The number by whose square root scores are divided. If this is the usual scale, `attention_scale` remains
-    None."""
+    """A key whose value's square root divides attention scores. If this gives the usual scale, `attention_scale`
+    remains None."""
 
     names = ()
 

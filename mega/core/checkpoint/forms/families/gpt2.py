@@ -1,4 +1,5 @@
-"""GPT-2: matrices stored as [in, out]; fused query, key and value. Source: transformers' GPT2LMHeadModel."""
+"""GPT-2: matrices are stored as [in, out], and query, key and value are fused. Source: transformers'
+GPT2LMHeadModel."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from mega.core.checkpoint.forms.keys import only, whole_in
 from mega.core.config.sections import ModelConfig
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
-"""`activation_function` -> --activation."""
+"""Value of `activation_function` -> value of --activation."""
 
 
 @dataclass(frozen=True)
 class HeadCount:
-    """The number of heads that share the hidden width, each with its own keys and values. hidden: the key of the hidden
-    width."""
+    """A key for the number of heads in a family without grouped-query attention, where head_dim is the hidden width
+    divided by the number of heads. hidden: the key for the hidden width."""
 
     hidden: str = "n_embd"
 
@@ -47,7 +48,7 @@ class HeadCount:
 
 @dataclass(frozen=True)
 class Inner:
-    """`n_inner`: the feed-forward width; null means four times the hidden width."""
+    """The key `n_inner`, the feed-forward width; null means four times the hidden width."""
 
     names = ()
 
@@ -60,8 +61,8 @@ class Inner:
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """Whether scores are divided by the square root of a head's width, and whether they are divided by the layer's
-    number."""
+    """Keys for the scale of attention scores: whether scores are divided by the square root of head_dim, and whether
+    they are divided by the layer's number."""
 
     names = ("scale_attn_by_inverse_layer_idx",)
 
@@ -81,7 +82,7 @@ SIZES: Mapping[str, Key] = {
     "n_head": HeadCount(),
     "n_inner": Inner(),
     "n_positions": Whole("positions"),
-    "n_ctx": Unread(),  # old files have this key too, with the same value
+    "n_ctx": Unread(),  # old files also contain this key, with the same value
     "vocab_size": Whole("vocab"),
 }
 NUMBERS: Mapping[str, Key] = {
@@ -104,7 +105,7 @@ gpt2 = HubFamily(
         "resid_pdrop": Dropouts(("embd_pdrop",), 0.1),
         "tie_word_embeddings": flag("tied", True),
         "scale_attn_weights": ScoreScale(),
-        "reorder_and_upcast_attn": Only((False, True, None)),  # the same computation in another precision
+        "reorder_and_upcast_attn": Only((False, True, None)),  # the same computation in a different precision
         "add_cross_attention": NULL,
     },
     names={

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: parallel branches with separate norms, partial rotary positions; fused query, key and value."""
+"""GPT-NeoX and Pythia: parallel branches with separate norms, partial rotary positions, fused query, key and value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-J: parallel branches with one norm, rotary positions of neighbouring channels, a bias on the logits."""
+"""GPT-J: parallel branches with one norm, rotary positions of adjacent channels, a bias on the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class RotaryDim:
-    """The number of channels of a head that rotate; null means all."""
+    """A key for the number of rotated channels per head; null means all channels."""
 
     names = ()
 

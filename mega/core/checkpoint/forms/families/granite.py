@@ -13,7 +13,8 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class AttentionMultiplier:
-    """The multiplier of scores, 1 by default. If the multiplier is the usual scale, `attention_scale` remains None."""
+    """A key for the multiplier of attention scores; default 1. If the multiplier is the usual scale, `attention_scale`
+    remains None."""
 
     names = ()
 

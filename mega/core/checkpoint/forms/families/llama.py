@@ -1,4 +1,4 @@
-"""Llama, and Mistral, Qwen2 and Qwen3, which differ from Llama in biases, norms of heads and windows."""
+"""Llama, and the families Mistral, Qwen2 and Qwen3, which differ from Llama in biases, QK norms and windows."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ VALUES: Mapping[str, object] = {
     "qkv_bias": False,
     "hidden_dropout": 0.0,
 }
-"""Options that Llama and its relatives have in common."""
+"""Options that Llama and similar families have in common."""
 
 
 def kv_heads(absent: int | None = None) -> Whole:
-    """`num_key_value_heads`: null means the number of heads. absent: the value of an absent key; default: the number of
-    heads."""
+    """The key `num_key_value_heads`; null means the number of heads. absent: value if the key is absent; default: the
+    number of heads."""
     return Whole("kv_heads", _where_absent("num_key_value_heads", absent, _heads))
 
 
 def head_dim(absent: int | None = None) -> Whole:
-    """`head_dim`: null means the hidden width divided by the number of heads. absent: the value of an absent key;
-    default: the value of null."""
+    """The key `head_dim`; null means the hidden width divided by the number of heads. absent: value if the key is
+    absent; default: as for null."""
     return Whole("head_dim", _where_absent("head_dim", absent, _share))
 
 
@@ -82,18 +82,19 @@ LLAMA: Mapping[str, Key] = {
     "rms_norm_eps": Number("norm_eps", 1e-6),
     "tie_word_embeddings": flag("tied"),
 }
-"""Keys that Llama's relatives share."""
+"""Keys that Llama-like families have in common."""
 
 ABSENT: Mapping[str, Key] = {"attention_bias": Only((False, None)), "mlp_bias": Only((False, None))}
-"""Keys of biases, for a family that has no biases."""
+"""Keys for biases, in a family without biases."""
 
 ATTENTION_BIAS = Flag(False, {"qkv_bias": True, "out_bias": True}, {"qkv_bias": False})
-"""Biases of all attention linears, in a family whose feed-forward layers have no biases."""
+"""Key for the biases of all attention linears, in a family whose feed-forward layers have no biases."""
 
 
 @dataclass(frozen=True)
 class Biases:
-    """`mlp_bias`, and the `attention_bias` of all attention linears. A family lists it under the key `mlp_bias`."""
+    """The keys `mlp_bias`, and `attention_bias` for all attention linears. A family lists this object under the key
+    `mlp_bias`."""
 
     names = ("attention_bias",)
 

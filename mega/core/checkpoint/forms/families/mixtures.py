@@ -1,10 +1,10 @@
 """Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, whose layers are Llama's except for the router and the
 experts.
 
-Files hold each expert's matrices separately. transformers 5 and later stacks the matrices of a layer's experts in
-memory, the gate above the up projection, and writes the stacks with `save_original_format=False`; `unstacked` reads
-such files under the experts' names. The balance loss of transformers combines all layers and sequences, which no option
-expresses, so `router_aux_loss_coef` is ignored.
+Files usually store each expert's matrices separately. transformers 5 and later stacks the matrices of a layer's experts
+in memory, with gate and up projection concatenated, and writes the stacks if `save_original_format=False`; `unstacked`
+presents these stacks under the experts' names. The key `router_aux_loss_coef` is ignored, because the balance loss of
+transformers combines all layers and sequences, which no option of the project expresses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def counted(option: str, default: int) -> Whole:
 
 @dataclass(frozen=True)
 class ExpertWidth:
-    """`intermediate_size` of a family whose layers are all mixtures."""
+    """The key `intermediate_size` in a family whose layers are all mixtures."""
 
     names = ()
 
@@ -46,7 +46,7 @@ class ExpertWidth:
 
 
 class OwnWidth(Whole):
-    """The width of an expert, in a family whose dense layers have a separate width."""
+    """A key for the width of an expert, in a family whose dense layers have a separate width."""
 
     def write(self, model: ModelConfig, name: str) -> Values:
         return {name: model.expert_ffn or model.ffn}
@@ -54,7 +54,7 @@ class OwnWidth(Whole):
 
 @dataclass(frozen=True)
 class TwoNames(Whole):
-    """A number whose key has another name in new files."""
+    """A key for an integer that has a different name in new files. other: the new name."""
 
     other: str = ""
 
@@ -68,8 +68,8 @@ class TwoNames(Whole):
 
 @dataclass(frozen=True)
 class SparseLayers:
-    """`decoder_sparse_step`, the distance n if every n-th layer is a mixture, and `mlp_only_layers`, exceptions that
-    are dense."""
+    """The keys `decoder_sparse_step`, which is n if every n-th layer is a mixture, and `mlp_only_layers`, a list of
+    layers that are nevertheless dense."""
 
     names = ("mlp_only_layers",)
 
@@ -89,7 +89,7 @@ class SparseLayers:
 
 
 def alternating(config: Config, layers: int) -> list[str]:
-    """Qwen2-MoE's rule: every second of the first `max_window_layers` layers has the window."""
+    """Apply Qwen2-MoE's rule: every second layer of the first `max_window_layers` layers has the window."""
     bound = config.get("max_window_layers", 28)
     if type(bound) is not int or bound < 0:
         raise CheckpointError(f"config.json: max_window_layers {bound!r}: must be a whole number of at least 0")
@@ -103,7 +103,8 @@ NORMALIZED = flag("router_normalize")
 
 
 def gate_then_up(which: str) -> Rows:
-    """The rows of an expert's "gate" or "up" in a matrix that holds the gate above the up projection."""
+    """Return the rows of an expert's "gate" or "up" in a matrix that consists of the gate projection, then the up
+    projection."""
     position = ("gate", "up").index(which)
 
     def rows(model: ModelConfig) -> list[range]:
@@ -120,13 +121,14 @@ STACKED = {
         for which in ("gate", "up")
     },
 }
-"""The names that `unstacked` gives to the parts of a stack."""
+"""The names that `unstacked` gives to the matrices of a stack."""
 
 _STACK = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 def unstacked(source: Source) -> Source:
-    """Weights with a separate matrix for each expert. Errors: CheckpointError naming a matrix that is stored twice."""
+    """Return a source with a separate matrix for each expert. Errors: CheckpointError naming a matrix that is stored
+    twice."""
     stacks = [
         match for name, (shape, _) in source.tensors.items() if (match := _STACK.fullmatch(name)) and len(shape) == 3
     ]
@@ -134,7 +136,7 @@ def unstacked(source: Source) -> Source:
 
 
 class Unstacked:
-    """A source whose stacks [experts, out, in] are read as matrices [out, in], each under the name of its expert."""
+    """A source that presents stacks [experts, out, in] as matrices [out, in], each under the expert's name."""
 
     def __init__(self, source: Source, stacks: list[re.Match[str]]) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after each branch, and norms over whole queries and keys; in OLMo 3 most layers have a window."""
+"""OLMo 2 and 3: norms after each branch, and QK norms over all heads together. In OLMo 3, most layers have a window."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class Dropouts:
-    """Dropouts of the residual stream and of the embedding, which are one option in this project. names: all keys but
-    the first."""
+    """Keys for dropout in the residual stream and after the embedding, which this project combines in one option.
+    names: all keys except the first."""
 
     names: tuple[str, ...]
     default: float = 0.0

@@ -1,8 +1,7 @@
-"""Keys of a config.json for rotary positions: `rope_parameters` in new files, `rope_scaling` and other keys in old
-files.
+"""Keys of config.json for rotary positions: `rope_parameters` in new files, `rope_scaling` and other keys in old files.
 
-If both exist, the old key takes precedence, as in transformers. Source: transformers' modeling_rope_utils. This module
-does not depend on the model family.
+If a file contains both, the old key takes precedence, as in transformers. Source: transformers' modeling_rope_utils.
+This module does not depend on the model family.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     ),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
-"""`rope_type` -> the keys that belong to it."""
+"""`rope_type` -> keys of `rope_parameters` for this type."""
 
 KINDS = tuple(NUMBERS)
 
@@ -40,22 +39,22 @@ KINDS = tuple(NUMBERS)
 @dataclass(frozen=True)
 class RopeKeys:
     """All keys for rotary positions. A family lists this object under the key `max_position_embeddings`, because some
-    of the other keys depend on that one."""
+    of the other keys depend on `max_position_embeddings`."""
 
     base: float = 10000.0
-    """Default of the base."""
+    """Default of the RoPE base."""
     fraction: float = 1.0
-    """Default of the fraction of a head that rotates."""
+    """Default of the fraction of a head that is rotated."""
     partial: bool = False
-    """Whether heads may rotate only in part."""
+    """Whether the family supports heads that are rotated only in part."""
     base_key: str = "rope_theta"
-    """Name of the base in old files."""
+    """Key of the base in old files."""
     fraction_key: str = "partial_rotary_factor"
-    """Name of the fraction in old files."""
+    """Key of the fraction in old files."""
     kinds: tuple[str, ...] = KINDS
     """Values of `rope_type` that the family supports."""
     renamed: Mapping[str, str] = ()  # type: ignore[assignment]
-    """Further values of `rope_type` -> the kind that each means."""
+    """(another value of `rope_type`, the equivalent value in `kinds`)"""
     original: int | None = None
     """Default of `original_max_position_embeddings`; None means the number of positions."""
 
@@ -87,7 +86,7 @@ class RopeKeys:
         return {**options, **self.scaling(rope, config, positions, f"{where}: {key}" if rope else where)}
 
     def scaling(self, rope: Config, config: Config, positions: int, where: str) -> Values:
-        """The options for scaled frequencies."""
+        """Return the options for RoPE scaling."""
         stated_kind = rope.get("rope_type", rope.get("type", "default"))
         kind = dict(self.renamed).get(stated_kind, stated_kind) if isinstance(stated_kind, str) else stated_kind
         if kind not in self.kinds:
@@ -96,11 +95,11 @@ class RopeKeys:
         for name, value in rope.items():
             if name not in (*common_keys, *NUMBERS[str(kind)]) and value is not None:
                 raise CheckpointError(f"{where}: {name} {value!r}: is not a key of rope_type {stated_kind!r}")
-        if kind in ("default", "dynamic"):  # equal to unscaled within max_position_embeddings
+        if kind in ("default", "dynamic"):  # no effect within max_position_embeddings
             return {}
         if kind == "linear":
             return {"rope_interpolation": number_in(rope, "factor", where)}
-        outer_original = config.get(ORIGINAL, self.original)  # takes precedence over the key in `rope`
+        outer_original = config.get(ORIGINAL, self.original)  # overrides the key in `rope`
         original = whole_in(rope if outer_original is None else {ORIGINAL: outer_original}, ORIGINAL, where, positions)
         numbers = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[str(kind)](rope, positions, original, where)
         return {"rope_scaling": kind, "rope_original_positions": original, **numbers}
@@ -145,8 +144,8 @@ def _yarn(rope: Config, positions: int, original: int, where: str) -> Values:
 
 
 def dynamic(config: Config) -> dict[str, object] | None:
-    """`rope_scaling` of a config.json with dynamic scaling. No option expresses dynamic scaling, because it has no
-    effect within the model's maximum number of positions."""
+    """Return the `rope_scaling` of a config.json with dynamic scaling. No option expresses dynamic scaling, because it
+    has no effect within the model's maximum number of positions."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key)
         if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "dynamic":
@@ -164,7 +163,7 @@ def _longrope(rope: Config, positions: int, original: int, where: str) -> Values
     elif rope.get("factor") is not None:
         factor = number_in(rope, "factor", where)
         magnitude = _longrope_magnitude(factor, original)
-    else:  # computed from the file's number of positions, because a run may change it
+    else:  # computed for the file's number of positions, which a run may change
         magnitude = _longrope_magnitude(positions / original, original)
     return {
         "rope_short_factors": _factors(rope, "short_factor", where),
@@ -181,7 +180,7 @@ def _factors(rope: Config, key: str, where: str) -> tuple[float, ...]:
 
 
 def written_scaling(model: ModelConfig) -> dict[str, object] | None:
-    """`rope_scaling` of a config.json."""
+    """Return `rope_scaling` for config.json."""
     if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
         raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
     if model.rope_scaling == "none":

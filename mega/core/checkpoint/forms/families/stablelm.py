@@ -1,4 +1,4 @@
-"""StableLM and StableLM 2: layer norms, a gated feed-forward layer, heads that rotate in part, parallel branches."""
+"""StableLM and StableLM 2: layer norms, a gated feed-forward layer, partial rotary positions, parallel branches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class WholeHeads:
-    """The number of query heads, which divide the hidden width evenly; there may be fewer heads of keys and values."""
+    """A key for the number of query heads, where head_dim is the hidden width divided by this number. There may be
+    fewer key/value heads."""
 
     names = ("head_dim",)
 

@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, biases and grouped heads, with rotary positions."""
+"""StarCoder2: layer norms, biases, grouped-query attention and rotary positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN = {
     "gelu": "gelu",
     "relu": "relu",
 }
-"""`hidden_act` of feed-forward layers without a gate -> --activation."""
+"""Value of `hidden_act` -> value of --activation, for feed-forward layers without a gate."""
 
 starcoder2 = HubFamily(
     model_type="starcoder2",

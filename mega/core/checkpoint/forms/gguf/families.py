@@ -1,4 +1,4 @@
-"""Models that llama.cpp supports: their metadata, which correspond to keys of a config.json, and names of tensors.
+"""Models that llama.cpp supports: conversion of their metadata to keys of config.json and back, and tensor names.
 
 Sources: docs/gguf.md of ggml; conversion/*.py of llama.cpp.
 """
@@ -38,10 +38,10 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""The project's modules -> llama.cpp's modules. Modules of a layer are listed by their names within the layer."""
+"""The project's module -> llama.cpp's module. Modules of a layer are listed by their names within the layer."""
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of the divisors of Llama 3's scaled frequencies, half a head's width long, in fp32."""
+"""Name of the fp32 tensor of length head_dim / 2 by which Llama 3's RoPE frequencies are divided."""
 
 OUTPUT = "output.weight"
 
@@ -53,10 +53,10 @@ class GgufFamily:
     name: str
     """The value of `general.architecture`."""
     model_types: tuple[str, ...]
-    """The `model_type`s (in a config.json) of the models that such a file can hold; a file is read as the first of
-    these types."""
+    """Values of `model_type` in config.json for models that a file of this architecture can contain. A file is read as
+    the first of these types."""
     neighbours: bool = False
-    """Whether query and key rows are in Meta's order, in which neighbouring rows are rotated together."""
+    """Whether query and key rows are in Meta's order, in which adjacent rows are rotated together."""
 
 
 FAMILIES = (
@@ -76,11 +76,11 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
 }
-"""Whole numbers: key of the metadata -> key of a config.json."""
+"""Key of the metadata -> key of config.json, for integers."""
 
 NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
 SAME = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"}
-"""Keys of the metadata -> the key of a config.json whose value they must equal, if present."""
+"""Key of the metadata -> the key of config.json whose value it must equal, if present."""
 
 SCALING = "rope.scaling."
 ORIGINAL = f"{SCALING}original_context_length"
@@ -92,20 +92,20 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     f"{SCALING}yarn_ext_factor": (-1.0,),
     f"{SCALING}yarn_log_multiplier": (0.0,),
 }
-"""Keys that change what a model computes, unless they have the value listed here."""
+"""Keys of the metadata that change a model's computation unless they have the listed value."""
 BETAS = {f"{SCALING}yarn_beta_fast": "beta_fast", f"{SCALING}yarn_beta_slow": "beta_slow"}
-"""Parameters of YaRN: key of the metadata -> key of a config.json."""
+"""Key of the metadata -> key of config.json, for parameters of YaRN."""
 SCALED = ("linear", "yarn")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_POSITIONS = 8192
 ROPE_BASE = 10000.0
-"""The default of the rotary base, if the metadata do not state it."""
+"""The RoPE base if the metadata do not contain it."""
 LEAST, MOST = 1e-37, 3e38
-"""Range of positive numbers in 32 bits."""
+"""Range of positive numbers in fp32."""
 
 
 def shortest(number: float) -> float:
-    """The shortest decimal of a number that was stored in 32 bits.
+    """Return the shortest decimal that gives the same fp32 number as `number`.
 
     >>> shortest(9.999999747378752e-06)
     1e-05
@@ -121,10 +121,10 @@ def shortest(number: float) -> float:
 def model_of_metadata(
     metadata: Mapping[str, Json], tensors: Mapping[str, tuple[int, ...]], factors: list[float] | None, where: str
 ) -> tuple[GgufFamily, ModelConfig, dict[str, Json]]:
-    """The family, the model, and the model's config.json. tensors: shapes by name. factors: the values of
-    `ROPE_FACTORS`.
+    """Return (family, model section, config.json of the model). tensors: name -> shape. factors: the values of the
+    tensor `ROPE_FACTORS`.
 
-    Errors: CheckpointError naming a setting that llama.cpp supports and this project does not.
+    Errors: CheckpointError naming a setting that this project does not support.
     """
     name = str(metadata.get("general.architecture"))
     if name not in BY_NAME:
@@ -155,7 +155,7 @@ def model_of_metadata(
 
 
 def _near(factors: Sequence[float], expected: Sequence[float]) -> bool:
-    """Whether the factors agree up to rounding by the program that computed them."""
+    """Whether the factors are equal up to rounding."""
     pairs = zip(factors, expected, strict=False)
     return len(factors) == len(expected) and all(abs(one / other - 1) < 1e-4 for one, other in pairs)
 
@@ -166,7 +166,7 @@ def _shown(value: Json) -> str:
 
 
 def _whole(settings: Mapping[str, Json], key: str, place: str, otherwise: int | None = None) -> int:
-    """A positive whole number. place: the prefix of the key in a message."""
+    """Return the positive integer at `key`. place: the prefix of the key in messages."""
     value = settings.get(key, otherwise)
     if type(value) is not int or not 0 < value < 1 << 31:
         raise CheckpointError(f"{place}{key} {_shown(value)}: must be a positive whole number")
@@ -174,14 +174,14 @@ def _whole(settings: Mapping[str, Json], key: str, place: str, otherwise: int | 
 
 
 def _number(value: Json, what: str) -> float:
-    """A positive number that fits into 32 bits. what: the key's name in a message."""
+    """Check that a value is a positive number in the range of fp32, and return it. what: the key's name in messages."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value <= MOST:
         raise CheckpointError(f"{what} {_shown(value)}: must be a positive number of 32 bits")
     return shortest(value)
 
 
 def _sizes(settings: dict[str, Json], place: str) -> dict[str, Json]:
-    """Move sizes and numbers out of the metadata; return them under the keys of a config.json."""
+    """Remove sizes and numbers from `settings`, and return them under the keys of config.json."""
     heads, hidden = (_whole(settings, key, place) for key in ("attention.head_count", "embedding_length"))
     implied = {"attention.head_count_kv": heads, "attention.key_length": hidden // heads}
     config: dict[str, Json] = {}
@@ -199,8 +199,8 @@ def _sizes(settings: dict[str, Json], place: str) -> dict[str, Json]:
 
 
 def _scaling(settings: dict[str, Json], factors: list[float] | None, place: str) -> dict[str, Json]:
-    """`rope_scaling` of a config.json. A factor without a type means linear scaling, and a factor of 0 means no
-    scaling."""
+    """Remove the keys for RoPE scaling from `settings`, and return `rope_scaling` for config.json. A factor without a
+    type means linear scaling; a factor of 0 means no scaling."""
     factor, kind = settings.pop(f"{SCALING}factor", None) or None, settings.pop(f"{SCALING}type", None)
     original = None if settings.get(ORIGINAL) is None else _whole(settings, ORIGINAL, place)
     settings.pop(ORIGINAL, None)
@@ -229,8 +229,8 @@ def _scaling(settings: dict[str, Json], factors: list[float] | None, place: str)
 
 
 def metadata_of_model(options: ModelConfig) -> tuple[GgufFamily, dict[str, Json]]:
-    """The family that can express a model, and its metadata. Errors: CheckpointError naming a setting that no family
-    supports."""
+    """Return (the first family that can express a model, the metadata). Errors: CheckpointError naming a setting that
+    no family supports."""
     faults: list[CheckpointError] = []
     for family in FAMILIES:
         for model_type in family.model_types:
@@ -262,7 +262,7 @@ def _metadata(family: GgufFamily, options: ModelConfig, config: Mapping[str, Jso
 
 
 def rope_factors(options: ModelConfig) -> list[float] | None:
-    """The divisors of the frequencies of Llama 3's scaled positions; None for all other positions."""
+    """Return the divisors of the RoPE frequencies for Llama 3's scaling; None for a model without this scaling."""
     (rope,) = architecture(options).ropes or {None}
     if rope is None or not isinstance(rope.scaling, RopeScaling):
         return None
@@ -275,7 +275,7 @@ def rope_factors(options: ModelConfig) -> list[float] | None:
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a logical tensor.
+    """Return llama.cpp's name for a logical tensor.
 
     >>> gguf_name("model.layers.3.self_attn.q_proj.weight"), gguf_name("lm_head.weight")
     ('blk.3.attn_q.weight', 'output.weight')
@@ -284,7 +284,7 @@ def gguf_name(name: str) -> str:
 
 
 def table(family: GgufFamily, options: ModelConfig, names: Iterable[str] = ()) -> Table:
-    """The table for `weights/<name>` of every logical tensor. names: names of the tensors in a file."""
+    """Return the table that makes `weights/<name>` of every logical tensor. names: names of the tensors in a file."""
     targets = []
     for tensor in inventory(options):
         heads = next((n for part, n in _heads(options).items() if part in tensor.name), None)
@@ -295,5 +295,5 @@ def table(family: GgufFamily, options: ModelConfig, names: Iterable[str] = ()) -
 
 
 def _heads(options: ModelConfig) -> Mapping[str, int]:
-    """Modules with rotated rows -> their number of heads."""
+    """Part of the name of a module with rotated rows -> number of heads."""
     return {".q_proj.": options.heads, ".k_proj.": options.kv_heads}

@@ -1,7 +1,7 @@
-"""Checks the header of a GGUF file in one bounded pass before any object is made of it: the file must contain what the
-header announces.
+"""Check the header of a GGUF file in one bounded pass: the file must contain all items that the header lists.
 
-The gguf package makes objects of every item that a header announces, whether or not the file contains it.
+The check is needed because the `gguf` library creates an object for every item that the header lists, even if the file
+does not contain the item.
 Source: docs/gguf.md of ggml.
 """
 
@@ -21,12 +21,13 @@ SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 MOST_DIMS = 4
 MOST_ITEMS = 1 << 22
-"""Limit on the number of items in all arrays of a header, and on the number of tensors, because each becomes an object.
+"""Maximum number of items in all arrays of a header, and maximum number of tensors, because each becomes an object.
 Large vocabularies have a million items."""
 
 
 def check_header(path: Path) -> None:
-    """Errors: CheckpointError naming the part of the header that is missing from the file or not supported."""
+    """Check the header of a file. Errors: CheckpointError naming the item that is missing from the file or not
+    supported."""
     if path.stat().st_size < 24:
         raise CheckpointError(f"{path}: not a GGUF file that is read: it ends within its header")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -63,7 +64,7 @@ class HeaderWalk:
         return int(value)
 
     def _skip(self, size: int) -> int:
-        """Advance by `size` bytes; return the position before."""
+        """Advance by `size` bytes, and return the previous position."""
         begin, remaining = self._at, len(self._data) - self._at
         if size > remaining:
             raise ValueError(f"it ends within its header ({size} bytes are announced, {remaining} are left)")
@@ -79,7 +80,8 @@ class HeaderWalk:
             raise ValueError(f"a string at byte {begin} is not UTF-8") from None
 
     def _announced(self, what: str, count: int, size: int) -> None:
-        """Check that `count` items of `size` bytes or more fit into the rest of the file."""
+        """Check that `count` items of at least `size` bytes fit between the current position and the end of the
+        file."""
         self._items += count
         if count * size > (remaining := len(self._data) - self._at) or self._items > MOST_ITEMS:
             raise ValueError(

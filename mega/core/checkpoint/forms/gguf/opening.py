@@ -1,4 +1,4 @@
-"""A .gguf file as weights that are read in place, with its metadata, its tensors, and the files of its tokenizer."""
+"""Read a .gguf file in place: its metadata, its tensors, and its tokenizer as files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-"""Quantized types with one scale for each block, which are read as fp32."""
+"""Quantized types with one scale per block. They are read as fp32."""
 WRITTEN = ("Q8_0",)
 """The quantized types that can also be written."""
 
@@ -37,7 +37,7 @@ def recognise(path: Path) -> bool:
 
 
 def _inside(folder: Path) -> Path | None:
-    """The only .gguf file of a folder that contains no other model."""
+    """Return the single .gguf file in a folder that contains no other model."""
     if not folder.is_dir() or any((folder / name).exists() for name in ("config.json", "params.json", "latest")):
         return None
     files = sorted(folder.glob("*.gguf"))
@@ -49,14 +49,14 @@ def _file(path: Path) -> Path:
 
 
 def tokenizer(files: object) -> str | None:
-    """None, because the tokenizer is stored as a tokenizer.json, which the form of Hugging Face's folders
+    """Return None, because the tokenizer is stored as a tokenizer.json, which the module for Hugging Face's folders
     recognises."""
     return None
 
 
 @cache
 def _reader(path: Path, changed: int) -> GGUFReader:
-    """The reader of a file. changed: the time at which the file was last written, so that a changed file is read
+    """Return a cached reader for a file. changed: modification time of the file, so that a changed file is read
     again."""
     check_header(path)
     try:
@@ -73,7 +73,7 @@ def _reader(path: Path, changed: int) -> GGUFReader:
 
 
 def opened_file(path: Path) -> tuple[Path, GGUFReader, dict[str, Json]]:
-    """The file, its reader and its metadata. Errors: CheckpointError."""
+    """Return (path of the file, reader, metadata). Errors: CheckpointError."""
     file = _file(path)
     reader = _reader(file, file.stat().st_mtime_ns)
     metadata: dict[str, Json] = {name: field.contents() for name, field in reader.fields.items()}
@@ -85,8 +85,8 @@ def opened_file(path: Path) -> tuple[Path, GGUFReader, dict[str, Json]]:
 
 
 class GgufSource:
-    """The tensors of a memory-mapped file. Quantized tensors are read by whole rows. If any tensor is quantized, all
-    tensors are read as fp32."""
+    """A source of tensors from a memory-mapped file. Quantized tensors are read in whole rows. If any tensor is
+    quantized, all tensors are read as fp32."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -115,8 +115,7 @@ class GgufSource:
         return values[(slice(None), *columns)].to(self.tensors[name][1])
 
     def rounded(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Round whole rows in the same way as the file does, if the file stores the tensor `name` with lower
-        precision."""
+        """Round whole rows to the precision with which the file stores the tensor `name`, if it is lower."""
         kind = self._tensors[name].tensor_type
         if kind.name in PLAIN:
             return values.to(PLAIN[kind.name]).to(self.tensors[name][1])
@@ -129,7 +128,7 @@ class GgufSource:
 
 
 def shape_of(sizes: Iterable[SupportsInt]) -> tuple[int, ...]:
-    """The shape of a tensor, slowest dimension first, from the sizes listed in the file."""
+    """Return the shape of a tensor, slowest dim first, from the sizes listed in the file."""
     return tuple(map(int, sizes))[::-1]
 
 
@@ -144,7 +143,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def _factors(source: GgufSource) -> list[float] | None:
-    """The values of the tensor `ROPE_FACTORS`, which is one row."""
+    """Return the values of the tensor `ROPE_FACTORS`, if the file has it."""
     if ROPE_FACTORS not in source.tensors:
         return None
     factors: list[float] = source.read(ROPE_FACTORS, whole_box(source.tensors[ROPE_FACTORS][0])).flatten().tolist()
@@ -153,14 +152,14 @@ def _factors(source: GgufSource) -> list[float] | None:
 
 @cache
 def _folder() -> Path:
-    """A temporary folder for files that belong to open weights, deleted when the process ends."""
+    """Return a temporary folder for files that belong to open weights. It is deleted when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="mega-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def attached(path: Path) -> dict[str, Path]:
-    """tokenizer.json, tokenizer_config.json and config.json, generated from the metadata. Errors: CheckpointError."""
+    """Generate tokenizer.json, tokenizer_config.json and config.json from the metadata. Errors: CheckpointError."""
     file, reader, metadata = opened_file(path)
     source = GgufSource(file, reader)
     shapes = {name: shape for name, (shape, _) in source.tensors.items()}

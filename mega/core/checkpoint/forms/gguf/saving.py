@@ -1,6 +1,6 @@
-"""Writes a mega checkpoint as a .gguf file: metadata, tokenizer, chat template, tensors.
+"""Write a mega checkpoint as a .gguf file: metadata, tokenizer, chat template, tensors.
 
-Vectors stay in fp32, as llama.cpp requires; matrices are written in the type that --outtype gives.
+Vectors are written in fp32, as llama.cpp requires; matrices are written in the type given by --outtype.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 FILE = "model.gguf"
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
-"""--outtype -> `general.file_type`."""
+"""Value of --outtype -> `general.file_type`."""
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 NO_TOKENIZER: dict[str, Json] = {f"{PREFIX}model": "none"}
-"""llama.cpp does not open a file without this key."""
+"""A required key; llama.cpp does not open a file without it."""
 
 BLOCK = 32
-"""Number of values in a block of Q8_0."""
+"""Number of values per block of Q8_0."""
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Write one file, FILE, into the folder. Errors: CheckpointError naming a setting that llama.cpp does not
-    support."""
+    """Plan an export to one file, `FILE`, in the folder. Errors: CheckpointError naming a setting that llama.cpp does
+    not support."""
     try:
         import gguf  # noqa: F401 - fails before anything is written
     except ImportError:
@@ -67,7 +67,7 @@ def _widths(own: ExportSource) -> list[int]:
 
 
 def _vocabulary(own: ExportSource, options: FormOptions) -> tuple[dict[str, Json], tuple[str, ...]]:
-    """The metadata of the tokenizer and of the chat template, and messages about losses."""
+    """Return (metadata for the tokenizer and the chat template, messages about what is lost)."""
     try:
         tokens = options.tokens(own.checkpoint)
     except ValueError as error:
@@ -98,7 +98,7 @@ def _write(
     outtype: str,
     factors: list[float] | None,
 ) -> int:
-    """Write the file; return the number of bytes of its tensors."""
+    """Write the file, and return the total size of the tensors in bytes."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, family)
@@ -126,7 +126,7 @@ def _write(
 
 
 def _put(writer: GGUFWriter, key: str, value: Json) -> None:
-    """Write a value of the metadata, with the GGUF type that corresponds to its Python type."""
+    """Write a metadata value, with the GGUF type that corresponds to the Python type."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -146,7 +146,7 @@ def _kind(shape: tuple[int, ...], outtype: str) -> GGMLQuantizationType:
 
 
 def _stored(shape: tuple[int, ...], kind: GGMLQuantizationType) -> tuple[int, ...]:
-    """The shape of a tensor's stored bytes."""
+    """Return the shape of a tensor's array of stored bytes."""
     from gguf.constants import GGML_QUANT_SIZES
 
     block, size = GGML_QUANT_SIZES[kind]
@@ -158,7 +158,7 @@ def _bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
 
 
 def _encoded(name: str, tensor: torch.Tensor, kind: GGMLQuantizationType) -> Bytes:
-    """A tensor's bytes in the file. Errors: CheckpointError if a number exceeds the range of fp16."""
+    """Return the bytes to store for a tensor. Errors: CheckpointError if a number exceeds the range of fp16."""
     from gguf.quants import quantize
 
     if kind.name == "BF16":

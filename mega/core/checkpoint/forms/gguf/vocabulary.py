@@ -1,10 +1,10 @@
-"""Converts the tokenizer in GGUF's metadata to a tokenizer.json and back: byte-level BPE ("gpt2") and SentencePiece's
+"""Convert the tokenizer in GGUF's metadata to a tokenizer.json and back: byte-level BPE ("gpt2") and SentencePiece's
 BPE ("llama").
 
-The rule that splits a text before byte-level BPE is a name in GGUF (`tokenizer.ggml.pre`) and a regular expression in a
-tokenizer.json; a regular expression for which GGUF has no name is refused. Merges of SentencePiece's pieces are implied
-by scores in GGUF and listed in a tokenizer.json. This module does not depend on tensors. Source: llama.cpp,
-src/llama-vocab.cpp.
+GGUF names the rule that splits a text before byte-level BPE (`tokenizer.ggml.pre`), whereas a tokenizer.json contains a
+regular expression; a regular expression without a name in GGUF is refused. For SentencePiece's BPE, GGUF contains
+scores that imply the merges, whereas a tokenizer.json lists the merges. This module does not depend on tensors. Source:
+llama.cpp, src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.untrusted import Json, below
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
-"""Types of a token."""
+"""GGUF's types of tokens."""
 
 PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
@@ -31,12 +31,12 @@ _HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 
 
 class TextRule(NamedTuple):
-    """How a text is split before byte-level BPE."""
+    """A rule for splitting a text before byte-level BPE."""
 
     pattern: str
-    """The regular expression of a part."""
+    """The regular expression that matches one part of the text."""
     digits: bool = False
-    """Whether each digit is first split off as a separate part."""
+    """Whether digits are first split off, each as a separate part."""
     whole: bool = False
     """Whether a part that is itself a token is used whole, without merging."""
     normalizer: str | None = None
@@ -49,20 +49,21 @@ CUTS = {
     "qwen2": TextRule(rf"{_HEAD}\p{{N}}|{_TAIL}", normalizer="NFC"),
     "smollm": TextRule(_GPT2, digits=True),
 }
-"""llama.cpp's name of a rule -> the rule."""
+"""llama.cpp's name for a rule -> the rule."""
 
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 """Other names that llama.cpp uses for these rules. `default` is a different rule and is refused."""
 
 ENDS = ("eos", "eot", "eom")
-"""Tokens that end a text or a turn."""
+"""Names of tokens that end a text or a turn."""
 
 
 # Reading
 
 
 def tokenizer_files(metadata: Mapping[str, Json], where: str) -> dict[str, dict[str, Json]]:
-    """tokenizer.json and tokenizer_config.json; empty if the file has no tokenizer. Errors: CheckpointError."""
+    """Return tokenizer.json and tokenizer_config.json for the metadata; {} if the file has no tokenizer. Errors:
+    CheckpointError."""
     kind = metadata.get(f"{PREFIX}model")
     if kind in (None, "none", "no_vocab"):
         return {}
@@ -72,7 +73,7 @@ def tokenizer_files(metadata: Mapping[str, Json], where: str) -> dict[str, dict[
     kinds = kinds if isinstance(kinds, list) else [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise CheckpointError(f"{where}: {PREFIX}token_type: {len(kinds)} of {len(tokens)} tokens")
-    # Rows that pad the embedding are not tokens.
+    # Padding rows of the embedding are not tokens.
     while tokens and kinds[len(tokens) - 1] == UNUSED:
         tokens.pop()
     ids = {token: number for number, token in enumerate(tokens)}
@@ -118,7 +119,8 @@ def _strings(metadata: Mapping[str, Json], name: str, where: str) -> list[str]:
 
 
 def _frame(metadata: Mapping[str, Json], special_names: Mapping[str, str], where: str) -> tuple[str | None, str | None]:
-    """The tokens that llama.cpp adds before and after a text. Errors: CheckpointError if a needed one is missing."""
+    """Return the tokens that llama.cpp adds before and after a text. Errors: CheckpointError if a required token is
+    missing."""
     pre = str(metadata.get(f"{PREFIX}pre"))
     usual = {"bos": metadata.get(f"{PREFIX}model") == "llama" or ALIASES.get(pre, pre) == "llama-bpe", "eos": False}
     tokens = []
@@ -188,7 +190,7 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
         raise CheckpointError(f"{where}: holds no {PREFIX}scores for its {len(ids)} tokens")
     plain = {piece: number for piece, number in ids.items() if kinds[number] == NORMAL}
     merges: list[tuple[float, int, int, str]] = []
-    # Every pair of pieces whose concatenation is a piece is a merge; llama.cpp merges the pair with the highest score
+    # Every pair of tokens whose concatenation is a token is a merge; llama.cpp merges the pair with the highest score
     # first.
     for piece, number in plain.items():
         for cut in range(1, len(piece)):
@@ -227,14 +229,14 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
 
 
 def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
-    """The metadata for a tokenizer.json. ids: `bos_token_id` and others. rows: number of rows of the embedding. Ids
-    that the tokenizer does not use are marked unused. Errors: CheckpointError naming a setting that llama.cpp does not
-    support."""
+    """Return the metadata for a tokenizer.json. ids: `bos_token_id` and others. rows: number of rows of the embedding.
+    Ids that the tokenizer does not use are marked as unused. Errors: CheckpointError naming a setting that llama.cpp
+    does not support."""
     model, added_tokens = below(whole, "model"), whole.get("added_tokens") or []
     vocab = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocab, dict):
         raise CheckpointError(f"--to gguf: its tokenizer is {model.get('type')}; valid: BPE")
-    # llama.cpp needs a text for every row of the embedding.
+    # llama.cpp requires a text for every row of the embedding.
     tokens = [f"[PAD{number}]" for number in range(rows)]
     kinds = [UNUSED] * rows
     pieces = bool(model.get("byte_fallback"))
@@ -263,7 +265,8 @@ def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int)
 
 
 def _special(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
-    """The ids of special tokens, without those beyond the embedding, and which of them are added to every text."""
+    """Return the metadata for special tokens: their ids, except ids beyond the embedding, and which of them are added
+    to every text."""
     token_ids = {name: _tokens(ids.get(f"{name}_token_id"), rows) for name in ("bos", "eos", "pad")}
     fields: dict[str, Json] = {}
     for name, added_id in zip(("bos", "eos"), _added(whole), strict=True):
@@ -291,8 +294,8 @@ def _list(value: Json) -> list[Json]:
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[Json]:
-    """The negative rank of the first merge that makes each piece, because llama.cpp merges the pair with the highest
-    score."""
+    """Return a score for each token: the negative rank of the first merge that produces the token, because llama.cpp
+    merges the pair with the highest score."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
@@ -301,7 +304,7 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[Json]:
 
 def _leads_with_blank(whole: Mapping[str, Json], vocab: Mapping[str, Json]) -> bool:
     """Whether a space is added before a text. Errors: CheckpointError if the normalization does more than replace
-    blanks."""
+    spaces."""
     outer, before = below(whole, "normalizer"), below(whole, "pre_tokenizer")
     steps = [each for each in _list(outer.get("normalizers")) or [outer] if isinstance(each, dict) and each]
     if not before and steps in ([_BLANKS], [_LEAD, _BLANKS]):
@@ -317,8 +320,8 @@ def _leads_with_blank(whole: Mapping[str, Json], vocab: Mapping[str, Json]) -> b
 
 
 def _added(whole: Mapping[str, Json]) -> tuple[int | None, int | None]:
-    """The ids of the tokens added before and after every text. Errors: CheckpointError if several are added on one
-    side."""
+    """Return the ids of the tokens that are added before and after every text. Errors: CheckpointError if several
+    tokens are added on one side."""
     outer = below(whole, "post_processor")
     before: list[int] = []
     after: list[int] = []
@@ -342,11 +345,11 @@ def _added(whole: Mapping[str, Json]) -> tuple[int | None, int | None]:
 
 
 PARTS = (["ByteLevel"], ["Digits", "ByteLevel"], ["Split", "ByteLevel"], ["Digits", "Split", "ByteLevel"])
-"""The sequences of pre-tokenizer steps that are supported."""
+"""The supported sequences of pre-tokenizer steps."""
 
 
 def _pre(whole: Mapping[str, Json], ignores_merges: bool) -> str:
-    """llama.cpp's name of the rule that splits texts. Errors: CheckpointError."""
+    """Return llama.cpp's name for the rule that splits texts. Errors: CheckpointError if the rule is not supported."""
     outer = below(whole, "pre_tokenizer")
     steps = [each for each in _list(outer.get("pretokenizers")) or [outer] if isinstance(each, dict)]
     parts = {str(each.get("type")): each for each in steps}

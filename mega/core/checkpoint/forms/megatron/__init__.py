@@ -1,10 +1,12 @@
-"""Megatron-LM's checkpoints, from 2019 to Megatron-core 0.18: trees with one file per rank, and torch_dist folders.
+"""Read and write Megatron-LM checkpoints, from 2019 to Megatron-core 0.18: trees with one file per rank, and torch_dist
+folders.
 
-eras          names of modules, and the order in which they list their parameters: one row for each era
-trees         reads trees: rows of fused matrices, the table that moves every element; trees_write: writes trees
-arguments     a model and Megatron's arguments in the spellings of all releases; mixture: the arguments of experts
-families      BERT and T5: their arguments in addition to GPT's, the first unit of each stage
-state         Adam's state in trees: groups, scalars, schedule; state_write: writes this state
+eras          module names and parameter order of each era
+trees         reads trees: rows of fused matrices, and the table for conversion; trees_write: writes trees
+arguments     Megatron's arguments in the spellings of all releases; mixture: arguments for experts
+families      BERT, T5 and Retro: arguments and pipeline stages that differ from GPT's
+state         reads Adam's state from trees: groups, scalars, schedule; state_write: writes this state
 core          flat buffers and names of Megatron-core's optimizer state
-torch_dist    reads distributed checkpoints; torch_dist_state: their optimizer; torch_dist_write: writes them
+torch_dist    reads torch_dist folders; torch_dist_state: their optimizer state; torch_dist_write: writes torch_dist
+folders
 """

@@ -1,8 +1,8 @@
 """Flat buffers and names of Megatron-core's optimizer state, for reading and writing.
 
-A tensor of the state has no name, only a position in a list of parameters, in the order of eras.py, or in a flat buffer
-(`buckets_of`). Only torch_dist names a part of the state (`state_name`). Facts are those of core 0.18.2. This module
-does not depend on files, and uses only the sizes of tensors.
+A tensor of the state is identified by its position in a list of parameters, whose order eras.py defines, or in a flat
+buffer (`buckets_of`). Only the named format of torch_dist identifies state by names (`state_name`). This module
+describes Megatron-core 0.18.2. This module does not depend on files, and uses only the sizes of tensors.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from mega.core.checkpoint.forms.megatron.eras import TIED_COPY, WORDS
 
 GROUP_KEYS: dict[str, object] = {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
-"""Keys of a parameter group in addition to torch's; core identifies its groups by the first two keys."""
+"""Keys of a parameter group in addition to torch's keys. Megatron-core identifies groups by the first two of these
+keys."""
 
 KINDS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "master": "param"}
-"""The project's kinds of state -> the distributed optimizer's names."""
+"""The project's kind of state -> the distributed optimizer's name."""
 
 _NAMED = {"exp_avg": "moment1", "exp_avg_sq": "moment2", "param": "master", "fp32_param": "master"}
 _NAME = re.compile(rf"optimizer\.state\.({'|'.join(_NAMED)})\.(.+)")
@@ -28,8 +29,8 @@ _FLAT = re.compile(
 
 
 def state_name(kind: str, weight: str, *, distributed: bool = False) -> str:
-    """torch_dist's name of the state of a weight, stacked over layers like the weight. distributed: the fully
-    reshardable form of the distributed optimizer.
+    """Return torch_dist's name for the state of a weight. The state is stacked over layers like the weight.
+    distributed: whether the distributed optimizer saved the state, in its fully reshardable mode.
 
     >>> state_name("master", "output_layer.weight")
     'optimizer.state.fp32_param.output_layer.weight'
@@ -39,7 +40,7 @@ def state_name(kind: str, weight: str, *, distributed: bool = False) -> str:
 
 
 def named_state(name: str) -> tuple[str, str] | None:
-    """(kind of state, weight) of a name in torch_dist; None for other names.
+    """Parse a name of torch_dist into (kind of state, weight); None for a name that is not state of a weight.
 
     >>> named_state("optimizer.state.exp_avg_sq.decoder.final_layernorm.weight")
     ('moment2', 'decoder.final_layernorm.weight')
@@ -50,43 +51,43 @@ def named_state(name: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class FlatName:
-    """The name of a flat buffer of the distributed optimizer in torch_dist."""
+    """The name of one of the distributed optimizer's flat buffers in torch_dist."""
 
     rank: int
-    """The buffer's rank, counted over tensor ranks first, then over pipeline ranks."""
+    """Index of the rank that saved the buffer; tensor ranks vary fastest, then pipeline ranks."""
     chunk: int
-    """The model chunk of that rank."""
+    """Index of the rank's model chunk."""
     bucket: int
-    """The bucket of that chunk."""
+    """Index of the chunk's bucket."""
     key: str
-    """The kind of state, as Megatron names it."""
+    """Megatron's name for the kind of state."""
 
 
 def flat_name(name: str) -> FlatName | None:
-    """Parse a name of torch_dist; None if the name is not that of a flat buffer of the distributed optimizer."""
+    """Parse a name of torch_dist; None if the name is not that of a flat buffer."""
     match = _FLAT.fullmatch(name)
     return None if match is None else FlatName(int(match[1]), int(match[2]), int(match[3]), match[4])
 
 
 ALIGNED = 64
-"""A parameter begins at a multiple of this many numbers in its bucket."""
+"""Alignment of parameters in a bucket, in elements."""
 
 
 @dataclass
 class FlatBucket:
-    """Some parameters in one flat buffer: the position of each, and the buffer's length without the padding at its
-    end."""
+    """The parameters in one flat buffer: the offset of each, and the buffer's length without padding at the end."""
 
     begins: dict[str, int] = field(default_factory=dict)
     length: int = 0
 
 
 def buckets_of(numbers: Mapping[str, int], limit: int | None, alone: Collection[str] = ()) -> list[FlatBucket]:
-    """The positions at which the distributed optimizer stores the parameters of a model chunk, the last parameter
-    first.
+    """Return the buckets in which the distributed optimizer stores the parameters of a model chunk, beginning with the
+    last parameter.
 
-    numbers: number of elements of each parameter, in the order of the modules. limit: number of elements that fill a
-    bucket; None means a single bucket. alone: tied embeddings of several stages, each of which gets a separate bucket.
+    numbers: number of elements of each parameter, in the order of the modules. limit: number of elements after which a
+    bucket is full; None means a single bucket. alone: parameters that each get a separate bucket, namely tied
+    embeddings on several stages.
 
     >>> buckets_of({"a": 100, "b": 10, "c": 70}, None)
     [FlatBucket(begins={'c': 0, 'b': 128, 'a': 192}, length=292)]
@@ -109,7 +110,8 @@ def buckets_of(numbers: Mapping[str, int], limit: int | None, alone: Collection[
 
 
 def bucket_limit(values: Mapping[str, object], stage: int, chunk: int) -> int | None:
-    """The `limit` of `buckets_of` for a model chunk of a pipeline stage, from Megatron's arguments."""
+    """Return the argument `limit` of `buckets_of` for a model chunk of a pipeline stage. values: Megatron's
+    arguments."""
     single = not values.get("overlap_grad_reduce") or values.get("overlap_param_gather_with_optimizer_step")
     if single or stage or chunk:
         return None
@@ -121,7 +123,7 @@ _HEADS = ("output_layer.weight", TIED_COPY)
 
 
 def own_buckets(names: Collection[str], tied: bool) -> tuple[str, ...]:
-    """The `alone` of `buckets_of`: a tied embedding's parameters among the common `names` of a model chunk; none if the
-    chunk contains the whole model."""
+    """Return the argument `alone` of `buckets_of`: the tied embeddings among the common `names` of a model chunk; empty
+    if the chunk contains the whole model."""
     has_all_stages = WORDS in names and any(name.startswith("encoder.final_norm.") for name in names)
     return () if has_all_stages or not tied else tuple(name for name in (WORDS, *_HEADS) if name in names)

@@ -1,8 +1,8 @@
-"""Megatron's arguments of a mixture of experts: Megatron-core's (0.18; those for quantiles 0.19), for reading and
-writing, and those of the Switch layers of 2023, for reading.
+"""Convert Megatron's arguments for a mixture of experts: those of Megatron-core 0.18 (for the router choice `quantile`,
+0.19) in both directions, and those of the Switch layers of 2023 for reading only.
 
-In core, `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` may be a number or a list. This
-module uses only the names of tensors.
+In Megatron-core, `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` may be a number or a
+list. This module does not read tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ SAME: dict[str, str] = {
     "pad_to_capacity": "moe_pad_expert_input_to_capacity",
     "shared_gate": "moe_shared_expert_gate",
 }
-"""The project's options -> core's arguments of the same meaning; None in core means the project's default."""
+"""The project's option -> Megatron-core's argument with the same meaning. None in Megatron-core means the project's
+default."""
 
 SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt-softplus"}
 BALANCES = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
 CHOICES = {"sinkhorn": "sinkhorn", "quantile_balancing": "quantile"}
 QUANTILE_EMA = "moe_router_quantile_balancing_ema"
-"""An argument of core 0.19 that older releases do not accept, written only for a router that chooses by quantiles."""
+"""An argument of Megatron-core 0.19 that older releases do not accept. It is written only for the router choice
+`quantile`."""
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
     "moe_apply_probs_on_input": (False, None),
@@ -47,11 +49,12 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "moe_router_force_biased": (None,),
     "moe_mlp_glu_interleave_size": (None,),
 }
-"""Arguments that change what the same tensors compute, and the values that agree with the project's models."""
+"""Arguments that change a model's computation but not its tensors -> the values with which Megatron's model equals the
+project's."""
 
 
 def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
-    """The options of the mixture that arguments describe; {} for a dense model. Errors: CheckpointError."""
+    """Return the options for the mixture that the arguments describe; {} for a dense model. Errors: CheckpointError."""
     experts = values.get("num_experts")
     if not experts:
         return {}
@@ -95,8 +98,8 @@ def _checked(name: str, value: object, where: str) -> object:
 
 
 def _layers(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
-    """The options for which layers are mixtures. Core's flag is a Python expression for a list; files hold the value of
-    that expression."""
+    """Return the options that determine which layers are mixtures. Megatron-core's flag is a Python expression for a
+    list; files contain the value of the expression."""
     frequency = values.get("moe_layer_freq", 1)
     frequency = 1 if frequency is None else frequency
     if type(frequency) is int and frequency > 0:
@@ -130,16 +133,16 @@ def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
 
 
 def with_switch(model: ModelConfig, values: Mapping[str, object]) -> ModelConfig:
-    """A mixture with the Switch layers of 2023, whose arguments state only the number of experts. The layers are those
-    of release 23.06, or those of late 2023 if there is an argument `expert_parallel`."""
+    """Return a model with the Switch layers of 2023, whose arguments contain only the number of experts. With an
+    argument `expert_parallel`, the layers are those of late 2023, otherwise those of release 23.06."""
     if "expert_parallel" in values:
         return replace(model, experts_chosen=1, router_bias=True, router_choice="sinkhorn")
     return replace(model, experts_chosen=1, router_bias=True, router_normalize=False)
 
 
 def mixture_arguments(options: ModelConfig) -> dict[str, object]:
-    """Core's arguments of a mixture; {} for a dense model. Errors: CheckpointError naming an option that core does not
-    have."""
+    """Return Megatron-core's arguments for a mixture; {} for a dense model. Errors: CheckpointError naming an option
+    that Megatron-core does not support."""
     if not options.experts:
         return {}
     if options.router_bias:
@@ -163,7 +166,7 @@ def mixture_arguments(options: ModelConfig) -> dict[str, object]:
         "moe_aux_loss_coeff": list(coefficients) if len(coefficients) > 1 else coefficients[0],
         "moe_router_score_function": next(name for name, option in SCORES.items() if option == options.router_score),
         "moe_router_pre_softmax": options.router_score == "softmax" and not options.router_normalize,
-        "expert_model_parallel_size": 1,  # trees of ranks with different experts are not written
+        "expert_model_parallel_size": 1,  # checkpoints with experts distributed over ranks are not written
         "moe_grouped_gemm": False,
         **{core_names: _said(options, option) for option, core_names in SAME.items()},
         **({QUANTILE_EMA: options.router_quantile_ema} if options.router_choice == "quantile" else {}),
@@ -171,7 +174,8 @@ def mixture_arguments(options: ModelConfig) -> dict[str, object]:
 
 
 def _said(options: ModelConfig, name: str) -> object:
-    """The value of an option for core: None for some defaults, because core compares them with None."""
+    """Return the value of an option for Megatron-core. Some defaults become None, because Megatron-core compares these
+    arguments with None."""
     value = getattr(options, name)
     if name == "expert_ffn":
         return options.ffn if value is None else value
@@ -179,7 +183,7 @@ def _said(options: ModelConfig, name: str) -> object:
 
 
 def mixture_flags(arguments: Mapping[str, object]) -> list[str]:
-    """The flags with which core builds the mixture of a tree with these `arguments`."""
+    """Return the flags with which Megatron-core builds the mixture that `arguments` describe."""
     if "num_experts" not in arguments:
         return []
     names = ("num_experts", "moe_layer_freq", *SAME.values(), "moe_router_score_function", "moe_router_pre_softmax")

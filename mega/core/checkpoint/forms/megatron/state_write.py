@@ -1,8 +1,8 @@
-"""Writes Adam's state in the forms of Megatron-LM that state.py reads, for 2023 and for Megatron-core.
+"""Write Adam's state in the formats that state.py reads, for Megatron-LM of 2023 and for Megatron-core.
 
-A state is either plain, with one tensor for each parameter, or the distributed optimizer's, with flat vectors in
-`distrib_optim.pt`. Adam's count of updates is stored in the groups of parameters, as FusedAdam of Apex and Transformer
-Engine expects. torch's own AdamW stores the count with each parameter and cannot resume from these files. This module
+The state is written either with one tensor per parameter, or in the format of the distributed optimizer, with flat
+vectors in `distrib_optim.pt`. Adam's step count is stored in the parameter groups, as FusedAdam of Apex and Transformer
+Engine expects. torch's AdamW stores the count with each parameter, and cannot resume from these files. This module
 depends on the order of weights, but not on their names or on folders.
 """
 
@@ -30,9 +30,9 @@ from mega.core.untrusted import Json, below
 
 
 def state_kinds(checkpoint: StoredWeights) -> tuple[str, ...]:
-    """The kinds of state that are written into a tree; empty if the checkpoint has no optimizer state.
+    """Return the kinds of state to write for Megatron-LM; () if the checkpoint has no optimizer state.
 
-    Errors: CheckpointError if the checkpoint has state that such a tree cannot hold.
+    Errors: CheckpointError if the checkpoint has state that Megatron-LM's format cannot express.
     """
     kinds = {key.partition("/")[0] for key in checkpoint.tensors} - {"weights"}
     if not kinds:
@@ -52,7 +52,7 @@ def state_kinds(checkpoint: StoredWeights) -> tuple[str, ...]:
 
 
 def optimizer_scalars(meta: Mapping[str, Json], where: str) -> OptimizerScalars:
-    """The optimizer's scalars in a mega checkpoint. Errors: CheckpointError if the optimizer is not Adam."""
+    """Return the optimizer's scalars from a mega checkpoint. Errors: CheckpointError if the optimizer is not Adam."""
     options = below(meta, "config", "optimizer")
     if options.get("optimizer", "adam") != "adam":
         raise CheckpointError(f"{where}: holds the state of {options['optimizer']}, Megatron-LM's is Adam's; {LEAVE}")
@@ -62,7 +62,7 @@ def optimizer_scalars(meta: Mapping[str, Json], where: str) -> OptimizerScalars:
     progress, scaler = below(meta, "progress"), below(meta, "scaler")
     skipped = progress.get("skipped_samples", progress.get("unscheduled", 0))
     counts, scales = [progress.get("consumed", 0), skipped, meta.get("updates", 0)], list(scaler.values())
-    assert numeric(counts) and numeric(scales)  # plain_state.py has checked them
+    assert numeric(counts) and numeric(scales)  # plain_state.py has checked these values
     schedule = (
         {part: below(meta, "schedule", part) for part in ("lr", "weight_decay")} if meta.get("schedule") else None
     )
@@ -73,10 +73,12 @@ def optimizer_scalars(meta: Mapping[str, Json], where: str) -> OptimizerScalars:
 def written_state(
     tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, era: Era, *, flat: bool
 ) -> dict[str, object]:
-    """The optimizer's part of one rank's weights file: `optimizer`, and `opt_param_scheduler` if there is a schedule.
+    """Return the entries about the optimizer for one rank's weights file: `optimizer`, and `opt_param_scheduler` if
+    there is a schedule.
 
-    tensors: state by `kind/common name`. If there are masters, the form is that of 16-bit weights, otherwise the fp32
-    optimizer's. flat: whether only the groups are written here, because `written_vectors` writes the tensors.
+    tensors: state by `kind/common name`. With masters, the format is that of the optimizer for 16-bit weights,
+    otherwise that of the fp32 optimizer. flat: whether to write only the parameter groups, because `written_vectors`
+    writes the tensors.
     """
     of_kind = {kind: in_order(tensors, f"{kind}/", era) for kind in KINDS}
     grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
@@ -99,15 +101,16 @@ def written_state(
 
 
 def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, era: Era) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with `prefix`, without the prefix, in the order of the modules."""
+    """Return the tensors whose names begin with `prefix`, under names without the prefix, in the order of Megatron's
+    parameters."""
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
     return {name: tensors[prefix + name] for name in sorted(names, key=lambda name: parameter_place(name, era))}
 
 
 def written_groups(scalars: OptimizerScalars, decayed: Iterable[bool], era: Era) -> list[dict[str, object]]:
-    """Megatron's groups of parameters, without their lists of parameters.
+    """Return Megatron's parameter groups, without the lists of parameters.
 
-    Megatron's scheduler sets the current rate and weight decay before each step.
+    The current learning rate and weight decay are not needed, because Megatron's scheduler sets both before each step.
     """
     constants = scalars.constants
     lr, wd = (scalars.schedule or {}).get("lr", {}), (scalars.schedule or {}).get("weight_decay", {})
@@ -130,7 +133,7 @@ def written_groups(scalars: OptimizerScalars, decayed: Iterable[bool], era: Era)
 
 
 def written_scaler(scalars: OptimizerScalars) -> dict[str, object]:
-    """The loss scaler's state, if there is a scaler."""
+    """Return the entry for the loss scaler's state; {} without a loss scaler."""
     if scalars.scaler is None:
         return {}
     scale = torch.tensor([scalars.scaler["scale"]], dtype=torch.float32)
@@ -139,9 +142,9 @@ def written_scaler(scalars: OptimizerScalars) -> dict[str, object]:
 
 
 def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
-    """Megatron's scheduler, derived from the project's schedule. Core does not load an optimizer without a scheduler.
-    If Megatron cannot express the schedule, core gets a scheduler that only counts, and a note advises overriding it
-    (`overridden`)."""
+    """Return Megatron's scheduler, derived from the project's schedule. Megatron-core does not load an optimizer
+    without a scheduler. If Megatron cannot express the schedule, Megatron-core gets a constant schedule, and a message
+    advises the user to override it (`overridden`)."""
     lr: Mapping[str, object]
     decay: Mapping[str, object]
     if scalars.schedule is not None and not overridden(scalars):
@@ -163,7 +166,7 @@ def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
 
 
 def overridden(scalars: OptimizerScalars) -> bool:
-    """Whether Megatron cannot express this schedule."""
+    """Whether Megatron cannot express the schedule in `scalars`, so that the user must override it."""
     lr = (scalars.schedule or {}).get("lr")
     return lr is None or lr["style"] not in LR_STYLES or lr.get("batch") is not None
 
@@ -171,11 +174,11 @@ def overridden(scalars: OptimizerScalars) -> bool:
 def written_vectors(
     weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], era: Era, *, tied: bool
 ) -> dict[object, object]:
-    """The content of `distrib_optim.pt` of one rank, for a run that does not overlap the reduction of gradients.
+    """Return the content of one rank's `distrib_optim.pt`, for a run that does not overlap gradient reduction with the
+    backward pass.
 
-    weights: weights by common name. state: state by `kind/common name`; if there are no masters, the fp32 weights are
-    written in their place.
-    tied: whether the whole model is tied, even if its head is on another rank.
+    weights: weights by common name. state: state by `kind/common name`; without masters, the fp32 weights are written
+    as masters. tied: whether the model ties its embedding, even if the head is on another rank.
     """
     names = [name for name in in_order(weights, "", era) if not name.endswith(BALANCES)]
     buckets = buckets_of({name: weights[name].numel() for name in names}, None, own_buckets(names, tied))

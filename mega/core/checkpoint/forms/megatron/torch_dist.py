@@ -1,8 +1,8 @@
-"""Reads checkpoints in torch's distributed format, as written by Megatron-core (`torch_dist`).
+"""Read checkpoints in torch's distributed format, as written by Megatron-core (`torch_dist`).
 
-Their index, `.metadata`, is a pickle. This module interprets the pickle itself and supports only the dozen instructions
-that such files need. The interpreter builds plain records of names and values, and can neither import nor call
-anything.
+The index of a checkpoint, `.metadata`, is a pickle. This module contains an interpreter for pickles that supports only
+the dozen instructions that an index needs. The interpreter builds plain records of names and values, and can neither
+import nor call anything.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, namin
 
 INDEX_LIMIT = 256 << 20
 DIMS = 16
-"""Limit on the dims of a tensor."""
+"""Maximum number of dims of a tensor."""
 LAYERS, EXPERTS = "decoder.layers.", ".experts.experts."
 
 
 @dataclass
 class Record:
-    """An object of the pickle: the name of its class or function, its arguments, its state."""
+    """An object in the pickle: the name of a class or function, the arguments, and the state."""
 
     name: str
     arguments: tuple[object, ...] = ()
@@ -54,13 +54,13 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 def read_records(data: bytes, path: Path) -> object:
-    """The object that a pickle describes, made of dicts, lists, tuples, numbers, text and `Record`s.
+    """Return the object that a pickle describes. It consists of dicts, lists, tuples, numbers, strings and `Record`s.
 
-    Errors: CheckpointError naming an instruction that such an index does not need.
+    Errors: CheckpointError naming an instruction that is not supported.
     """
     stack: list[Any] = []
     memo: dict[int, object] = {}
-    budget = len(data)  # limit on copied elements: a genuine file lists each record's arguments
+    budget = len(data)  # maximum number of copied elements: a valid file lists each record's arguments
 
     def since_mark() -> list[object]:
         mark = len(stack) - 1
@@ -104,7 +104,7 @@ def read_records(data: bytes, path: Path) -> object:
             elif name == "STACK_GLOBAL":
                 attribute, module = stack.pop(), stack.pop()
                 if not isinstance(attribute, str) or not isinstance(module, str):
-                    raise ValueError("a name is not text")  # formatting nested tuples may never end
+                    raise ValueError("a name is not text")  # formatting nested tuples may take exponential time
                 stack.append(Record(f"{module}.{attribute}"))
             elif name in ("REDUCE", "NEWOBJ"):
                 args, function = stack.pop(), stack.pop()
@@ -118,7 +118,7 @@ def read_records(data: bytes, path: Path) -> object:
             elif name in ("SETITEM", "SETITEMS"):
                 items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else since_mark()
                 if not all(isinstance(key, str | Record) for key in items[::2]):
-                    raise ValueError("a key is neither text nor record")  # hashing nested tuples may never end
+                    raise ValueError("a key is neither text nor record")  # hashing tuples may take exponential time
                 stack[-1].update(zip(items[::2], items[1::2], strict=True))
             else:
                 raise CheckpointError(f"{path}: the pickle holds the instruction {name}")
@@ -131,33 +131,33 @@ def read_records(data: bytes, path: Path) -> object:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A stored rectangle."""
+    """The location of a stored rectangle."""
 
-    box: Box  # the rectangle within the stored tensor
-    file: str  # the file that contains it
-    offset: int  # position of its first byte in the file
+    box: Box  # the rectangle, in coordinates of the stored tensor
+    file: str  # name of the file that contains the rectangle
+    offset: int  # position of the rectangle's first byte in the file
     length: int  # number of bytes
 
 
 @dataclass(frozen=True)
 class CheckedChunk:
-    """The elements of a stored rectangle that was read and checked, memory-mapped from the file if possible.
+    """The elements of a stored rectangle, read and checked. They are memory-mapped from the file if possible.
 
-    data: uint8 [*size, bytes of an element], not necessarily aligned.
+    data: uint8 [*size, bytes per element], not necessarily aligned.
     """
 
     data: torch.Tensor
     dtype: torch.dtype
 
     def part(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """A copy of some elements."""
+        """Return a copy of the elements at `index`."""
         return self.data[index].clone(memory_format=torch.contiguous_format).view(self.dtype)[..., 0]
 
 
 @dataclass(frozen=True)
 class View:
-    """A part of a stored tensor: the whole tensor, one of several stacked tensors at `index` (a layer, an expert, or
-    both), or the numbers of a vector from `begin` on."""
+    """A view of a stored tensor: the whole tensor, the tensor at `index` of a stack (of layers, of experts, or of
+    both), or a vector's elements starting at `begin`."""
 
     stored: str
     index: tuple[int, ...] = ()
@@ -165,11 +165,12 @@ class View:
 
 
 class DistributedSource:
-    """The tensors of a `torch_dist` folder, under common names of a single rank: `0.0.0/encoder.layers.N...`.
+    """A source of the tensors in a `torch_dist` folder, under common names with the prefix of a single rank:
+    `0.0.0/encoder.layers.N...`.
 
-    Uniform layers are stacked in the files, [layers, ...], and so are experts, [layers, experts, ...] or [experts,
-    ...]; here each layer and expert is a separate tensor. `state` lists an optimizer's tensors as they are stored;
-    these tensors can be read only after `show` or `show_flat` (torch_dist_state.py).
+    The files stack uniform layers, [layers, ...], and experts, [layers, experts, ...] or [experts, ...]. The source
+    presents each layer and each expert as a separate tensor. `state` lists the stored tensors of the optimizer, which
+    can be read only after a call of `show` or `show_flat` (torch_dist_state.py).
 
         stored [layers, experts, *shape]      View(stored, (layer, expert)) is one tensor of `shape`
     """
@@ -193,7 +194,7 @@ class DistributedSource:
 
     def show(self, stored: str, weight: str, kind: str = "") -> None:
         """Make a stored tensor readable under the common names of the weight stored as `weight`. kind: the kind of
-        state that the tensor holds; empty for a weight."""
+        state that the tensor contains; empty for a weight."""
         shape, dtype = self._shapes[stored], self._dtype(stored)
         stacked = weight.startswith(LAYERS) and not re.match(r"\d+\.", weight.removeprefix(LAYERS))
         depth = stacked + (EXPERTS in weight)
@@ -207,16 +208,16 @@ class DistributedSource:
             self.tensors[common] = (shape[depth:], dtype)
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
-        """Make the numbers of a stored vector from `begin` on readable as the tensor `name`."""
+        """Make the elements of a stored vector, starting at `begin`, readable as the tensor `name`."""
         self._views[name] = View(stored, begin=begin)
         self.tensors[name] = (shape, self._dtype(stored))
 
     def hide(self, kind: str) -> None:
-        """Undo `show` and `show_flat` for a kind of state."""
+        """Revert `show` and `show_flat` for one kind of state."""
         self.tensors = {name: value for name, value in self.tensors.items() if not name.startswith(f"{kind}/")}
 
     def object(self, name: str) -> object:
-        """A stored object other than a tensor; None if the name is unknown. Errors: CheckpointError."""
+        """Return a stored object that is not a tensor; None if the name is unknown. Errors: CheckpointError."""
         place = self._objects.get(f"{name}/shard_0_1")
         if place is None:
             return None
@@ -235,12 +236,12 @@ class DistributedSource:
         return values.view(rows.size)[box.inside(rows)]
 
     def _read(self, stored: str, box: Box) -> torch.Tensor:
-        """A rectangle of a stored tensor, assembled from the stored rectangles that overlap it."""
+        """Return the rectangle `box` of a stored tensor, assembled from the stored rectangles that overlap it."""
         tensor = torch.empty(box.size, dtype=self._dtype(stored))
         filled = 0
         for chunk in self._chunks[stored]:
             if shared := chunk.box.intersection(box):
-                loaded = self._load(stored, chunk)  # cached: several tensors are cut from one rank's buffer
+                loaded = self._load(stored, chunk)  # cached: several tensors are slices of one rank's buffer
                 if loaded.dtype != tensor.dtype:
                     raise CheckpointError(
                         f"{self._folder / chunk.file}: {stored}: is {loaded.dtype} at {chunk.box.start}, elsewhere "
@@ -258,7 +259,8 @@ class DistributedSource:
         return self._dtypes[name]
 
     def _load(self, name: str, chunk: StoredChunk) -> CheckedChunk:
-        """One stored rectangle, read and checked only once. A rectangle is a small torch file within a file."""
+        """Return one stored rectangle, which is read and checked only once. A rectangle is stored as a small torch file
+        within a file."""
         with self._locks[chunk]:
             if chunk not in self._checked:
                 self._checked[chunk] = self._check(name, chunk)
@@ -275,7 +277,7 @@ class DistributedSource:
                 size = path.stat().st_size
                 self._mapped[chunk.file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
             mapped = self._mapped[chunk.file][chunk.offset + begin :][: data.numel()]
-            if torch.equal(mapped, data.flatten()):  # false if the stored tensor was a part of another tensor
+            if torch.equal(mapped, data.flatten()):  # false if a slice of a larger tensor was stored
                 data = mapped.view(data.shape)
         return CheckedChunk(data, tensor.dtype)
 
@@ -290,14 +292,14 @@ class DistributedSource:
 
 
 Place = tuple[str, int, int]
-"""The position of stored bytes: a file, the offset and the length."""
+"""The location of stored bytes: (file, offset, length)."""
 
 
 def _index(
     index: Any, folder: Path
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, list[StoredChunk]], dict[str, Place]]:
-    """Parse the index: (shapes of the tensors, their stored rectangles, positions of the objects that are not
-    tensors)."""
+    """Parse the index, and return (shapes of the tensors, stored rectangles of the tensors, locations of objects that
+    are not tensors)."""
     path = folder / ".metadata"
     try:
         stored: dict[tuple[str, tuple[int, ...]], Place] = {}
@@ -330,7 +332,7 @@ def _index(
 
 
 def _numbers(value: object) -> tuple[int, ...]:
-    """The counts in a tuple or in a recorded torch.Size."""
+    """Return the sizes in a tuple or in a recorded torch.Size."""
     while isinstance(value, Record):
         value = value.arguments[0]
     if not isinstance(value, tuple | list) or len(value) > DIMS:
@@ -342,7 +344,7 @@ def _numbers(value: object) -> tuple[int, ...]:
 
 
 def _text(value: object) -> str:
-    """Check that a name is text; hashing other objects may take exponential time."""
+    """Check that a name is a string, because hashing other objects may take exponential time."""
     if not isinstance(value, str):
         raise ValueError("a name is not text")
     return value
@@ -378,7 +380,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def _common(folder: Path) -> dict[str, object]:
-    """The content of common.pt; empty if it does not exist."""
+    """Return the content of common.pt; {} if the file does not exist."""
     content = read_pickled(folder / "common.pt") if (folder / "common.pt").exists() else {}
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / 'common.pt'}: holds {type(content).__name__}, not a checkpoint")
@@ -386,7 +388,8 @@ def _common(folder: Path) -> dict[str, object]:
 
 
 def arguments(content: Mapping[str, object], folder: Path, tensors: Tensors, heads: int | None) -> dict[str, object]:
-    """Megatron's arguments: those in common.pt, or those implied by the tensors and the number of heads.
+    """Return Megatron's arguments from common.pt, or otherwise arguments derived from the tensors and the number of
+    heads.
 
     content: the content of common.pt. Errors: CheckpointError if both the arguments and the number of heads are
     missing.
@@ -412,7 +415,7 @@ def _implied_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, object]
     if inner % heads:
         raise CheckpointError(f"--num-attention-heads {heads}: must divide {inner}")
     width = inner // heads
-    # The fused matrix has the rows of `heads` queries, `groups` keys and `groups` values.
+    # The fused matrix consists of the rows of `heads` queries, `groups` keys and `groups` values.
     groups = (shape(f"{first}self_attention.query_key_value.weight")[0] // width - heads) // 2
     ffn = shape(f"{first}mlp.dense_4h_to_h.weight")[1]
     numbers = (re.match(r"0\.0\.0/encoder\.layers\.(\d+)\.", name) for name in tensors)

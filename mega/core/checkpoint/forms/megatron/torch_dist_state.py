@@ -1,10 +1,10 @@
-"""Adam's state in Megatron-core's distributed checkpoints: the tensors of parameters, and the scalars.
+"""Read Adam's state from Megatron-core's distributed checkpoints: the tensors per parameter, and the scalars.
 
-Two forms are read. In the named form each moment and master is a separate tensor, stacked like the weights; it is
-written by the plain optimizers, and by the distributed optimizer if "fully reshardable". The flat form ("dp
-reshardable") consists of the distributed optimizer's buffers of each tensor and pipeline rank, in which a parameter has
-only a position (core.py). Any other form is refused. Masters must round to the weights, which proves the positions.
-This module does not open files; torch_dist.py reads them.
+Two formats are read. In the named format, each moment and each master is a separate tensor, stacked like the weights.
+It is written by optimizers that are not distributed, and by the distributed optimizer in its "fully reshardable" mode.
+The flat format ("dp reshardable" mode) consists of the distributed optimizer's buffers for each tensor and pipeline
+rank, in which a parameter has only a position (core.py). Any other format is refused. Masters must round to the
+weights, which confirms the positions. This module does not open files; torch_dist.py reads them.
 """
 
 from __future__ import annotations
@@ -48,23 +48,24 @@ from mega.core.plan.layers import stage_layers
 
 
 class Stored(Source, Protocol):
-    """A folder's tensors; those of the optimizer's state are stored but not yet readable."""
+    """A source of a folder's tensors, in which tensors of the optimizer's state become readable by `show` and
+    `show_flat`."""
 
     @property
     def state(self) -> Mapping[str, tuple[int, ...]]:
-        """The optimizer's tensors as they are stored: name -> shape."""
+        """Stored name -> shape, for the tensors of the optimizer's state."""
 
     def show(self, stored: str, weight: str, kind: str) -> None:
-        """Make a stored tensor readable as the state `kind` of the weight stored as `weight`."""
+        """Make a stored tensor readable as state of the given kind for the weight stored as `weight`."""
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
-        """Make the numbers of a stored vector from `begin` on readable as the tensor `name`."""
+        """Make the elements of a stored vector, starting at `begin`, readable as the tensor `name`."""
 
     def hide(self, kind: str) -> None:
-        """Undo `show` and `show_flat` for a kind of state."""
+        """Revert `show` and `show_flat` for one kind of state."""
 
     def object(self, name: str) -> object:
-        """A stored object other than a tensor; None if the name is unknown."""
+        """Return a stored object that is not a tensor; None if the name is unknown."""
 
 
 def state_of(
@@ -75,8 +76,8 @@ def state_of(
     weights: Table,
     where: Path,
 ) -> tuple[list[Table], OptimizerScalars | None]:
-    """(tables of the state's tensors, which this function makes readable in `source`, and the scalars); ([], None) if
-    there is no state.
+    """Return (tables for the kinds of state, scalars), and make the state's tensors readable in `source`. Without
+    state, the result is ([], None).
 
     content: the content of the folder's common.pt. values: Megatron's arguments. weights: the table of the weights.
     Errors: CheckpointError naming the tensor or key that does not fit.
@@ -112,7 +113,7 @@ KEYS = frozenset(KINDS.values())
 
 
 def model_dims(weights: Table) -> dict[str, int]:
-    """The number of dims of each logical tensor, which determines the groups of parameters."""
+    """Return tensor name -> number of dims, which determines the parameter groups."""
     return {target.name: len(target.shape) for target in weights.targets}
 
 
@@ -120,11 +121,11 @@ def model_dims(weights: Table) -> dict[str, int]:
 
 
 def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], where: Path) -> OptimizerScalars:
-    """The scalars of the forms that store groups of parameters in common.pt."""
+    """Return the scalars from common.pt, where the named format stores the parameter groups."""
     optimizer = content.get("optimizer")
     if not isinstance(optimizer, dict) or 0 not in optimizer:
         return _scalars(content, optimizer, dims, where)
-    # Experts that ranks hold separately have a separate optimizer.
+    # Experts that are distributed over ranks have a separate optimizer.
     expert_dims = {name: count for name, count in dims.items() if EXPERT in name}
     other_dims = {name: count for name, count in dims.items() if name not in expert_dims}
     first, *rest = (
@@ -139,14 +140,14 @@ def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], wher
 def _rank_scalars(
     source: Stored, content: Mapping[str, object], dims: Mapping[str, int], rank: int, where: Path
 ) -> OptimizerScalars:
-    """The scalars of one rank, in the form in which each rank stores its own scalars."""
+    """Return the scalars of one rank. In the flat format, each rank stores scalars."""
     prefix = f"optimizer.distributed.dp_group_idx_{rank}."
     optimizer = {"optimizer": source.object(f"{prefix}optimizer"), "grad_scaler": source.object(f"{prefix}grad_scaler")}
     return _scalars(content, optimizer, dims, where / prefix)
 
 
 EXPERT = ".mlp.experts."
-"""Part of the names of experts' tensors."""
+"""Part of the names of expert tensors."""
 
 
 def _scalars(
@@ -163,7 +164,8 @@ def _scalars(
 def _saved(
     model: ModelConfig, values: Mapping[str, object], buffers: Iterable[FlatName], source: Stored, where: Path
 ) -> tuple[Table, list[list[str]]]:
-    """(the table of the weights as the ranks that saved them held them, the labels of each rank's model chunks)."""
+    """Return (the table of the weights for the layout in which the checkpoint was saved, labels of each rank's model
+    chunks)."""
     ranks, parts = {each.rank for each in buffers}, {each.chunk for each in buffers}
     sizes = [
         size if isinstance(size := values.get(name) or 1, int) else 0
@@ -201,16 +203,16 @@ def _show_flat(
     values: Mapping[str, object],
     where: Path,
 ) -> None:
-    """Cut the buffers into the state of each rank's parameters.
+    """Make the state of each rank's parameters readable as slices of the buffers.
 
         buffer of rank, chunk, bucket, kind:  | ... padding ... | weight at `begin` | ... |        [bucket.length]
 
-    Errors: CheckpointError if the buffers have another layout.
+    Errors: CheckpointError if the buffers do not have this layout.
     """
     era: Era = "core-local" if values.get("transformer_impl") == "local" else "core"
     tied = not values.get("untie_embeddings_and_output_weights", False)
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    # Inverted, the table lists what each rank stores: names and shapes of its own parameters.
+    # The inverted table lists the names and shapes of the parameters that each rank stores.
     for target in inverted(saved).targets:
         label, _, name = target.name.partition("/")
         shapes.setdefault(label, {})[name] = target.shape
@@ -244,10 +246,11 @@ def _show_flat(
 
 
 def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path, explanation: str) -> list[str]:
-    """The kinds of state to read. Masters are read only for 16-bit weights; fp32 weights are their own masters.
+    """Check the state, and return the kinds of state to read. Masters are read only for 16-bit weights; fp32 weights
+    serve as masters themselves.
 
-    Errors: CheckpointError if a kind is missing or not fp32, a tensor is missing or has another shape, or a master does
-    not round to its weight.
+    Errors: CheckpointError if a kind is missing or not fp32, if a tensor is missing or has a wrong shape, or if a
+    master does not round to its weight.
     """
     for name, (_, dtype) in source.tensors.items():
         if name.partition("/")[0] in kinds and dtype != torch.float32:
@@ -268,7 +271,7 @@ def _check_masters(source: Source, weights: Table, masters: Table, where: Path, 
     by_name = {master.name.partition("/")[2]: master for master in masters.targets}
     for weight in weights.targets:
         if (master := by_name.get(weight.name.partition("/")[2])) is None:
-            continue  # a tensor that is not learned has no master
+            continue  # a tensor that is not trained has no master
         dtype = source.tensors[weight.fragments[0].source][1]
         for box in blocks(whole_box(weight.shape), dtype.itemsize):
             if not torch.equal(assemble(master, box, source).to(dtype), assemble(weight, box, source)):

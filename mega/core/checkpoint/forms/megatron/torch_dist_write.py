@@ -1,9 +1,9 @@
-"""Writes checkpoints in torch's distributed format, as read by Megatron-core 0.18 (`torch_dist`).
+"""Write checkpoints in torch's distributed format, as read by Megatron-core 0.18 (`torch_dist`).
 
-A checkpoint consists of one file of tensors, each a small torch file, and an index of their positions. Uniform layers
-are stacked in the index, [layers, ...], and are written one by one. Such a folder fits any layout whose vocabulary is
-padded to the same number of rows. eras.py has the names, trees_write.py has the values that are not tensors. This
-module does not depend on ranks.
+A checkpoint consists of one file with all tensors, each stored as a small torch file, and an index of their positions.
+The index stacks uniform layers, [layers, ...], but each layer is written separately. The folder can be loaded in any
+layout whose vocabulary is padded to the same number of rows. eras.py defines the names, and trees_write.py the values
+that are not tensors. This module does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 class DistcpFile:
-    """A file of tensors and its index. file: a new file that is written."""
+    """A writer for a file of tensors and its index. file: the new file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -64,7 +64,8 @@ class DistcpFile:
         self._stored: dict[object, object] = {}
 
     def add(self, name: str, whole: tuple[int, ...], start: tuple[int, ...], tensor: torch.Tensor) -> None:
-        """Write the rectangle of the tensor `name`, of shape `whole`, that begins at `start`."""
+        """Write a rectangle of the tensor `name`. whole: shape of the tensor. start: index of the rectangle's first
+        element."""
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             MetadataIndex,
@@ -77,7 +78,7 @@ class DistcpFile:
         if name not in self._described:
             self._described[name] = TensorStorageMetadata(properties, torch.Size(whole), [])
         metadata = self._described[name]
-        assert isinstance(metadata, TensorStorageMetadata)  # `opaque` uses other names
+        assert isinstance(metadata, TensorStorageMetadata)  # `opaque` uses different names
         metadata.chunks.append(chunk)
         self._store(MetadataIndex(name, torch.Size(start)), tensor)
 
@@ -97,17 +98,17 @@ class DistcpFile:
         self._stored[index] = _StorageInfo(FILE, begin, self._file.tell() - begin)
 
     def index(self) -> bytes:
-        """The content of `.metadata`."""
+        """Return the content of `.metadata`."""
         from torch.distributed.checkpoint.metadata import Metadata
 
         return pickle.dumps(Metadata(self._described, storage_data=self._stored), protocol=4)
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Write a folder that Megatron-core 0.18 loads; one tensor of one layer is in memory at a time."""
+    """Plan an export to a folder that Megatron-core 0.18 loads. One tensor of one layer is in memory at a time."""
     model, layout = architecture(own.model), options.layout
     metadata = tree_metadata(own, to, "core", options)
-    written_table(own.model, layout.tp, layout.pp)  # raises if the target layout does not divide the model
+    written_table(own.model, layout.tp, layout.pp)  # raises if the model is not divisible into the target layout
     weights = table(own.model, 1, written_stages(model, 1), model.input.rows(layout.tp))
 
     def fill(folder: Path, table: Table, source: Source) -> int:
@@ -132,13 +133,14 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 def _stacked(metadata: TreeMetadata) -> bool:
-    """Whether core stacks the layers in the index. Core does so if all layers have experts or none has."""
+    """Whether Megatron-core stacks the layers in the index, which it does if either all layers have experts or none
+    has."""
     return metadata.arguments.get("moe_layer_freq", 1) == 1
 
 
 def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, metadata: TreeMetadata) -> None:
-    """Write one tensor of the table. name: its name in the table, `0.0.0/common name`, or `kind/0.0.0/common name` for
-    state.
+    """Write one tensor of the table. name: the tensor's name in the table, `0.0.0/common name`, or `kind/0.0.0/common
+    name` for state.
 
     layer 3's weight [out, in] of 12 layers:  rectangle at (3, 0, 0) of size [1, out, in] in [12, out, in]
     """
@@ -153,7 +155,7 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architect
     start, whole = (*index.values(), *(0,) * tensor.dim()), (*depth.values(), *tensor.shape)
     tensor = tensor[(None,) * len(index)]
     names = [state_name(kind, weight, distributed=metadata.flat) if kind else weight]
-    # The distributed optimizer also stores a second copy of fp32 weights, as masters.
+    # The distributed optimizer also stores a copy of fp32 weights as masters.
     if not kind and metadata.flat and "master" not in metadata.kinds:
         names.append(state_name("master", weight, distributed=True))
     for each in names:
@@ -161,12 +163,13 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architect
 
 
 def _experts(model: Architecture) -> int:
-    """The number of experts of each mixture."""
+    """The number of experts per layer."""
     return next((layer.experts.count for layer in model.layers if layer.experts is not None), 0)
 
 
 def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
-    """Names of the extra states that core's modules expect. An extra state is used for fp8 and is otherwise empty."""
+    """Return the names of the extra states that Megatron-core's modules expect. An extra state is used for fp8 and is
+    otherwise empty."""
     count = len(model.layers)
     for number, layer in enumerate(model.layers):
         normed = layer.attention.q_norm is not None
@@ -190,7 +193,7 @@ def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
 
 
 def common_of(metadata: TreeMetadata) -> dict[str, object]:
-    """The content of common.pt: everything that is not a tensor."""
+    """Return the content of common.pt: all values that are not tensors."""
     content = {
         "args": argparse.Namespace(**metadata.arguments),
         "checkpoint_version": 3.0,

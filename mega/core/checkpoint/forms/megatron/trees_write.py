@@ -1,7 +1,9 @@
-"""Writes Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, for any tensor and pipeline size.
+"""Write Megatron-LM checkpoints, which are trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, for any tensor and pipeline
+parallel size.
 
-`TreeMetadata` has the values of a tree that are not tensors, and the notes about its use; torch_dist_write.py also uses
-this class. eras.py has the names, trees.py has the tables. Random states are not written.
+`TreeMetadata` contains a checkpoint's values that are not tensors, and messages about using the checkpoint;
+torch_dist_write.py also uses this class. eras.py defines the names, and trees.py the tables. Random states are not
+written.
 """
 
 from __future__ import annotations
@@ -47,25 +49,25 @@ from mega.core.untrusted import below
 
 @dataclass(frozen=True)
 class TreeMetadata:
-    """The values of a tree that are not tensors."""
+    """The values of a Megatron-LM checkpoint that are not tensors."""
 
     kinds: tuple[str, ...]
-    """Kinds of state that are written."""
+    """Kinds of optimizer state to write."""
     scalars: OptimizerScalars | None
-    """The optimizer's scalars; None if no state is written."""
+    """The optimizer's scalars; None if no optimizer state is written."""
     arguments: Mapping[str, object]
     """Megatron's command-line arguments."""
     iteration: int
     """The iteration in the folder's name."""
     flat: bool
-    """Whether the state is written as the distributed optimizer's."""
+    """Whether the state is written in the format of the distributed optimizer."""
     notes: tuple[str, ...]
     """Messages for the user."""
 
 
 def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) -> TreeMetadata:
-    """The values of the tree `to` for a mega checkpoint. Errors: CheckpointError naming a setting that the tree cannot
-    express."""
+    """Return the values to write for a mega checkpoint. to: value of --saver. Errors: CheckpointError naming a setting
+    that the target format cannot express."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, options.layout
     check_written(model, to, distributed=options.distributed)
     if own.model.retriever:
@@ -77,7 +79,7 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
     kinds = state_kinds(checkpoint) if options.optimizer else ()
     scalars = optimizer_scalars(checkpoint.meta, str(checkpoint.path)) if kinds else None
     progress = below(checkpoint.meta, "progress")
-    iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
+    iteration = max(1, checkpoint.step)  # Megatron's loader refuses iteration 0
     counts = {"iteration": iteration, "consumed_train_samples": progress.get("consumed", 0)}
     tokenizer = options.tokenizer_type or _tokenizer(checkpoint.meta)
     core = ERAS[era].core
@@ -102,7 +104,7 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
 
 
 def _tokenizer(meta: Mapping[str, object]) -> str | None:
-    """The kind of tokenizer with which a mega checkpoint was trained, if the checkpoint records one."""
+    """Return the kind of tokenizer with which a mega checkpoint was trained, if it is recorded."""
     kind = below(meta, "config", "tokenizer").get("tokenizer")
     return kind if isinstance(kind, str) else None
 
@@ -120,12 +122,12 @@ def _for_legacy(to: str, scalars: OptimizerScalars | None, retriever: bool) -> s
 
 
 def _for_core(family: str, arguments: Mapping[str, object], era: Era, scalars: OptimizerScalars | None) -> str:
-    """The flags with which Megatron-core resumes from the tree."""
+    """Return a message with the flags with which Megatron-core resumes from the checkpoint."""
     if family in OWN_STACKS:
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
     flags = [f"--ckpt-format {arguments['ckpt_format']}"]
-    flags += [] if dist else ["--no-load-rng"]  # a torch_dist folder records that it has no random states
+    flags += [] if dist else ["--no-load-rng"]  # a torch_dist folder records the absence of random states
     if scalars is None:
         flags += [] if dist else ["--no-load-optim"]
     elif overridden(scalars):
@@ -139,7 +141,7 @@ def _for_core(family: str, arguments: Mapping[str, object], era: Era, scalars: O
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Write a tree that Megatron-LM loads; one rank's file is in memory at a time."""
+    """Plan an export to a checkpoint that Megatron-LM loads. One rank's file is in memory at a time."""
     era, tp, pp = STYLES[to], options.layout.tp, options.layout.pp
     metadata = tree_metadata(own, to, era, options)
     model, weights = architecture(own.model), written_table(own.model, tp, pp)
@@ -174,7 +176,7 @@ def _write_rank(
     model: Architecture,
     rank: int,
 ) -> int:
-    """Write one rank's files and return the number of bytes. weights: weights by common name. state: state by
+    """Write one rank's files, and return their size in bytes. weights: weights by common name. state: state by
     `kind/common name`. rank: Megatron's global rank."""
     bytes_written = 0
     if metadata.scalars is not None and metadata.flat:
@@ -190,13 +192,14 @@ def _write_rank(
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
-    """Write the tracker, the file from which Megatron reads the newest iteration."""
+    """Write the tracker file, from which Megatron reads the newest iteration."""
     with new_file(folder / TRACKER) as descriptor:
         write_all(descriptor, str(iteration).encode())
 
 
 def written_table(options: ModelConfig, tp: int, pp: int) -> Table:
-    """The table of a tree for `tp` x `pp` ranks. Errors: ValueError naming the flag whose number must divide."""
+    """Return the table for a checkpoint on `tp` x `pp` ranks. Errors: ValueError naming the flag whose value does not
+    divide the model."""
     model = architecture(options)
     of_stages = {"layers": len(model.layers)} if len(model.stacks) == 1 else {}
     for kind, ranks, numbers in (("tensor", tp, model.block.shared), ("pipeline", pp, of_stages)):
@@ -210,8 +213,8 @@ _Tree: TypeAlias = "torch.Tensor | dict[str, _Tree]"
 
 
 def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -> Mapping[str, object]:
-    """The model tree of a file. Core's trees are flat, in the order of the modules. Legacy trees nest dicts down to the
-    layers and heads, within which names are dotted."""
+    """Return the model's state dict for one file. For Megatron-core it is a flat dict in the order of the modules.
+    Legacy state dicts are nested down to the stacks and heads, within which names are dotted."""
     if ERAS[era].core and family in OWN_STACKS:
         ordered = in_order(content, "", era)
         flat = {styled(name, era, family): tensor for name, tensor in ordered.items()}
@@ -232,12 +235,13 @@ def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -
 
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules of core's blocks that have an extra state, by core's names. The extra state is used for fp8 and is otherwise
+"""Names of modules in Megatron-core's blocks that have an extra state. The extra state is used for fp8 and is otherwise
 empty."""
 
 
 def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, torch.Tensor | None]:
-    """Core's weights in the order of its modules, and the extra states that core expects, which are empty."""
+    """Return Megatron-core's weights in the order of its modules, and the empty extra states that Megatron-core
+    expects."""
     engine, tree = era == "core", dict[str, torch.Tensor | None]()
     empty = torch.empty(0, dtype=torch.uint8) if engine else None
     ordered = [(styled(name, era), tensor) for name, tensor in in_order(content, "", era).items()]
@@ -256,5 +260,5 @@ def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, torch.Tens
 
 
 def rank_directory(tp_rank: int, stage: int, pp: int) -> str:
-    """The name of a rank's folder."""
+    """Return the name of a rank's folder."""
     return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
