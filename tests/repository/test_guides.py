@@ -20,7 +20,7 @@ import pytest
 from mega import cli
 from mega.core.text.chat.templates import TEMPLATES
 from mega.core.text.gpt2 import byte_letters
-from tests.repository.test_pages import REPOSITORY, text_of
+from tests.repository.test_pages import PAGES, REPOSITORY, text_of
 
 GUIDES = sorted(path.stem for path in (REPOSITORY / "docs/guides").glob("*.md"))
 
@@ -116,6 +116,10 @@ def _prepare(guide: str, folder: Path) -> None:
             _llama(folder)
     elif guide in ("one-node", "slurm", "troubleshooting"):
         _run(folder, "runs/llama-1b", "runs/llama-7b", "runs/first")
+    elif guide == "tokenizer":
+        pytest.importorskip("sentencex", reason="needs the extra data")
+        pages = [json.dumps({"text": text_of(page)}) for page in PAGES]
+        (folder / "my.jsonl").write_text("\n".join(pages) + "\n", encoding="utf-8")
     elif guide == "from-megatron":
         _run(folder, "runs/given")
         _type("mega reshard --load-dir runs/given --save-dir megatron/gpt --saver megatron-23.06")
@@ -134,7 +138,7 @@ def _typed(guide: str, line: str) -> str | None:
     verb = line.split()[1]
     if verb == "launch":
         return line
-    more = SMALL.get(verb, "")
+    more = SMALL.get(verb, "") if guide != "tokenizer" or verb != "train-tokenizer" else "--vocab-size 2000"
     if verb == "pretrain":
         more += " " + SHORT.get(guide, "")
         if "recipes/" in line:
