@@ -37,11 +37,11 @@ class LowRank(nn.Module):
         return ()
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None) -> Any:
-        """Add the adapter's output for x [n, in] to y [n, out]. Return what `wgrad` needs."""
+        """Add the adapter's output for x [n, in] to y [n, out]. Return the state that `wgrad` needs."""
         raise NotImplementedError
 
     def dgrad(self, grad: torch.Tensor, grad_x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Add the adapter's input gradient for grad [n, out] to grad_x [n, in]. Return what `wgrad` needs."""
+        """Add the adapter's input gradient for grad [n, out] to grad_x [n, in]. Return the state that `wgrad` needs."""
         raise NotImplementedError
 
     def wgrad(

@@ -46,9 +46,9 @@ def tied_difference(grads: GradBuffer) -> torch.Tensor | None:
     hash of this rank's copy of that bucket, which a float64 represents exactly. Returns None on stages that share no
     tensor.
 
-    Norms include only the first copy, so they do not show damage to another copy, with which the update would make the
-    copies differ. The checksum is the integer sum of all elements' bit patterns. Integer sums are exact in any order,
-    and one flipped bit changes the checksum.
+    A norm includes only the first copy of a tied tensor, so it does not show damage to another copy. The update would
+    then make the copies differ. The checksum is the integer sum of all elements' bit patterns. Integer sums are exact
+    in any order, and one flipped bit changes the checksum.
     """
     difference = None
     for number, bucket in reversed(list(enumerate(tied_buckets(grads), 1))):

@@ -7,7 +7,7 @@ Korthikanti et al. 2022):
                          reduce-scatter <->  all-gather    the same under sequence parallelism
     all_to_all           all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
-No function here enters a region, because the column-parallel layer (linear.py) overlaps this collective with its GEMM.
+The collective at the entry of a region is part of the column-parallel layer (linear.py), which overlaps it with a GEMM.
 All collectives act on dim 0 of [tokens, ...]. On an axis of one rank each collective is the identity, without a copy.
 """
 
@@ -145,7 +145,7 @@ def start_reduce_scatter(
 class RingShift:
     """An exchange around the axis, in flight: send `x` to the next rank and receive the tensor of the previous rank.
 
-    `wait` returns the received tensor. `x` must not change until then.
+    `wait` returns the received tensor. `x` must not change before `wait` returns.
     """
 
     def __init__(self, x: torch.Tensor, axis: Axis):
@@ -261,7 +261,7 @@ def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Ten
 
 
 def _local_block(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's block of dim 0. All ranks have blocks of equal length."""
+    """Return this rank's block of dim 0. All ranks have blocks of equal length."""
     return grad.chunk(axis.size)[axis.index].contiguous()
 
 

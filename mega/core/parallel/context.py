@@ -134,7 +134,7 @@ class RingState(NamedTuple):
     mask: AttentionMask
 
     def blocks(self, source: int, s: int, t: int) -> list[RingBlock]:
-        """The blocks of scores between the s queries of this rank and the t keys of rank `source`.
+        """Return the blocks of scores to compute between the s queries of this rank and the t keys of rank `source`.
 
         A rank holds an early and a late chunk of queries and of keys. Plain causal rows have three cases:
         - source is this rank: its queries attend to all its keys, causally.

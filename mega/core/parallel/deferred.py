@@ -26,7 +26,7 @@ class WgradQueue:
         self._deferred: list[DeferredWgrad] = []
 
     def defer(self) -> None:
-        """From now on queue wgrad GEMMs instead of running them (a backward pass for input gradients only)."""
+        """Queue later wgrad GEMMs instead of running them, so that the backward pass computes input gradients only."""
         self._deferred = []
         for weight in self._weights:
             weight.on_wgrad = self._add

@@ -76,7 +76,7 @@ def plan_rows(
     local, local_experts = chosen.flatten() - experts.start, len(experts)
     whole = local_experts == count and kept is None
     if not whole:
-        # Choices of other ranks' experts get the expert index `local_experts`, sort to the end and are cut off.
+        # Choices of other ranks' experts get the expert index `local_experts`, are sorted to the end and cut off.
         valid = (local >= 0) & (local < local_experts)
         local = torch.where(valid if kept is None else valid & kept.flatten(), local, local_experts)
     order = local.int().argsort(stable=True)  # int32 sorts in half the time of int64
@@ -121,7 +121,7 @@ def permute(x: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.
 
 
 def unpermute(rows: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.Tensor:
-    """[rows, ...] -> [t, ...]: `total` sums the rows of each token in the order of its choices."""
+    """Sum the rows of each token by `total`, in the order of the token's choices: [rows, ...] -> [t, ...]."""
     return _Unpermute.apply(rows, plan, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -210,7 +210,7 @@ class RowExchange:
         return RowPlan(order, row_of[:, None], self.counts, True)
 
     def move(self, x: torch.Tensor, forwards: bool) -> torch.Tensor:
-        """The exchange alone, without sorting."""
+        """Exchange rows without sorting them. forwards: from tokens to experts; otherwise back."""
         if x.is_meta:
             Finished(waited=observe.exchange("all-to-all", x.nbytes, self._ep.ranks)).wait()
             return torch.empty_like(x)
@@ -264,8 +264,8 @@ class ExpertRegion:
         self.exchange = SINGLE if within or (gathers and not same_tokens) else axes.ep
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tokens [t, ...] of all ranks that share the experts' work on these tokens. The backward pass sums
-        the gradients over these ranks."""
+        """Return the tokens [t, ...] for the experts of this rank, gathered from all ranks that share the work. The
+        backward pass sums the gradients over these ranks."""
         if self._shared.size == 1:
             return x
         pair = (_unchanged, summed) if self._same else (all_gather, reduce_scatter)
@@ -276,7 +276,7 @@ class ExpertRegion:
         return x if self._same else all_gather(x, self._shared)
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the sum of y over the ranks that share the work on these tokens; each rank gets its own tokens."""
+        """Return the sum of y over the ranks that share the work; each rank gets the sums of its own tokens."""
         if self._shared.size == 1:
             return y
         pair = (summed, _unchanged) if self._same else (reduce_scatter, all_gather)

@@ -4,9 +4,9 @@
     dgrad     dx [n, in]
     wgrad     dW [out, in], added to the weight's main_grad if it has one
 
-`WeightGemms` computes these GEMMs with one weight. A wrapper with the same interface may replace it: an adapter adds a
-low-rank GEMM to each of the three (adapter.py). GEMMs do not depend on ranks: x and dy are whole on this rank; y and dx
-may be partial sums that the layer reduces afterwards.
+`WeightGemms` computes these GEMMs with one weight. A wrapper with the same interface may replace `WeightGemms`; for
+example, an adapter adds a low-rank GEMM to each of the three GEMMs (adapter.py). GEMMs do not depend on ranks: x and dy
+are whole on this rank; y and dx may be partial sums that the layer reduces afterwards.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Bucket:
         self._own = self._weights[span[0] : span[1]].clone() if zero >= 3 else None
         self.grads: torch.Tensor | None = None
         self.own_grads: torch.Tensor
-        # Up to ZeRO 1 the gradients of the whole bucket stay allocated; ZeRO 2 and 3 keep only this rank's span.
+        # With ZeRO 0 and 1 the gradients of the whole bucket stay allocated; ZeRO 2 and 3 keep only this rank's span.
         if zero < 2:
             self.open()
             assert self.grads is not None
@@ -201,8 +201,8 @@ class GradBuffer:
         2  as 1, and gradients are reduced and freed after every microbatch, so only this rank's spans stay allocated
         3  as 2, and the weights of a unit are gathered while the previous unit runs, and freed after use
 
-    shared: for each tensor that several pipeline stages hold, its name -> these stages (`shared_stages`). All ranks
-    must pass the same value.
+    shared: name of each tensor that several pipeline stages hold -> these stages (`shared_stages`). It must be equal on
+    all ranks.
     matrices: whether matrices of layers get separate buckets, because the optimizer updates them as whole matrices.
     before_reduce: called with each bucket when its local gradients are complete, before they are reduced.
     """
@@ -250,8 +250,8 @@ class GradBuffer:
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
         self._overlap_gather, self._order = overlap_gather, _Order()
         if zero and overlap_gather and any(data.axis.size > 1 for data in mesh.data_axes.values()):
-            # Collectives of one communicator run in order. So a separate communicator avoids that the small all-reduce
-            # of the loss waits for an all-gather of weights, or the all-gather for a reduction of other gradients.
+            # Collectives of one communicator run in order. Weights get a separate communicator, so that the all-reduce
+            # of the loss does not wait for an all-gather, and an all-gather does not wait for a reduction.
             self._gather_axes = {name: mesh.own_data_axis(name) for name in self._gather_axes}
         if self._gathered and overlap_gather:
             for chunk in chunks:
@@ -261,8 +261,7 @@ class GradBuffer:
     # -- construction
 
     def _buckets(self, unit: nn.Module, rules: BucketRules) -> Iterator[Bucket]:
-        """Yield buckets for the trainable weights of `unit`, except tied weights that an earlier unit of this rank
-        holds."""
+        """Yield the buckets of the trainable weights of `unit`, except tied weights that an earlier unit holds."""
         trainable = [weight for weight in weights(unit) if weight.requires_grad and id(weight) not in self._claimed]
         self._claimed.update(map(id, trainable))
         for spec in plan_buckets([parameter_spec(weight) for weight in trainable], rules):
@@ -309,8 +308,7 @@ class GradBuffer:
             out, work = start_reduce_scatter(bucket.close(), data)
             bucket.works.append((work, out))
             bucket.reshard()
-            # A reduction in flight keeps the gradients of its whole bucket alive, so at most one reduction is in
-            # flight.
+            # At most one reduction is in flight, because it keeps the gradients of its whole bucket alive.
             before, self._reducing = self._reducing, bucket
             if before is not None and before is not bucket:
                 _settle(before)
@@ -374,7 +372,7 @@ class GradBuffer:
             bucket.wait_param_gather()
 
     def buckets_of(self, unit: nn.Module) -> list[Bucket]:
-        """The distinct buckets of a unit's trainable weights."""
+        """Return the distinct buckets of a unit's trainable weights."""
         buckets = [self._bucket_of[id(weight)] for weight in weights(unit) if weight.requires_grad]
         return list({id(bucket): bucket for bucket in buckets}.values())
 
@@ -412,8 +410,7 @@ class GradBuffer:
 
 
 class _Order:
-    """The order in which a step uses the units' weights, predicted from the order of the previous step (any
-    schedule)."""
+    """Predicts the order in which a step uses the units' weights from the order in the previous step."""
 
     def __init__(self) -> None:
         self._before: list[list[Bucket]] = []
@@ -429,8 +426,7 @@ class _Order:
         self._follows = False
 
     def after(self, used: list[Bucket]) -> list[Bucket]:
-        """Return the buckets that the previous step used after `used`; empty if this step uses units in a different
-        order."""
+        """Return the buckets that the previous step used after `used`; empty if this step has a different order."""
         if not self._follows:
             return []
         position = len(self._now)
@@ -440,7 +436,7 @@ class _Order:
 
 
 class _Return(torch.autograd.Function):
-    """Identity at the output of a unit that unshards the unit's weights when its backward pass begins."""
+    """The identity function at the output of a unit. Its backward pass first gathers the unit's weights."""
 
     @staticmethod
     def forward(
@@ -466,8 +462,7 @@ def _unobserved(bucket: Bucket) -> None:
 
 
 def _settle(bucket: Bucket) -> None:
-    """Wait for the bucket's reductions in flight. Copy their results to this rank's span; with ZeRO 2 and 3, add
-    them."""
+    """Wait for the bucket's reductions in flight, and copy (ZeRO 2 and 3: add) their results to this rank's span."""
     for work, out in bucket.works:
         wait_for(work)
         if bucket.zero >= 2:
@@ -478,7 +473,7 @@ def _settle(bucket: Bucket) -> None:
 
 
 def units_of(chunk: nn.Module) -> Iterator[nn.Module]:
-    """The units of a chunk: each block, the embedding, the head. The weights of a unit are gathered together."""
+    """Yield the units of a chunk: each block, the embedding, the head. The weights of a unit are gathered together."""
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -487,13 +482,13 @@ def units_of(chunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def parameter_spec(weight: Weight) -> ParameterSpec:
-    """The properties of `weight` that determine its bucket."""
+    """Return the properties of `weight` that determine its bucket."""
     tensors = tuple(segment.shard.tensor for segment in weight.segments)
     return ParameterSpec(tensors, weight.numel(), str(weight.dtype))
 
 
 def _into_main_grad(parameter: torch.Tensor) -> None:
-    """Add the gradient that autograd accumulated (norms, biases, positions) to the bucket.
+    """Add the gradient that autograd accumulated (of norms, biases, learned positions) to the bucket's gradients.
 
     `parameter.grad` is None if a layer has already added the gradient to `main_grad`.
     """

@@ -141,8 +141,7 @@ class _RowMatmul(torch.autograd.Function):
     def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gemms, region, dtype, saved = ctx.state
         axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
-        # `kept` is called first, while no other tensor of this function is alive, because it may recompute a whole
-        # block.
+        # `kept` may recompute a whole block, so call it first, while no other tensor of this function is alive.
         x = kept(ctx) if trained(gemms) else None
         if x is not None and sequence and transport is not None:
             gathered, grad_x = Gather(grad, transport), torch.empty_like(x)
@@ -150,8 +149,7 @@ class _RowMatmul(torch.autograd.Function):
                 gemms.dgrad(part, factor, out=grad_x[rows])
             grads = gemms.wgrad(gathered.whole(keep=defers_wgrad(gemms)), x)
             return grad_x, None, None, None, *grads
-        # Keep no reference to the gathered gradient, so that in fp8, where `prepared` is a separate tensor, it is
-        # freed.
+        # Keep no reference to the gathered gradient, because `prepared` is a separate tensor in fp8.
         prepared = gemms.prepare(all_gather(grad, axis) if sequence else grad, saved)
         del grad
         grad_x = gemms.dgrad(prepared, factor)
@@ -180,8 +178,8 @@ class ColumnLinear(nn.Module):
     key, value).
 
     The next op computes the gradient of the bias in the same pass as its own gradient. `biased` adds the bias in the
-    GEMM; `matmul` leaves the addition to the next op. gemms: may be wrapped by an adapter. drop: dropout for adapters,
-    for all tokens of the region.
+    GEMM; `matmul` leaves the addition to the next op. gemms: the GEMMs of the layer, which an adapter may wrap. drop:
+    dropout for adapters, for all tokens of the region.
     """
 
     gemms: LinearGemms
@@ -208,7 +206,7 @@ class RowLinear(nn.Module):
     """A linear layer with inputs sharded over the tensor axis. The bias must be added once, after the sum over ranks,
     so `matmul` does not add it.
 
-    gemms: may be wrapped by an adapter. drop: dropout for adapters, for all tokens of the region.
+    gemms: GEMMs of the layer, which an adapter may wrap. drop: dropout for adapters, for all tokens of the region.
     """
 
     gemms: LinearGemms

@@ -59,7 +59,7 @@ class Axis:
 
 
 SINGLE = Axis("single", (0,), 0)
-"""An axis of one rank, for a layer that runs alone."""
+"""An axis of one rank, for a layer that runs on a single rank."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DataAxis:
     axis: Axis
     """Ranks over which the gradient of a weight is summed; ZeRO assigns a span to each of these ranks."""
     with_tp: Axis
-    """`axis` x `tensor`: all ranks that hold a copy of a weight that tensor ranks replicate."""
+    """Product of `axis` and `tensor`: all ranks with a copy of a weight that is replicated over tensor ranks."""
     parts: Axis
     """Ranks of one stage that together hold a whole logical tensor."""
     model: Axis
@@ -110,7 +110,7 @@ class Groups:
 
 
 def _group_description(ranks: tuple[int, ...], purpose: str) -> str:
-    """The description of a group in the flight recorder and in messages of the backend.
+    """Return the description of a group for the flight recorder and for messages of the backend.
 
     >>> _group_description((0, 2), ""), _group_description(tuple(range(64)), "weights")
     ('ranks 0,2', '64 ranks from 0 to 63 (weights)')
@@ -167,7 +167,7 @@ class Mesh:
 
     @classmethod
     def at(cls, rank: int, **sizes: int) -> Mesh:
-        """The mesh as seen by `rank`, without processes.
+        """Return the mesh as seen by `rank`, without processes.
 
         >>> Mesh.at(5, tp=2, dp=2, pp=2).pp.ranks
         (1, 5)
@@ -175,7 +175,7 @@ class Mesh:
         return cls(rank, **sizes)  # type: ignore[arg-type]
 
     def own_group(self, purpose: str) -> Axis:
-        """All ranks on a separate gloo group, for a thread whose collectives must not mix with the collectives of
+        """Return all ranks on a separate gloo group, for a thread whose collectives must not mix with those of
         training.
 
         All ranks must call this together.
@@ -199,7 +199,7 @@ class Mesh:
         return self._axis("x".join(names), self.slices(*names))
 
     def own_data_axis(self, data: str) -> Axis:
-        """The ranks of a data axis on a separate communicator, so that no other collective waits for its transfers."""
+        """Return a data axis on a separate communicator, so that other collectives do not wait for its transfers."""
         names, _ = DATA_AXES[data]
         return self._axis("x".join(names), self.slices(*names), "weights")
 
@@ -254,7 +254,7 @@ class Mesh:
     def _p2p(self) -> dict[tuple[str, int], Axis]:
         """Return the pair of ranks of each link of this rank, by (kind, receiving stage).
 
-        Activations ("F") go from each stage to the next and gradients ("B") to the previous one, around a ring.
+        Activations ("F") go from each stage to the next and gradients ("B") to the previous stage, around a ring.
         Every link has its own communicator, so that a late message on one link never blocks another.
         """
         pipelines, stages, touching = self.slices("pp"), self.pp.size, {}

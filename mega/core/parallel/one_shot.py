@@ -47,18 +47,18 @@ class Sum(Protocol):
 
 
 def limit_of(ranks: int) -> int:
-    """Size of the largest tensor that is summed in one exchange, in bytes.
+    """Return the size of the largest tensor that is summed in one exchange, in bytes.
 
     >>> [limit_of(ranks) >> 10 for ranks in (2, 3, 4, 8)]
     [16384, 7232, 4096, 1024]
     """
-    whole = 1 << 16  # with multiples of this, every thread's part begins at a multiple of ALIGNMENT
+    whole = 1 << 16  # with a multiple of this size, every thread's part begins at a multiple of ALIGNMENT
     return max((1 << 26) // ranks**2 // whole * whole, 1 << 19)
 
 
 def trial_sizes(limit: int) -> tuple[int, ...]:
-    """Sizes of the tensors in the trial, in bytes: less than a warp, one block of threads, a few blocks, and the
-    largest tensor.
+    """Return the sizes of the tensors in the trial, in bytes: less than a warp, one block of threads, a few blocks, and
+    the largest tensor.
 
     Each size is used several times, because the two buffers alternate.
     """
@@ -113,8 +113,7 @@ class HostSum:
             self._add(part, total)
 
     def _add(self, x: torch.Tensor, into: torch.Tensor | None) -> None:
-        # The order of summation does not depend on `into` or on the rank, so the result is bitwise identical on all
-        # ranks.
+        # The order of summation is the same on all ranks, so the result is bitwise identical on all ranks.
         first, second, *rest = self._parts(x)
         total = torch.add(first, second, out=x if into is None else None)
         for part in rest:
@@ -160,7 +159,7 @@ def takes(x: torch.Tensor, dtype: torch.dtype, limit: int | None) -> bool:
 
 
 def by_group(axis: Axis) -> Sum:
-    """A `Sum` that uses the group's collective."""
+    """Return a `Sum` that uses the group's collective."""
 
     def summed(x: torch.Tensor, into: torch.Tensor | None = None) -> None:
         all_reduce(x, axis)
@@ -203,7 +202,7 @@ def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankE
 
 
 def by_size(axis: Axis, small: Sum | None, dtype: torch.dtype, limit: int | None) -> Sum:
-    """A `Sum` that uses `small` for the tensors that `small` accepts, else the group's collective."""
+    """Return a `Sum` that uses `small` for the tensors that `small` accepts, else the group's collective."""
     large = by_group(axis)
     if small is None:
         return large
@@ -225,7 +224,7 @@ def verified(
         2 map memory                                on all ranks or on none
         3 compare its sums with those of the group's collective
 
-    After each phase all ranks agree whether to continue. If they stop, a warning with the reason is logged.
+    After each phase all ranks agree whether to continue. If not, a warning with the reason is logged.
     """
     # Every rank takes part in every agreement below, even a rank that has failed; otherwise the other ranks would hang.
     small, problem = by_group(axis), None
@@ -248,7 +247,8 @@ def verified(
 
 
 def _trial_error(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtype, limit: int) -> float:
-    """The error of `small` relative to the group's sums. Errors: RuntimeError if the sums differ between ranks."""
+    """Return the error of `small` relative to the group's sums. Errors: RuntimeError if the sums differ between
+    ranks."""
     generator = torch.Generator(device).manual_seed(axis.index)
     sizes = trial_sizes(limit)
     values = [torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype) for size in sizes]

@@ -70,7 +70,7 @@ class Peers(Protocol):
 
 
 def peers(axis: Axis, device: torch.device) -> Peers:
-    """The transport for a device."""
+    """Return the transport for a device."""
     if device.type == "meta":
         return MetaPeers(axis)
     return MappedPeers(axis) if device.type == "cuda" else MessagePeers(axis)
@@ -147,9 +147,10 @@ def _rows(ranks: range, rows: int) -> Rows:
 
 
 def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> tuple[range, ...]:
-    """Groups of ranks whose blocks are multiplied together, in the order of sending.
+    """Return the groups of ranks whose blocks are multiplied together, in the order of sending.
 
-    ours_first: begin with our own group, else end with it. coming: return the order in which blocks arrive instead.
+    ours_first: begin with our own group, else end with our own group. coming: return the order in which blocks arrive
+    instead.
 
     >>> axis = Axis("tp", tuple(range(4)), 1)
     >>> _order(axis, 2048, ours_first=True)
@@ -285,7 +286,7 @@ class MappedPeers:
         if key not in self._descriptors:
             self._descriptors[key] = [self._descriptor(ranks, number, size, per_rank) for ranks in turns]
         self._copies.copy(blocks, self._descriptors[key], number)
-        self._sent[number % BUFFERS].append(blocks.untyped_storage())  # the tensor would keep its graph alive
+        self._sent[number % BUFFERS].append(blocks.untyped_storage())  # a tensor would keep its autograd graph alive
 
     def _descriptor(self, ranks: range, number: int, size: int, per_rank: bool) -> CopyDescriptor:
         own_index = self.axis.index
@@ -366,8 +367,8 @@ class _MappedExchange:
 class MetaPeers(MessagePeers):
     """A transport for meta tensors that allocates and keeps alive the same tensors as `MappedPeers`.
 
-    memory: represents the memory that ranks map, which torch's allocator does not count. mapped: bytes of this memory
-    so far.
+    memory: represents the memory that ranks map, which torch's allocator does not count. mapped: maximum number of
+    bytes that a rank has mapped so far.
     """
 
     def __init__(self, axis: Axis):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 FULL = 512
 """Minimum number of rows of a piece, per tensor rank. A smaller GEMM leaves multiprocessors idle and ends before the
-host has launched the next one. Smaller blocks of several ranks are multiplied together."""
+host has launched the next GEMM. If blocks are smaller, the blocks of several ranks are multiplied together."""
 
 BUFFERS = 4
 """Number of buffers, each for one exchange at a time. At most two exchanges are in flight, so when a rank begins

@@ -2,7 +2,7 @@
 schedule or the model.
 
 A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is a tuple of tensors (activations or their
-gradients). The stage declares the shapes and dtypes of these tensors, so their number may differ between model
+gradients). The stage declares the shapes and dtypes of these tensors, so the number of tensors may differ between model
 families. Loss terms may come from any stage.
 """
 
@@ -114,7 +114,8 @@ class Pipeline:
         return [step.last_outputs[number] for number in range(len(step.last_outputs))]
 
     def close(self) -> None:
-        """Release device resources other than tensors (graphs). Call this before the process group is destroyed."""
+        """Release device resources other than tensors, such as CUDA graphs. Call this before the process group is
+        destroyed."""
 
 
 def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
@@ -132,7 +133,7 @@ def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
 
 
 class _Step:
-    """The state of one execution of a plan: cargo in flight, inputs and outputs of microbatches, sums."""
+    """The state of one execution of a plan: cargo in flight, inputs and outputs of microbatches, and sums."""
 
     def __init__(
         self,
@@ -247,8 +248,8 @@ class _Step:
                 self.sent.append((work, tensor))
         for transfer in act.recvs:
             self._receive(transfer)
-        # The host runs ahead of the device, so without a limit it would keep the cargo of the whole step alive. The
-        # oldest sends were received long ago, so waiting for them costs nothing.
+        # The host runs ahead of the device, so without a limit it would keep the cargo of the whole step alive. Waiting
+        # for the oldest sends costs nothing, because they have already been received.
         while len(self.sent) > MAX_SENDS:
             wait_for(self.sent.popleft()[0])
 

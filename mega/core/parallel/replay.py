@@ -69,8 +69,7 @@ class ReplayedPipeline(Pipeline):
         if scales is None or grads is None or not self._begun:
             self._begun = self._begun or grads is not None
             return super().run(plan, batches, scales, grads)
-        # Hooks do not run in a replay, so wait for all weights before the replay, and mark all gradients as complete
-        # after.
+        # Hooks do not run in a replay. So first wait for all weights, and finally mark all gradients as complete.
         grads.wait_param_gather()
         sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
         eager = eager_microbatches(grads.data_ranks, len(batches))
@@ -104,7 +103,7 @@ class _Recorded:
         peers: Peers | None,
         record: Callable[[Callable[[], None]], Replayable],
     ):
-        # The graph reads and writes fixed addresses: these copies of the inputs, and the sums.
+        # The graph uses fixed addresses, so inputs are copied to these buffers, and the sums have a buffer, too.
         self._batch = batch.map(torch.clone)
         self._scale, self._peers = scale.clone(), peers
         names = (*stage.terms, *stage.metrics)
@@ -130,7 +129,7 @@ class _Recorded:
     def play(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
         """Replay the graph for `batch`. Gradients are added to `main_grad`.
 
-        Returns the sums of the microbatch as in `Pipeline.run`; the next call overwrites them.
+        Returns the sums of the microbatch as in `Pipeline.run`; the next call overwrites these sums.
         """
         for buffer, tensor in zip(self._batch.tensors().values(), batch.tensors().values(), strict=True):
             buffer.copy_(tensor)

@@ -39,10 +39,10 @@ PAUSES = (5e-5, 1e-3)
 """The short and the longer pause between polls, in seconds."""
 
 LOOK = 0.25
-"""Seconds between checks that the other process is alive."""
+"""Seconds between two checks whether the other process is still running."""
 
 PATIENCE = 600.0
-"""Seconds that a rank waits for a process that is alive."""
+"""Timeout in seconds of a wait for a process that is still running."""
 
 
 class SharedMemory:
@@ -154,7 +154,7 @@ _LOCK = threading.Lock()
 
 
 def _fence() -> None:
-    """A memory fence: no read or write is reordered across it.
+    """A memory fence: reads and writes are not reordered across the fence.
 
     Releasing a lock and then acquiring it has this effect on any processor.
     """

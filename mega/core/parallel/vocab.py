@@ -80,7 +80,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LogitShape(NamedTuple):
-    """A function applied to each logit: divide by `divisor`, then limit to +-softcap by a hyperbolic tangent."""
+    """A function applied to each logit: divide by `divisor`, then limit to +-softcap with tanh."""
 
     divisor: float = 1.0
     softcap: float | None = None
@@ -130,7 +130,7 @@ class TrainedLogits:
         return gather_from_region(self._local, self._axis)[:, : self._weight.segments[0].shard.whole[0]]
 
     def nll(self, labels: torch.Tensor) -> torch.Tensor:
-        """The negative log-likelihood of labels, as from `cross_entropy`."""
+        """Return the negative log-likelihood of labels, as `cross_entropy` does."""
         args = self._local, labels, self._weight, self._axis, None
         return _CrossEntropy.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -160,7 +160,7 @@ def _normalised(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The negative log-likelihood. Its gradient is the softmax, less one at the label."""
+    """The negative log-likelihood. Its gradient is the softmax, minus 1 at the label."""
 
     @staticmethod
     def forward(
@@ -245,7 +245,7 @@ def token_loss(
     scale: torch.Tensor | None = None,
     shape: LogitShape = UNSHAPED,
 ) -> Term:
-    """The negative log-likelihood of labels, weighted by `weights` [tokens], as total and weight.
+    """Return the negative log-likelihood of labels, weighted by `weights` [tokens], as a total and a weight.
 
     scale: the factor of the total before its backward pass; None if unknown. If `scale` is given and one rank has
     the whole vocabulary, one pass over the logits computes the loss and its gradient. Other arguments: as in
@@ -266,8 +266,8 @@ def token_loss(
 def _shaped_logits(
     x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None, shape: LogitShape
 ) -> torch.Tensor:
-    """Logits with a detached bias. The loss computes the bias's gradient from the gradient of the logits, so `shape`
-    cannot be combined with a bias."""
+    """Return logits with a detached bias. The loss computes the bias's gradient from the gradient of the logits, so
+    `shape` cannot be combined with a bias."""
     assert bias is None or shape == UNSHAPED, "a bias is added to logits that stay as they are"
     return shape(column_matmul(x, WeightGemms(weight), region, None if bias is None else bias.detach()))
 
@@ -280,7 +280,8 @@ def cross_entropy(
     bias: Weight | None = None,
     shape: LogitShape = UNSHAPED,
 ) -> torch.Tensor:
-    """Negative log-likelihood [tokens] in max(fp32, dtype) under the head `weight`, for the labels int64 [tokens].
+    """Return the negative log-likelihood [tokens], in max(fp32, dtype), of labels int64 [tokens] under the head
+    `weight`.
 
     x: [tokens, h], under sequence parallelism the tokens of this rank. bias: bias of the logits, sharded like the
     vocabulary.

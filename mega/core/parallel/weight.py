@@ -60,7 +60,7 @@ class Weight(nn.Parameter):
         return weight
 
     def add_wgrad(self, grad: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Add the gradient of y = x W^T to `main_grad`, or return it if there is no `main_grad`.
+        """Add the gradient of y = x W^T to `main_grad`; if there is no `main_grad`, return the gradient.
 
         grad: [n, out], as prepared by `ops.matmuls`. x: [n, in].
         """
@@ -159,7 +159,7 @@ class ParameterFactory:
 
 
 def weights(module: nn.Module) -> Iterator[Weight]:
-    """The distinct weights of a module, in order of definition."""
+    """Yield the distinct weights of a module, in order of definition."""
     for parameter in module.parameters():
         assert isinstance(parameter, Weight), "every parameter is made by a ParameterFactory"
         yield parameter
@@ -181,5 +181,5 @@ def initialise(module: nn.Module, seed: int) -> None:
 
 
 def local_parameters(module: nn.Module) -> int:
-    """The number of elements that this rank holds, padding included."""
+    """Return the number of elements that this rank holds, padding included."""
     return sum(weight.numel() for weight in weights(module))

@@ -130,8 +130,8 @@ def _plan(bucket: Bucket) -> _Plan:
 
 
 def _owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
-    """The owner of each matrix. Matrices are assigned in descending order of work, each to the rank with the least work
-    so far.
+    """Return the owner of each matrix. Matrices are assigned in descending order of work, each to the rank with the
+    least work so far.
 
     >>> _owners([(4, 4), (8, 8), (4, 4), (4, 4)], 2)
     [1, 0, 1, 1]

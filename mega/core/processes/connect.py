@@ -96,8 +96,7 @@ def _naming_interface() -> Iterator[None]:
 
 def _answer_others(store: dist.Store, world: World, minutes: float, phase_minutes: float | None) -> None:
     """Start a thread that answers other ranks' questions until `disconnect`, even while the main thread is blocked."""
-    # The thread has its own connection, because calls on a TCPStore client are serialized and the main thread may block
-    # in a call.
+    # The thread has its own connection, because the main thread may block in a call on its TCPStore client.
     client = store if MEETING_FILE in os.environ else store.clone()  # type: ignore[attr-defined]
     hosted = hosts_store(replace(world, rank=0))
     kind = hosted, MEETING_FILE not in os.environ

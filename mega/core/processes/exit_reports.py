@@ -3,7 +3,7 @@
     1 every failed rank publishes its report         in the store of the rendezvous, even if the rendezvous is not
                                                      complete
     2 the first such rank waits for the others       until all have reported, GRACE seconds are over, or a SIGTERM shows
-                                                     that the launcher already knows of the failure
+                                                     that the launcher has already detected the failure
     3 it prints                                      each reason once, with the numbers of the ranks unless all ranks
                                                      report it. A consequence of another rank's error, such as its loss,
                                                      is printed only if no rank reports a cause, and the launcher has
@@ -94,8 +94,7 @@ def report_of(error: BaseException) -> ExitReport:
         kind = "diverged" if isinstance(error, FloatingPointError) else "line"
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else kind)
     if type(error).__name__ == "OutOfMemoryError" or _CPU_IS_FULL in str(error):
-        # torch's message continues with figures of this process; on a CPU the message begins with a line of torch's
-        # source.
+        # Leave out figures of this process at the end of torch's message, and a source line at its beginning on a CPU.
         text = ". ".join(str(error)[max(0, str(error).find(_CPU_IS_FULL)) :].split(". ")[:2])
         return ExitReport(
             code, f"{text}; mega memory-estimate shows what a run needs, and MEGA_DEBUG=1 shows where it was"
@@ -117,7 +116,7 @@ _TIMED_OUT = re.compile(r"[Tt]imed? ?out")
 
 
 class Explains(Protocol):
-    """Explains failed exchanges (roll_call.py)."""
+    """An object that explains failed exchanges (roll_call.py)."""
 
     def explain(self, error: BaseException) -> str: ...
     def explain_loss(self, error: BaseException) -> str | None: ...
@@ -128,7 +127,7 @@ _EXPLANATIONS: list[Explains] = []
 
 
 def explain_exchanges_by(group: Explains | None) -> None:
-    """Set the object that explains failed exchanges; None before and after the life of a process group."""
+    """Set the object that explains failed exchanges; None if there is no process group."""
     _EXPLANATIONS[:] = [] if group is None else [group]
 
 
@@ -154,7 +153,7 @@ def explain_timeout(error: RuntimeError) -> str | None:
 
 def report_exit(report: ExitReport, *, together: bool = True) -> int:
     """Print a report on stderr, unless another rank prints it; returns the exit code. This must be the last call of a
-    rank. together: whether to agree with the other ranks through their store.
+    rank. together: whether the ranks agree through their store which of them prints.
     """
     try:
         world = world_from_env()
@@ -220,8 +219,7 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
             codes.append(_report_together(report, world, stopped, answered))
         answered.set()
 
-    # Run `meet` on another thread, because neither a timer nor a signal can interrupt a call to a store that does not
-    # answer.
+    # A thread runs `meet`, because no timer or signal can interrupt a call to a store that does not answer.
     exchange = threading.Thread(target=meet, name="exit-reports", daemon=True)
     main = threading.current_thread() is threading.main_thread()  # only this thread may set signal handlers
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set()) if main else None
@@ -236,8 +234,8 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
 
 
 def _report_together(report: ExitReport, world: World, stopped: threading.Event, answered: threading.Event) -> int:
-    """Phases 1 to 4. stopped: set when a SIGTERM shows that the launcher knows of the failure. answered: set at the
-    store's first answer.
+    """Perform phases 1 to 4. stopped: set when a SIGTERM shows that the launcher has detected the failure. answered:
+    set at the store's first answer.
     Errors: any error of the store."""
     import torch.distributed as dist
 

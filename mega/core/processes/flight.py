@@ -89,7 +89,7 @@ def newest(dump: Dump) -> list[CalledExchange]:
 
 
 def missing(exchanges: Mapping[int, tuple[CalledExchange, ...]], silent: tuple[int, ...] = ()) -> str:
-    """Return a message about the exchange that only some ranks have called; "" if all ranks have called the same.
+    """Return a message about the exchange that only some ranks have called; "" if no rank is behind.
 
     exchanges: rank -> its newest exchanges, for each rank that answers. silent: the ranks that do not answer.
 

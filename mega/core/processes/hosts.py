@@ -71,8 +71,8 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
         host = Supervisor(size, job, folder, leader.port)
 
         def look() -> None:
-            """Listen at MASTER_ADDR once its name resolves to this host; the name of a Kubernetes pod may do so
-            late."""
+            """Listen at MASTER_ADDR once its name resolves to this host, which may take a while for a Kubernetes
+            pod."""
             if elsewhere is not None and is_own(first[0]) and (first_server := _bound(first[1])) is not None:
                 listen_first(leader, first_server)
 

@@ -84,8 +84,8 @@ class Ending:
     """The common result of the ranks of one host."""
 
     code: int
-    """0; 128 + the signal that killed a rank or asked all ranks to stop; or the exit code of the first rank that
-    failed."""
+    """The exit code: 0; 128 + the signal that killed a rank or asked all ranks to stop; or the code of the first rank
+    that failed."""
     reason: str = ""
     """A one-line message with the reason."""
     cause: bool = False
@@ -99,8 +99,8 @@ class Ending:
 def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
-    `target` must be importable by name. When a rank fails, the other ranks are ended; the job's exit code is that of
-    the first rank that failed, or 128 + signal if this rank was killed. Signals of STOPPING are forwarded to every
+    `target` must be importable by name. When a rank fails, the other ranks are terminated; the job's exit code is that
+    of the first rank that failed, or 128 + signal if this rank was killed. Signals of STOPPING are forwarded to every
     rank; a second SIGINT kills all ranks.
     """
     ending = run_attempt(local_environments(nproc), target, args)
@@ -137,7 +137,7 @@ def run_attempt(
             process.start()
         return _supervise(ranks, _Endings(prefix, min(patience, PATIENCE)), bell)
     finally:
-        with delayed_signals():  # an interrupt here would leave ranks that multiprocessing waits for at exit
+        with delayed_signals():  # an interrupt here would leave ranks for which multiprocessing waits at exit
             end_ranks(ranks, patience)
         for path in glob.glob(glob.escape(prefix) + "*"):
             with contextlib.suppress(OSError):
@@ -281,7 +281,7 @@ def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | N
     """Wait until all ranks have succeeded, one has failed, or `bell` has data to read. After a forwarded signal `bell`
     is ignored, so that the ranks save even if other hosts have ended.
 
-    A rank that fails has reported its error (exit_reports.py). This process reports a killed rank before the rank's
+    A rank that fails reports its error itself (exit_reports.py). This process reports a killed rank before the rank's
     peers report a broken exchange. The peers have PATIENCE seconds to report their own errors.
     """
     running = {process.sentinel: process for process in ranks}
@@ -427,7 +427,7 @@ def end_ranks(ranks: list[BaseProcess], patience: float = 5.0) -> None:
     """Terminate the ranks that are still running. SIGTERM is repeated, because a run treats the first SIGTERM as a
     request to save and stop. After `patience` seconds the ranks are killed."""
     deadline = time.monotonic() + patience
-    ranks = [process for process in ranks if process.pid is not None]  # a signal may arrive while they start
+    ranks = [process for process in ranks if process.pid is not None]  # a signal may arrive while ranks start
     while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:
         for process in alive:
             process.terminate()

@@ -121,7 +121,7 @@ class Leader:
                 with contextlib.suppress(queue.Empty):
                     self._handle(*self._events.get(timeout=1.0))
                 self._advance()
-        except Exception as error:  # without this all hosts would wait forever
+        except Exception as error:  # without this handler all hosts would wait forever
             self._finish(1, f"the host that leads the others failed: {error!r}")
 
     def _handle(self, wire: Wire, message: dict[str, Any] | None) -> None:
@@ -182,15 +182,15 @@ class Leader:
             _spare(self._members[wire], self._restarts, self._size.hosts)
 
     def _gone(self, member: _Member) -> None:
-        """Phase 4: a member is lost."""
+        """Phase 4: handle the loss of a member."""
         del self._members[member.wire]
         if member.running:
             self._ended(member.name, Ending(1, f"host {member.name} was lost", cause=True))
         _send_leaders(self._members.values(), self._reach)
 
     def _ended(self, name: str, ending: Ending) -> None:
-        """Phase 3: the ranks of a host have ended. After a signal to stop, the leader does not end the ranks of other
-        hosts: all ranks save and stop together."""
+        """Phase 3: record that the ranks of a host have ended. After a signal to stop, the leader does not end the
+        ranks of other hosts, because all ranks save and stop together."""
         assert self._endings is not None
         self._endings.append((name, ending))
         stops_by_signal = any(each.final and each.code in STOPPED for _, each in self._endings)
@@ -275,7 +275,7 @@ class Leader:
                 _spare(member, restarts, self._size.hosts)
 
     def _first_restarts(self) -> Restarts | None:
-        """Return the restarts with which the next attempt starts; None if the job has ended."""
+        """Return the state of restarts for the next attempt; None if the job has ended."""
         if self._restarts is None:
             return at_launch(self._size.limit, self._saved()[0], self._launched)
         if not self._takes_over:
@@ -331,7 +331,7 @@ def _differ(joining: Mapping[str, object], leading: Mapping[str, object]) -> lis
 
 
 def listen_first(leader: Leader, server: socket.socket) -> None:
-    """Listen at MASTER_ADDR as well, once MASTER_ADDR has turned out to be this host."""
+    """Also listen at MASTER_ADDR, after MASTER_ADDR has turned out to be an address of this host."""
     leader._first = None
     threading.Thread(target=_accept, args=(server, leader._events), name="accept-first", daemon=True).start()
 

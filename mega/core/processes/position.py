@@ -41,7 +41,7 @@ class Position:
     waits: bool = True
     """Whether the rank waits for other ranks."""
     background: str = ""
-    """The line that the thread that saves in the background executes, or ""."""
+    """The line that the background saving thread executes, or ""."""
     exchanges: tuple[CalledExchange, ...] = ()
     """The newest exchange of each group that this rank has called."""
 

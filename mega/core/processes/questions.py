@@ -67,8 +67,7 @@ class Questions:
         questions while waiting, so that ranks can ask each other; if another rank has just asked, this rank uses the
         answers to that question.
         """
-        # Many ranks may suspect a fault at the same moment. They share one question, which limits the load of the
-        # store.
+        # Ranks that suspect a fault at the same moment share one question, which limits the load of the store.
         if answers and time.monotonic() < self._answered_at + 2 * self._look:
             number = self._answered
         else:
@@ -103,16 +102,16 @@ class Questions:
         return {rank for rank in range(self._world) if self._store.check([f"left/{rank}"])}
 
     def lost(self, text: str, seconds: float) -> list[int]:
-        """Return the ranks that caused a broken connection, because they neither answer nor end because of the same
-        loss. Ranks of the host whose address is in the error message `text` are asked first. This rank is recorded as
-        left."""
+        """Return the ranks that are lost after a connection broke: ranks that neither answer nor end because of the
+        same loss. Ranks of the host whose address is in the error message `text` are asked first. Also record that this
+        rank has left."""
         self.leave()
         peers = set(range(self._world)) - {self._rank}
         at_address = set(self.hosts(lambda addresses: any(f"[{address}]" in text for address in addresses)))
         for candidates in (at_address & peers, peers):
             suspects = candidates - self.left()
             suspects -= set(self.ask(seconds, suspects.issubset)) if suspects else set()
-            # Checked again, because some ranks may have left while this rank waited for their answers.
+            # Check again, because some ranks may have left while this rank waited for their answers.
             if suspects := suspects - self.left():
                 return sorted(suspects)
         return []
@@ -122,5 +121,5 @@ class Questions:
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else ""
 
     def judge(self, line: Callable[[], str]) -> str:
-        """Write the verdict unless another rank has written one; returns the verdict that counts."""
+        """Write the verdict unless another rank has written one; returns the valid verdict."""
         return self.verdict() or self._store.compare_set("verdict", "", line()).decode()

@@ -42,8 +42,7 @@ class Job:
     target: Callable[..., int | None]
     """The main function of a rank."""
     args: Callable[[bool], tuple[object, ...]]
-    """Returns the arguments of `target`. The parameter is whether a step was saved since the launch, from which to
-    resume."""
+    """Returns the arguments of `target`, given whether a step from which to resume was saved since the launch."""
     saved: Callable[[], int]
     """Returns the newest saved step, or 0."""
     memory: bool = False
@@ -88,7 +87,7 @@ class Restarts:
 
     @classmethod
     def from_message(cls, *, launched: float, **counts: int) -> Restarts:
-        """Make the state from the message of another host. Clocks of hosts differ, so `launched` is sent as a
+        """Create the state from the message of another host. Clocks of hosts differ, so `launched` is sent as a
         duration."""
         return cls(**counts, launched=time.monotonic() - launched)
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOK = 0.5
-"""Seconds between two polls of a rank; longer in a large world, to limit the load of the store, and shorter for a short
-timeout."""
+"""Seconds between two polls of the store by a rank; longer in a large world, to limit the load of the store, and
+shorter for a short timeout."""
 
 ANSWER = 20.0
 """Seconds within which a living rank answers, even on a very busy machine; at most a third of the timeout."""
@@ -85,7 +85,7 @@ class RollCall:
         hosted: whether rank 0 hosts the store, instead of a launcher's agent.
         remote: whether the store is on a network and may be silent; False for a file.
         phase_minutes: time limit of phases that may take long; None for no limit on ranks that answer.
-        host: name and addresses of this host, if there are several.
+        host: name and addresses of this host, if there are several hosts.
         """
         self.minutes, self._hosted, self._remote = minutes, hosted, remote
         self._rank, self._world, self._host = rank, world, host
@@ -97,7 +97,7 @@ class RollCall:
         self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._first: dict[int, str] = {}
-        """The name of rank 0's host, by rank. Cached, because the store cannot be read when that host has stopped."""
+        """Maps rank 0 to the name of its host. Cached, because the store cannot be read when that host has stopped."""
         self._interval: float | None = None
         self._lost: Callable[[str], None] | None = None
         """A callback that is called with the reason instead of ending this process."""
@@ -146,7 +146,7 @@ class RollCall:
         return line
 
     def explain_loss(self, error: BaseException) -> str | None:
-        """Name the rank whose connection broke; None if the store does not answer.
+        """Return a message that names the rank whose connection broke; None if the store does not answer.
 
         If the connection to the store breaks as well, rank 0 is lost, unless the store belongs to a launcher.
         """
@@ -193,8 +193,7 @@ class RollCall:
             self._store_is_silent = True
             self._end(self._silent_store())
         except Exception:
-            # The store is lost. Usually the exchanges of all ranks fail as well, but a device may wait in an exchange
-            # forever.
+            # The store is lost. Usually all exchanges fail as well, but a device may wait in an exchange forever.
             if not self._closed.wait(60 * self.minutes):
                 reason = f"{named([0], self._first)}, or its host, has ended"
                 self._end(reason if self._hosted else "the launcher's store has gone")
@@ -210,7 +209,7 @@ class RollCall:
         """Ask all ranks, and end the run if some ranks are silent for `seconds`, or if the main thread waits for too
         long.
 
-        since: the time at which this rank's main thread has reached its position; math.inf: ignore the position.
+        since: the time at which this rank's main thread reached its position, or math.inf to ignore the position.
         Returns the time until which the main thread may stay at that position.
         """
         stood, standing, moves = self._standing(), since < math.inf, list[bool]()
@@ -235,7 +234,7 @@ class RollCall:
     def _ask(
         self, seconds: float, stop: Callable[[Collection[int]], bool] = lambda answered: False, answers: bool = False
     ) -> dict[int, Position]:
-        """`Questions.ask` with a time limit. Errors: TimeoutError if the store does not answer."""
+        """Call `Questions.ask` with a time limit. Errors: TimeoutError if the store does not answer."""
         return self._in_time(lambda: self.questions.ask(seconds, stop, answers=answers), seconds + SILENT)
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:

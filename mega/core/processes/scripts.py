@@ -80,7 +80,7 @@ _LEAVING = 300
 """Seconds after the end of the first task at which Slurm terminates the other tasks (`srun --wait`)."""
 
 _STARTS = 6
-"""Failures per host, on average, after which Kubernetes gives up."""
+"""Average number of failures per host after which Kubernetes gives up."""
 
 _RULES = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -90,7 +90,7 @@ _RULES = [
 ends the job. Kubeflow's ExitCode ends the job for all codes below 128."""
 
 _LABEL = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
-"""Valid names of services in Kubernetes."""
+"""Matches valid names of Kubernetes services."""
 
 _ONLY = {
     "partition": ("slurm",),

@@ -35,8 +35,7 @@ class Wire:
         self.socket = connection
         self.here: str = connection.getsockname()[0]
         self.there: str = connection.getpeername()[0]
-        # A struct timeval. Without this timeout, a send to a stopped process would block forever once the buffers are
-        # full.
+        # struct timeval: timeout of a send, which would block forever if the peer is stopped and the buffers are full
         limit = struct.pack("ll", int(SILENT), 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

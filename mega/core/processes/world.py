@@ -201,7 +201,7 @@ def _contradict(inner: _Stated, outer: _Stated) -> bool:
 
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process prints messages for all ranks. The launcher's variables need not be checked before."""
+    """Whether this process prints messages for all ranks. May be called before the launcher's variables are checked."""
     return next((environ[launcher.rank] for launcher in _LAUNCHERS if launcher.rank in environ), "0") == "0"
 
 

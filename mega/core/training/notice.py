@@ -20,13 +20,13 @@ from mega.core.processes.signals import RepeatedSignal
 from mega.core.words import name_ranks
 
 LEAVES_WITHIN = 1.0
-"""Seconds that the main thread has to exit after a second Ctrl-C; then this thread ends the process."""
+"""Seconds that the main thread has to exit after a second Ctrl-C, before another thread ends the process."""
 
 NOTICE_WITHIN = 5.0
 """Maximum number of seconds for which a run waits until the message about a signal is printed."""
 
 _MARK = 0
-"""A marker in the pipe after all signals so far; 0 is not the number of a signal."""
+"""A byte that follows all signals so far in the pipe. 0 is not the number of a signal."""
 
 
 @dataclass

@@ -111,7 +111,8 @@ class GuardMemory:
     window: int = 128
     """Maximum length of `losses` and `norms`."""
     level: str = ""
-    """A hash of everything except the weights on which losses depend; losses with a different hash are not restored."""
+    """A hash of everything on which losses depend, except the weights. Losses with a different hash are not
+    restored."""
     losses: deque[float] = field(init=False)
     """Losses of the newest applied steps."""
     norms: deque[float] = field(init=False)

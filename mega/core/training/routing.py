@@ -68,7 +68,7 @@ def _counts(layer: ExpertLayer) -> bool:
 
 
 def _set_thresholds(layers: Sequence[ExpertLayer], mesh: Mesh, finite: torch.Tensor) -> None:
-    """b = ema b + (1 - ema) (mean of the quantiles over all microbatches), then b -= mean(b)."""
+    """Update the biases: b = ema b + (1 - ema) (mean of the quantiles over all microbatches), then b -= mean(b)."""
     sums = torch.stack([layer.router.quantiles for layer in layers])
     all_reduce(sums, mesh.tokens)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def _set_thresholds(layers: Sequence[ExpertLayer], mesh: Mesh, finite: torch.Ten
 
 
 def _balance(layer: ExpertLayer, counts: torch.Tensor, finite: torch.Tensor) -> None:
-    """b += rate x sign(mean(counts) - counts)."""
+    """Update the bias of a layer: b += rate x sign(mean(counts) - counts)."""
     rate, bias = layer.value.router.balance_rate, layer.router.balance
     assert rate is not None and bias is not None
     with torch.no_grad():

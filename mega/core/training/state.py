@@ -47,7 +47,7 @@ class Progress:
 
     @classmethod
     def from_meta(cls, progress: Mapping[str, float]) -> Progress:
-        """Return the progress from meta["progress"] of a checkpoint. Old checkpoints have a different name of the last
+        """Return the progress from meta["progress"] of a checkpoint. Old checkpoints have a different name for the last
         field.
 
         >>> Progress.from_meta({"step": 7, "consumed": 28, "unscheduled": 4}).skipped_samples
@@ -147,7 +147,7 @@ class TrainState:
             yield from (tensor for tensor in owned.tensors() if tensor.numel())
 
     def sound(self) -> torch.Tensor:
-        """Return, as a device value, bool [], whether all tensors of this rank that an update reads are finite, except
+        """Return a device value, bool []: whether all tensors of this rank that an update reads are finite, except
         gradients that the gradient norm already includes."""
         uncounted = (bucket.own_grads for bucket in self.grads.buckets if not bucket.counted)
         flats = [flat for flat in (*self.flats(), *uncounted) if flat.numel()]
@@ -160,8 +160,7 @@ class TrainState:
         because each element is written by one rank."""
         yield from self._counted_pieces(mine=mine)
         for number, bucket in enumerate(self.grads.buckets):
-            # With ZeRO 3 a rank holds only its span; with ZeRO 1 and 2 the all-gather of the other spans may still be
-            # running.
+            # With ZeRO 3 a rank holds only its span; with ZeRO 1 and 2 the other spans may still be in flight.
             if self.grads.zero >= 3 or (self.grads.zero and mine):
                 if not mine or bucket.counted:
                     yield from _pieces("weights", bucket, bucket.own_weights, bucket.span[0])
@@ -169,7 +168,8 @@ class TrainState:
                 yield from _pieces("weights", bucket, bucket.weights, 0)
 
     def _counted_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """Yield the weights that steps set by counting (biases of experts), which are equal on all ranks of a stage."""
+        """Yield the weights that a step sets by counting tokens (biases of experts). They are equal on all ranks of a
+        stage."""
         if mine and not self.mesh.stage.first:
             return
         for weight in (weight for stage in self.stages for weight in weights(stage)):

@@ -2,7 +2,7 @@
 
 0 cut rows over the context axis
 1 weight of the global batch    computed before the first backward, so that losses are divided by it exactly once
-2 the pipeline plays its plan   the reduction of a bucket starts when the bucket is complete
+2 the pipeline runs its plan    the reduction of a bucket starts when the bucket is complete
 3 finish the gradient reduction
 4 gradient norm                 NaN if weights or moments are broken
 5 loss of the global batch      and whether any rank has found a fault
@@ -130,7 +130,7 @@ def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowe
 
 
 def _sound(state: TrainState) -> torch.Tensor:
-    """Return, as a device value, bool [], whether the batch, weights and moments of this rank are finite.
+    """Return a device value, bool []: whether the batch, weights and moments of this rank are finite.
 
     A pass over weights and moments costs up to half of the memory traffic of a fused update, so a GPU makes this pass
     only every SOUND_EVERY steps. Damage between two passes makes the loss of the next step NaN, and that step detects

@@ -52,7 +52,7 @@ class StopSignal:
 
     def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, prints: bool):
         self.outlook = Outlook()
-        """The content of the message after a signal; the loop updates it."""
+        """The content of the message after a signal. The training loop updates this object."""
         self.reason = ""
         self.requested = False
         """Whether the run must stop; equal on all ranks."""

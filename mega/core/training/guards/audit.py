@@ -54,8 +54,7 @@ def copies(state: TrainState) -> Iterator[Copy]:
     # Sorted, because stages that share several tensors must compare them in the same order.
     for owned in sorted(state.optimizer.shards, key=lambda one: one.bucket.tied_name()):
         bucket = owned.bucket
-        # Tensor ranks hold replicas of tensors that are not cut; all stages with a tied tensor hold replicas of that
-        # tensor.
+        # Tensor ranks hold replicas of tensors that are not sharded; stages hold replicas of tied tensors.
         copies = bucket.data.with_tp if bucket.replicated else bucket.data.axis
         flats = {kind: (flat.begin, flat.values) for kind, flat in owned.moments.items()}
         if owned.has_master:

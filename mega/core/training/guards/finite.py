@@ -49,7 +49,7 @@ def check_finite(state: TrainState) -> None:
 def broken_tensors(
     state: TrainState, batches: Sequence[Batch] = (), sums: Sequence[float] = (), *, gradients: bool = False
 ) -> BrokenTensor | None:
-    """Find the tensor and rank whose numbers are not finite; the result is equal on all ranks, None if all are finite.
+    """Find the tensor and rank whose numbers are not finite, or None. The result is equal on all ranks.
 
     A broken moment is reported rather than the weights that this moment has broken. This is a collective that all ranks
     must call, and that waits for the devices.

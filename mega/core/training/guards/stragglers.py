@@ -52,8 +52,8 @@ class StepClock:
         self._begun = Timestamp(self._state.device.torch), ACTIVITY.worked()
 
     def seconds(self) -> float:
-        """Working time of the step; on a GPU, of the previous step, because that time can be read without a wait. 0 if
-        unknown."""
+        """Return the working time of the step, or 0 if unknown; on a GPU, that of the previous step, which can be read
+        without a wait."""
         probes = self._state.probes
         if probes is None or probes.computed is None or self._begun is None:
             return 0.0
@@ -65,8 +65,8 @@ class StepClock:
 
 
 class Stragglers:
-    """Finds slow ranks, on rank 0. threshold: the ratio to the other ranks' time above which a rank is slow
-    [--slow-rank]."""
+    """Finds slow ranks, on rank 0. threshold: a rank is slow if the ratio of its time to that of the other ranks
+    exceeds this value [--slow-rank]."""
 
     def __init__(self, mesh: Mesh, threshold: float):
         self._threshold = threshold

@@ -97,8 +97,7 @@ class Meters:
         self._rows: TextIO | None = _open_rows(Path(options.metrics), start, resumes)
         self._events = _open_events(Path(options.metrics), resumes)
         self._board = _board(options.tensorboard_dir, start, resumes)
-        # No bar if stdout or stderr is a file or a pipe such as `tee`, because control characters would mix with the
-        # lines.
+        # No bar if stdout or stderr is a file or a pipe, because control characters would mix with the lines.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self._bar = _bar(start, steps) if options.progress and terminal and lines is print_line else None
         self._start = start
@@ -106,14 +105,15 @@ class Meters:
         self._seconds = 0.0
         """Seconds since the last log line, in which the run made `_steps` steps with `_tokens` tokens."""
         self.slowest: tuple[int, float] | None = None
-        """The rank with the longest working time, and the ratio of that time to the other ranks'; None if unknown."""
+        """The rank with the longest working time, and the ratio of this time to that of the other ranks; None if
+        unknown."""
         self._started, self._last = False, start
         self._began = max(ACTIVITY.began, lost_rows.get("last_at", 0.0))
         self.event(start, "begin", **{**lost_rows, "at": round(self._began, 3), "launcher": _launcher()})
 
     def step(self, step: int, row: Mapping[str, float], tokens: int, memory: int) -> None:
-        """Record one step's numbers; every `log_interval` steps, and at the last step, report a line. row: numbers by
-        name, including "seconds", "loss" and "consumed" (samples). tokens: number of tokens in the global batch.
+        """Record one step's numbers; every `log_interval` steps, and at the last step, print a log line. row: numbers
+        by name, including "seconds", "loss" and "consumed" (samples). tokens: number of tokens in the global batch.
         memory: bytes used on this rank.
         """
         if not self._started:
@@ -149,7 +149,8 @@ class Meters:
         return {**speed, "mfu_ratio": tflops / self.peak if self.peak else None}
 
     def _rate(self, step: int, memory: int) -> None:
-        """Write a row with the speed since the previous row of this kind, and reset the counters."""
+        """Write a row with the speed since the previous such row, and reset the counters of steps, tokens and
+        seconds."""
         rate, tflops = self._speed(self._tokens, self._seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory}
         self._write({"step": step, **speed})

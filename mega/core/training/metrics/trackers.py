@@ -22,7 +22,7 @@ from mega.core.files import whole_file
 from mega.core.training.metrics.output import warn
 
 PROJECT = "megatron-lm-3d"
-"""The fork's default project name."""
+"""Default project name of the Llama-2 fork of Megatron-LM."""
 
 NAMES = {
     "consumed": "utils/steps-vs-samples",
@@ -34,7 +34,7 @@ NAMES = {
     "zeros": "others/num-zeros",
     "params_norm": "others/params-norm",
 }
-"""Column of a row of metrics -> name of the metric in the fork."""
+"""Column of a row of metrics -> name of the metric in the Llama-2 fork of Megatron-LM."""
 
 
 class Tracker(Protocol):
@@ -51,7 +51,7 @@ class Tracker(Protocol):
 def training_values(
     row: Mapping[str, float], *, tokens: int, devices: int, replicas: int, flops: float, terms: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return the numbers of a training step under the names of the fork.
+    """Return the numbers of a training step under the metric names of the Llama-2 fork of Megatron-LM.
 
     tokens: number of tokens in the global batch. replicas: number of data-parallel ranks. flops: FLOPs per token.
     terms: names of the terms of the loss.
@@ -73,7 +73,7 @@ def training_values(
 
 
 def held_out_values(split: str, measured: Mapping[str, float]) -> dict[str, float]:
-    """Return the results of an evaluation under the names of the fork.
+    """Return the results of an evaluation under the metric names of the Llama-2 fork of Megatron-LM.
 
     >>> held_out_values("valid", {"loss": 2.5})
     {'lm-loss-validation/valid loss': 2.5}

@@ -276,7 +276,7 @@ class PeerCopies:
         for piece, view in loaded:
             if piece.key.startswith("weights/"):
                 piece.tensor.copy_(view)
-        state.optimizer.masters_from_weights()  # the copy has no masters of the weights' own dtype
+        state.optimizer.masters_from_weights()  # masters with the weights' dtype are not in the copy
         for piece, view in loaded:
             if not piece.key.startswith("weights/"):
                 piece.tensor.copy_(view)

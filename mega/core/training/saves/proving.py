@@ -30,7 +30,7 @@ from mega.core.checkpoint.own.together import attempt, reason_of
 from mega.core.checkpoint.own.verdicts import Status, StepVerdict
 
 LIMIT = 2.0
-"""Limit of the loss of a sound model, as a multiple of the loss of a guess or of the first step."""
+"""Limit of the loss of a sound model, as a multiple of the loss of a random guess or of the first step."""
 
 
 @dataclass

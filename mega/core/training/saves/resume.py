@@ -40,8 +40,8 @@ from mega.core.untrusted import Json, below, numbers_below
 class ResumePoint:
     """The checkpoint from which a run starts.
 
-    weights_only: whether to restore neither optimizer nor progress. base: for a checkpoint of adapters, the checkpoint
-    with the frozen weights.
+    weights_only: whether to restore only weights, without optimizer state and progress. base: for a checkpoint of
+    adapters, the checkpoint with the frozen weights.
     """
 
     checkpoint: StoredWeights
@@ -86,8 +86,7 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
         return ResumePoint(locate(options.resume, report, exchange), weights_only=False)
     if options.load is None:
         return None
-    # --load and --save may name the same directory, which is empty at the first start. Otherwise a missing checkpoint
-    # is a mistake of the user.
+    # If --load and --save name the same directory, the directory may be empty, namely at the first start of the run.
     if options.load == options.save and not options.require_load:
         together(partial(_check_own_place, options.load), exchange)
         checkpoint = _store(options.load, exchange).find(verify=False, report=report, exchange=exchange)
@@ -201,7 +200,7 @@ def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
     """Return the names of tensors that start at their initial values, because the checkpoint does not have them:
     tensors of a new head, of a head with a different number of classes, or of a new retriever.
 
-    Empty for a run that resumes, which must find all tensors.
+    The result is empty for a run that resumes, because such a run must find all tensors.
     """
     if not point.weights_only:
         return []
@@ -226,7 +225,7 @@ def _dropout_rule(point: ResumePoint) -> int:
     for imported weights."""
     meta = point.checkpoint.meta
     rule = meta.get("dropout_rule", OLD_RULE if "fingerprint" in meta else RULE)
-    assert isinstance(rule, int)  # plain_state.py has checked it
+    assert isinstance(rule, int)  # plain_state.py has checked the type
     return rule
 
 
@@ -296,8 +295,8 @@ def other_corpora(point: ResumePoint, data: Datasets) -> list[str]:
 
 
 def check_corpora(run: RunConfig, point: ResumePoint, data: Datasets) -> None:
-    """Check that the token files of a run that resumes have not changed; otherwise the run would continue at an
-    arbitrary position in the new files. Errors: CheckpointError naming the files."""
+    """Check that the token files of a run that resumes have not changed; otherwise the run would continue at the old
+    position in different data. Errors: CheckpointError naming the files."""
     if not point.weights_only and not run.data.allow_corpus_change and (changed := other_corpora(point, data)):
         raise CheckpointError(
             f"{', '.join(changed)}: holds other tokens than when {point.checkpoint.path} was written; put the old ones "

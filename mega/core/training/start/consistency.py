@@ -35,7 +35,7 @@ LONGEST = 200
 
 
 class Comparable(NamedTuple):
-    """The values of a rank, by names for the user. must: values that must be equal on all ranks. better: values that
+    """The values of a rank, by user-readable names. must: values that must be equal on all ranks. better: values that
     should be equal; differences are reported."""
 
     must: Mapping[str, str]
@@ -80,7 +80,8 @@ def check_consistent(
 
 
 def _numbers(values: Mapping[str, str]) -> list[int]:
-    """Return a hash as 8 numbers of 32 bits. They are exact in float64, which every backend can reduce."""
+    """Return a hash of `values` as 8 numbers of 32 bits, which are exact in float64, so every backend can reduce
+    them."""
     digest = hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()
     return [int(digest[at : at + 8], 16) for at in range(0, 64, 8)]
 

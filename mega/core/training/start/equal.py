@@ -1,4 +1,4 @@
-"""The values that must be equal on all ranks and hosts of a run, by names for the user: code, flags, tokenizer, data.
+"""The values that must be equal on all ranks and hosts of a run, by user-readable names: code, flags, tokenizer, data.
 This module does not import torch.
 
 Ranks compare these values before the first step (consistency.py); hosts compare them when they join a run

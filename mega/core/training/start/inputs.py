@@ -241,7 +241,7 @@ def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     from mega.core.checkpoint.forms.open import open_weights
     from mega.core.checkpoint.own.model import model_of
 
-    source = open_weights(load)  # without a report, because reading the weights gives one
+    source = open_weights(load)  # without a report, because a later read of the weights reports
     model, default = model_of(source.meta, load), ModelOptions()
     if not model.lora_rank:
         model = with_adapters(model, typed)
