@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,7 @@ from mega.core.config.option import changed
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, value_of
 from mega.core.config.unread import unread
 from mega.core.estimate.options import EstimateOptions
-from mega.core.inference.options import DecodingLayout, EngineOptions
+from mega.core.inference.options import DecodingLayout, EngineOptions, RetrievalOptions
 from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def run(
     options: Options,
     estimate: EstimateOptions,
     engine: Annotated[EngineOptions, without("prefill_chunk", "batch_invariant", "cuda_graph", "speculate")],
+    retrieval: Annotated[RetrievalOptions, without("retro", "probes")],
 ) -> int:
     """Estimate memory and speed of a run before it is started.
 
@@ -39,10 +41,10 @@ def run(
         for name in changed(estimate):
             if name not in SERVED:
                 raise ValueError(f"{_typed(name, getattr(estimate, name))}: excludes --serve, which trains nothing")
-        return _serving(options, estimate, engine)
-    for section in (engine, estimate):
+        return _serving(options, estimate, engine, replace(retrieval, retro=options.data.retro))
+    for section in (engine, retrieval, estimate):
         for name in changed(section):
-            if section is engine or name == "max_length":
+            if section is not estimate or name == "max_length":
                 raise ValueError(f"{_typed(name, getattr(section, name))}: needs --serve")
     return _training(options, estimate)
 
@@ -89,7 +91,7 @@ def _typed(name: str, value: object) -> str:
     return flag if value is True else f"{flag} {value}"
 
 
-def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions) -> int:
+def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions, retrieval: RetrievalOptions) -> int:
     """Print what `mega serve` reports before it listens, for a device or for this machine's processors."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import size_words
@@ -100,6 +102,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
     from mega.core.inference.capacity import GIB, expected
     from mega.core.inference.retrieval import check_decoding
     from mega.core.inference.start import check_layout
+    from mega.core.retro.retrieve import device_bytes
 
     tp, pp, gpu, fp8_weights = options.parallel.tp, options.parallel.pp, estimate.gpu, engine.fp8_weights
     check_ranges(options)
@@ -107,6 +110,8 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
     check_layout(model, tp, pp, engine, retrieves=model.retriever)
     if model.retriever:
         check_decoding(engine, DecodingLayout(tp=tp, pp=pp), ())
+    elif retrieval.retro is not None:
+        raise ValueError(f"--retro {retrieval.retro}: needs --retriever, a model that reads neighbours")
     if gpu is None:
         kind, room = "cpu", Device.choose("cpu").room()
     else:
@@ -117,7 +122,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
     capacity_of = partial(
         expected, requests=engine.max_requests, cache_tokens=engine.cache_tokens, fp8_weights=fp8_weights
     )
-    capacity = capacity_of(model, size, room, kind, tp=tp, pp=pp)
+    capacity = capacity_of(model, size, room, kind, tp=tp, pp=pp, retriever=device_bytes(retrieval, kind))
     if estimate.json:
         import dataclasses
         import json
@@ -128,6 +133,8 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
         precision = options.precision.dtype + ", weights in fp8" * fp8_weights
         print(f"{size_words(architecture(model))}, {precision} on {ranks}")
         print("\n".join(capacity.lines(estimate.max_length)))
+        if model.retriever and retrieval.retro is None:
+            print("not counted: the embedder and the vectors; give --retro and --embedder")
     return 0
 
 

@@ -223,6 +223,16 @@ def test_a_late_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert late == [True, False, False, False], "left open, such work is recorded"
 
 
+@pytest.mark.parametrize("more", ["--retriever --mock-data", "--mtp-layers 1 --position rope"])
+def test_a_graph_is_not_suggested_to_a_model_that_excludes_it(more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-345m --hidden-dropout 0 --attention-dropout 0 --micro-batch 1 --global-batch 64 --world 1"
+    given = ["memory-estimate", *words.split(), *"--bf16 --gpu h200".split(), *more.split()]
+    assert main([*given, "--no-cuda-graph"]) == 0
+    assert "with --cuda-graph" not in capsys.readouterr().out
+    assert main([*given, "--cuda-graph"]) == 2
+    assert f"--cuda-graph: excludes {more.split()[0]}; valid there: --no-cuda-graph" in capsys.readouterr().err
+
+
 def test_a_graph_keeps_its_microbatchs_memory() -> None:
     """Beside it validation and updates work, or the last of several microbatches where data are shared."""
     for world, more in ((1, {}), (1, {"optimizer": "lamb"}), (2, {}), (2, {"zero": 1}), (2, {"global_batch": 8})):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from mega.core.architecture import architecture
 from mega.core.batch import NeighbourBatch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
+from mega.core.inference.capacity import GIB, SHARES, cache_bytes, expected, neighbour_bytes
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generation.generate import generate
 from mega.core.inference.options import DecodingLayout, EngineOptions
@@ -49,6 +52,9 @@ FAMILIES = {"gpt": {}, "llama": {"family": "llama", "kv_heads": 1, "retro_gate":
 
 class Made:
     """Neighbours that are a function of a chunk; every third chunk has one only, every fifth none."""
+
+    def __init__(self, device_bytes: int = 0) -> None:
+        self.device_bytes = device_bytes
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         keys = chunks @ (7 ** np.arange(CHUNK))
@@ -119,6 +125,35 @@ def test_a_text_is_what_whole_rows_say(name: str) -> None:
         cited = [each for event in events for each in event.cited]
         # The last token is drawn, and not read.
         assert [each.chunk for each in cited] == list(range((len(ids) - 1) // CHUNK))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_sequences_keep_is_counted(name: str) -> None:
+    """The most: twice as many sequences as requests in flight, each with three states of its current chunk."""
+    running, model = engine(name), stage_of(name)[0]
+    answers(running, [Request(prompt=(1,) * 7, tokens=1, sampling=Sampling(temperature=0.0))] * 10)
+    sequences = running._worker.reader._sequences.values()  # type: ignore[union-attr]
+    tensors = [each.text for each in sequences] + [
+        part for each in sequences for pair in each.pairs.values() for part in pair
+    ]
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    assert kept == running.neighbour_bytes == neighbour_bytes(architecture(model), 8, 4) > 0
+    assert neighbour_bytes(architecture(dataclasses.replace(model, retriever=False, retro_layers=())), 8, 4) == 0
+
+
+def test_the_cache_leaves_room_for_neighbours() -> None:
+    """As memory-estimate says: 10 blocks of the cache fit besides what the retriever needs."""
+    model, stage = stage_of("gpt")
+    room, options = Device.choose("cpu").room(), EngineOptions(max_requests=4)
+    token = cache_bytes(architecture(model), 8)
+    taken = room - neighbour_bytes(architecture(model), 8, 4) - int(10.5 * options.block * token / SHARES["cpu"])
+    found = engine_on(stage, Mesh.at(0), Device.choose("cpu"), options, retriever=Made(taken))
+    assert found is not None and found.limits.cache == 10 * options.block
+    estimate = partial(expected, model, 8, room, "cpu", tp=1, pp=1, requests=4)
+    estimated = estimate(retriever=taken)
+    assert (estimated.limits.cache, estimated.neighbours) == (found.limits.cache, found.neighbour_bytes)
+    assert estimated.lines()[2] == f"to find and keep neighbours it needs {found.neighbour_bytes / GIB:.2f} GiB more"
+    assert estimate().neighbours == found.neighbour_bytes - taken
 
 
 @pytest.mark.parametrize("prompt_length", [5, 70])

@@ -17,8 +17,13 @@ from mega.cli import main
 from mega.core.batch import NeighbourBatch
 from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.preprocessing.writer import IndexedWriter
+from mega.core.device import Device
 from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
+from mega.core.inference.options import EngineOptions, RetrievalOptions
+from mega.core.inference.start import start_engine
+from mega.core.parallel.mesh import Mesh
 from mega.core.retro.embed import BertEmbedder
+from mega.core.retro.retrieve import open_retriever
 from mega.core.text.build import build
 from tests.support.shared import shared
 
@@ -257,6 +262,28 @@ def test_lambada_is_scored_as_one_text_at_a_time(
     assert math.log(figures["ppl"]) == pytest.approx(nll / 8, rel=1e-6)
 
 
+def test_memory_of_a_search_is_counted(place: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """memory-estimate gives the bytes of the engine: embedder, two blocks of vectors, and what sequences keep."""
+    database, bert = str(place / "db"), str(place / "bert")
+    opened, cpu = open_model(run), Device.choose("cpu")
+    retriever = open_retriever(RetrievalOptions(retro=database, embedder=bert), opened.model, opened.tokenizer(), "cpu")
+    weights = sum(weight.numel() * 4 for weight in load_model(open_model(bert)).parameters())
+    blocks = sorted((place / "db" / "index" / "train_emb" / "blocks").glob("*.npy"))
+    assert retriever.device_bytes == weights + 2 * max(np.load(block).nbytes for block in blocks)
+    engine = start_engine(opened, Mesh.at(0), cpu, EngineOptions(cache_tokens=64), retriever=retriever)
+    assert engine is not None and engine.neighbour_bytes > retriever.device_bytes
+    sizes = ["memory-estimate", "--serve", "--json", *running(place, "--vocab", "50257", "--cache-tokens", "64")]
+    given = [*sizes, "--embedder", bert]
+    capsys.readouterr()
+    assert main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["neighbours"] == engine.neighbour_bytes and "to find and keep neighbours" in found["lines"][2]
+    assert "--embedder is missing: " in refused(sizes, capsys)
+    assert "--embedder x: needs --serve" in refused(["memory-estimate", *running(place), "--embedder", "x"], capsys)
+    plain = ["memory-estimate", "--serve", "--model", "gpt2-345m", "--retro", database, "--embedder", bert]
+    assert f"--retro {database}: needs --retriever" in refused(plain, capsys)
+
+
 def test_texts_are_continued_and_judged_with_neighbours(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,7 +299,7 @@ def test_texts_are_continued_and_judged_with_neighbours(
     (row,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert [each["chunk"] for each in row["neighbours"]] == [0, 0]
     assert all(each["text"] and each["corpus"] in (str(place / "a"), str(place / "b")) for each in row["neighbours"])
-    losses = []
+    losses = list[float]()
     for reads in (given, ["--retro", "none", "--device", "cpu"]):
         result = tmp_path / f"{len(losses)}.json"
         judged = ["eval", "--load", run, "--task", "ppl", "--valid-data", str(asked), "--json", str(result)]

@@ -502,7 +502,6 @@ def _ahead(run: RunConfig) -> Problems:
     if model.position not in ("rope", "none"):
         yield _line(run, "mtp_layers", f"needs --position rope or none, not {model.position}")
     excluded = {"--retriever": model.retriever, "--task dpo": run.finetuning.task == "dpo"}
-    excluded["--cuda-graph"] = bool(run.runtime.cuda_graph)
     for flag in (flag for flag, is_set in excluded.items() if is_set):
         yield _line(run, "mtp_layers", f"excludes {flag}")
 
@@ -517,8 +516,10 @@ def graph(run: RunConfig) -> Problems:
         yield _line(run, "cuda_graph", f"needs --pp 1, not {parallel.pp}; valid there: --no-cuda-graph")
     if parallel.zero > 1:
         yield _line(run, "cuda_graph", f"needs --zero 0 or 1, not {parallel.zero}; valid there: --no-cuda-graph")
-    if run.model.experts:
-        yield _line(run, "cuda_graph", "excludes --experts; valid there: --no-cuda-graph")
+    model = run.model
+    parts = {"--experts": model.experts, "--retriever": model.retriever, "--mtp-layers": model.mtp_layers}
+    for flag in (flag for flag, is_set in parts.items() if is_set):
+        yield _line(run, "cuda_graph", f"excludes {flag}; valid there: --no-cuda-graph")
 
 
 def _columns(run: RunConfig) -> Problems:

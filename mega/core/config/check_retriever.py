@@ -45,7 +45,6 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
         ("reset_positions", run.data.reset_positions),
         ("fp8", run.precision.fp8),
         ("tp_overlap", parallel.tp_overlap),
-        ("cuda_graph", run.runtime.cuda_graph),
         ("sample_interval", run.log.sample_interval is not None),
     ):
         if excluded:

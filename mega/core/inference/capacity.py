@@ -16,26 +16,32 @@ from mega.core.shard import on_tensor_rank, shard
 
 GIB = 1 << 30
 
+READ_SEQUENCES = 2
+"""Number of sequences whose neighbours are kept, as a multiple of the requests in flight."""
+
 SHARES = {"cuda": 0.85, "cpu": 0.25}
 """Type of device -> fraction of the remaining memory that the cache may use."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The capacity of a server. weights, cache: bytes on the rank with the most bytes."""
+    """The capacity of a server. weights, cache, neighbours: bytes on the rank with the most bytes."""
 
     limits: Limits
     weights: int
     cache: int
+    neighbours: int = 0
 
     def lines(self, longest: int | None = None) -> list[str]:
         """Describe the capacity for the user. longest: maximum number of tokens in a request; default: the model's."""
         limits, tokens = self.limits, min(longest or self.limits.longest, self.limits.longest)
         fit = min(limits.requests, limits.cache // tokens)
+        neighbours = f"to find and keep neighbours it needs {self.neighbours / GIB:.2f} GiB more"
         return [
             f"{limits.requests} requests at once, {limits.cache} tokens in the cache: "
             f"{fit} requests of {tokens} tokens each, the longest",
             f"a rank holds {self.weights / GIB:.2f} GiB of weights and {self.cache / GIB:.2f} GiB of keys and values",
+            *([neighbours] if self.neighbours else []),
         ]
 
 
@@ -54,6 +60,19 @@ def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int 
     default: all layers."""
     layer_count, cached = len(model.layers) if layers is None else layers, model.cached
     return 2 * layer_count * (cached.kv_heads // tp) * cached.head_dim * itemsize
+
+
+def neighbour_bytes(model: Architecture, itemsize: int, requests: int) -> int:
+    """Bytes that sequences keep between steps in a model with a retriever; 0 for other models.
+
+    For each layer that reads neighbours: the keys and values of those of the last chunk. Once: the states of the
+    current chunk.
+    """
+    if not model.reading:
+        return 0
+    values = [each.neighbours for each in model.layers if each.neighbours is not None]
+    pairs = [2 * each.neighbours * each.width * each.attention.kv_heads * each.attention.head_dim for each in values]
+    return READ_SEQUENCES * requests * (sum(pairs) + (values[0].chunk - 1) * model.hidden) * itemsize
 
 
 def weight_bytes(
@@ -108,21 +127,23 @@ def expected(
     requests: int,
     cache_tokens: int | None = None,
     fp8_weights: bool = False,
+    retriever: int = 0,
 ) -> Capacity:
     """Return the capacity that a server will have. itemsize: bytes per number. room: free bytes on each device, or on
-    the host, which all CPU ranks share.
+    the host, which all CPU ranks share. retriever: bytes with which a retriever searches on the device.
 
     Errors: ValueError if the weights leave too little memory.
     """
     model, weights = architecture(options), weight_bytes(options, itemsize, tp=tp, pp=pp, fp8_weights=fp8_weights)
     layers = max(even_layers(len(model.layers), pp))
     token = cache_bytes(model, itemsize, tp=tp, layers=layers)
-    remaining = room - max(weights) if kind == "cuda" else room
+    neighbours = retriever + neighbour_bytes(model, itemsize, requests)
+    remaining = room - neighbours - (max(weights) if kind == "cuda" else 0)
     if remaining <= 0:
-        raise ValueError(f"{max(weights) / GIB:.1f} GiB of weights a rank do not fit; give more ranks")
+        raise ValueError(f"{(max(weights) + neighbours) / GIB:.1f} GiB of weights a rank do not fit; give more ranks")
     # CPU ranks share the memory of the host.
     fits = fitting_blocks(remaining, kind, token, BLOCK) // (1 if kind == "cuda" else tp * pp)
     tokens = wanted_tokens(model, requests, cache_tokens)
     blocks = cache_blocks(tokens, fits, BLOCK, asked=cache_tokens is not None)
     limits = Limits(model.positions, (blocks - 1) * BLOCK, requests, model.input.vocab)
-    return Capacity(limits, max(weights), blocks * BLOCK * token)
+    return Capacity(limits, max(weights), blocks * BLOCK * token, neighbours)

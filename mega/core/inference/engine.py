@@ -71,6 +71,11 @@ class BatchingEngine:
     def idle(self) -> bool:
         return not self._launched and self._scheduler.idle
 
+    @property
+    def neighbour_bytes(self) -> int:
+        """Bytes of the device that finding and keeping neighbours needs."""
+        return 0 if self._worker.reader is None else self._worker.reader.device_bytes
+
     def add(self, request: Request) -> int:
         return self._scheduler.add(request)
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mega.core.architecture import Architecture
 from mega.core.batch import DecoderBatch, NeighbourBatch
 from mega.core.config.sections import ModelConfig
+from mega.core.inference.capacity import READ_SEQUENCES, neighbour_bytes
 from mega.core.inference.options import NOTHING, DecodingLayout, EngineOptions
 from mega.core.inference.request import Citation
 from mega.core.inference.step import Step
@@ -37,6 +39,10 @@ class Retrieved(NamedTuple):
 
 
 class Retriever(Protocol):
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device that the retriever needs to find neighbours."""
+
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         """Return the neighbours of chunks, int64 [n, chunk]. The neighbours of a chunk depend only on the chunk's
         tokens."""
@@ -51,6 +57,7 @@ class NoNeighbours:
     """A retriever that finds no neighbours."""
 
     model: ModelConfig
+    device_bytes: ClassVar[int] = 0
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         model = self.model
@@ -96,11 +103,17 @@ class _ReadSequence(ReadingSequence):
     cited: list[Citation] = field(default_factory=list)
 
 
+def device_bytes(retriever: Retriever | None, model: Architecture, dtype: torch.dtype, requests: int) -> int:
+    """Bytes of the device that finding and keeping neighbours needs; 0 without a retriever."""
+    return 0 if retriever is None else retriever.device_bytes + neighbour_bytes(model, dtype.itemsize, requests)
+
+
 class SequenceReader:
     """Retrieves neighbours for the sequences of an engine. requests: maximum number of sequences in flight."""
 
     def __init__(self, stage: DecoderStage, retriever: Retriever, requests: int):
-        self._stage, self._retriever, self._most = stage, retriever, 2 * requests
+        self._stage, self._retriever, self._most = stage, retriever, READ_SEQUENCES * requests
+        self.device_bytes = device_bytes(retriever, stage.architecture, stage.dtype, requests)
         self._chunk = reading(stage).chunk
         self._sequences: OrderedDict[int, _ReadSequence] = OrderedDict()
 

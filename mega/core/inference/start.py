@@ -28,7 +28,7 @@ from mega.core.inference.loading.load import OpenedModel, load_stages, open_mode
 from mega.core.inference.options import NGRAM, DecodingLayout, EngineOptions
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
-from mega.core.inference.retrieval import Retriever
+from mega.core.inference.retrieval import Retriever, device_bytes
 from mega.core.inference.speculate import MOST, Drafter, NGrams
 from mega.core.inference.worker import Worker
 from mega.core.model.decode import use_decoding_layout
@@ -90,7 +90,8 @@ def engine_on(
     if options.cuda_graph:
         _check_graphs(model, device)
     vocab = min(model.input.vocab, options.vocab or model.input.vocab)
-    blocks = _blocks(model, mesh, device, stage.dtype, options, layers or len(model.layers))
+    taken = device_bytes(retriever, model, stage.dtype, options.max_requests)
+    blocks = _blocks(model, mesh, device, stage.dtype, options, layers or len(model.layers), taken)
     worker = Worker(
         *(stage, mesh, device.torch),
         blocks=blocks,
@@ -198,12 +199,12 @@ def check_layout(
 
 
 def _blocks(
-    model: Architecture, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int
+    model: Architecture, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int, taken: int
 ) -> int:
-    """Return the number of blocks in the cache, which is equal on all ranks. Errors: ValueError if not even one
-    sequence fits."""
+    """Return the number of blocks in the cache, which is equal on all ranks. taken: bytes that will be allocated later.
+    Errors: ValueError if not even one sequence fits."""
     size = options.block
-    free_bytes = device.room() - (device.resident() if device.is_cuda else 0)
+    free_bytes = device.room() - taken - (device.resident() if device.is_cuda else 0)
     token = cache_bytes(model, dtype.itemsize, tp=mesh.tp.size, layers=layers)
     fits = fitting_blocks(free_bytes, device.torch.type, token, size) // (1 if device.is_cuda else mesh.world)
     least = torch.tensor(fits, device=device.torch)

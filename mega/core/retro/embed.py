@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.data.neighbours import DatabaseManifest
+from mega.core.inference.capacity import weight_bytes
 from mega.core.inference.embedding import TextVectors
 from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
 from mega.core.model.bert import BertStage
@@ -47,6 +48,16 @@ class BertEmbedder:
     @property
     def digest(self) -> str:
         return f"{self._opened.digest} {self._length}"
+
+    @property
+    def width(self) -> int:
+        """Number of elements in a vector."""
+        return self._opened.architecture.hidden
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, which are loaded with the first text."""
+        return sum(weight_bytes(self._opened.model, torch.float32.itemsize))
 
     @cached_property
     def _vectors(self) -> TextVectors:

@@ -74,6 +74,17 @@ def open_search(
     return search
 
 
+def search_bytes(
+    folder: Path, manifest: DatabaseManifest, chunks: int, width: int, index: str | None, kind: str
+) -> int:
+    """Bytes of a device of this kind that `open_search` needs: two blocks of vectors, or an index in the host's
+    memory. Errors: ValueError if `index` is not a description."""
+    if index is None:
+        return 2 * min(manifest.block_size, chunks) * width * np.dtype(np.float32).itemsize
+    path = index_folder(folder, index) / "added.faissindex"
+    return path.stat().st_size if kind == "cpu" and path.is_file() else 0
+
+
 def build_index(
     folder: Path, manifest: DatabaseManifest, chunks: int, index: str, sample: int, report: Callable[[str], None]
 ) -> None:

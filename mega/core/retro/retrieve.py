@@ -25,7 +25,7 @@ from mega.core.inference.retrieval import (
     check_decoding,
 )
 from mega.core.retro.embed import Embedder, open_embedder_of
-from mega.core.retro.index import Search, open_search
+from mega.core.retro.index import Search, open_search, search_bytes
 from mega.core.text.tokenizer import Tokenizer
 
 
@@ -61,7 +61,21 @@ def open_retriever(retrieval: RetrievalOptions, model: ModelConfig, tokenizer: T
     embedder = open_embedder_of(folder, manifest, retrieval.embedder or "", device)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     search = open_search(folder, manifest, len(database), torch.device(device), retrieval.index, retrieval.probes)
-    return DatabaseRetriever(model, tokenizer, database, embedder, search)
+    sizes = search_bytes(folder, manifest, len(database), embedder.width, retrieval.index, torch.device(device).type)
+    return DatabaseRetriever(model, tokenizer, database, embedder, search, embedder.weight_bytes + sizes)
+
+
+def device_bytes(retrieval: RetrievalOptions, kind: str) -> int:
+    """Bytes with which `open_retriever`'s result finds neighbours on a device of this kind. Errors: ValueError naming
+    flag or file."""
+    retrieval.check()
+    if retrieval.retro in (None, NOTHING):
+        return 0
+    folder = Path(str(retrieval.retro))
+    manifest = DatabaseManifest.read(folder)
+    embedder = open_embedder_of(folder, manifest, retrieval.embedder or "", "cpu")
+    chunks = len(ChunkDatabase(folder, manifest.chunk_length, manifest.eod))
+    return embedder.weight_bytes + search_bytes(folder, manifest, chunks, embedder.width, retrieval.index, kind)
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class DatabaseRetriever:
     database: ChunkDatabase  # the chunks
     embedder: Embedder  # embeds the queries
     search: Search  # finds the nearest of the chunks' vectors
+    device_bytes: int  # bytes of the device that the embedder and the search need
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         model, database = self.model, self.database

@@ -213,7 +213,9 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
     weights = max(weight_bytes(opened.model, dtype.itemsize, tp=plan.layout.tp, pp=plan.layout.pp, fp8_weights=fp8))
     layers = max(even_layers(len(model.layers), plan.layout.pp))
     token = cache_bytes(model, dtype.itemsize, tp=plan.layout.tp, layers=layers)
-    capacity = Capacity(limits, weights, (limits.cache + plan.engine.block) * token)
+    cache = (limits.cache + plan.engine.block) * token
+    neighbours = server.engine.neighbour_bytes if isinstance(server.engine, BatchingEngine) else 0
+    capacity = Capacity(limits, weights, cache, neighbours)
     requested_length = plan.options.max_length or 0
     beyond = f"--max-length {requested_length}: the model has {limits.longest} positions, so that is the longest"
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
