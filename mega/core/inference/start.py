@@ -87,8 +87,7 @@ def engine_on(
     relay: relay of an earlier engine, to be reused; default: a new relay.
     """
     model, size = stage.architecture, options.block
-    if options.cuda_graph:
-        _check_graphs(model, device)
+    _check_graphs(options, model, device)
     vocab = min(model.input.vocab, options.vocab or model.input.vocab)
     taken = device_bytes(retriever, model, stage.dtype, options.max_requests)
     blocks = _blocks(model, mesh, device, stage.dtype, options, layers or len(model.layers), taken)
@@ -124,11 +123,11 @@ def engine_on(
     )
 
 
-def _check_graphs(model: Architecture, device: Device) -> None:
+def _check_graphs(options: EngineOptions, model: Architecture, device: Device) -> None:
     """Check --cuda-graph. Errors: ValueError if steps of the model cannot be recorded on the device."""
-    if model.cached.softcap is not None:
+    if options.cuda_graph and model.cached.softcap is not None:
         raise ValueError("--cuda-graph: soft-capped attention is not recorded; valid here: --no-cuda-graph")
-    if not device.is_cuda:
+    if options.cuda_graph and not device.is_cuda:
         raise ValueError("--cuda-graph: needs a GPU; valid here: --no-cuda-graph")
 
 
