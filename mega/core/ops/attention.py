@@ -1,9 +1,9 @@
-"""Attention with grouped heads and any mask: a plain implementation of all features, and torch's fused kernels.
+"""Attention with grouped heads and any mask, as a plain implementation of all features and with torch's fused kernels.
 
-The plain implementation is the reference. torch's kernels draw dropout from a random stream, not by counter, so `fused`
-passes masks with dropout to the plain implementation; kernels/attention.py implements dropout by counter. The plain
-implementation saves the weights of all queries and keys for its backward pass. A fused kernel saves only query, key,
-value and one number per query, and `recomputing` saves only query, key and value.
+The plain implementation is the reference. torch's kernels draw dropout from a random stream instead of by counter, so
+`fused` passes masks with dropout to the plain implementation; kernels/attention.py implements dropout by counter. The
+plain implementation saves the attention weights for the backward pass. A fused kernel saves only query, key, value and
+one number per query, and `plain_recomputing` saves only query, key and value.
 
 All functions take q [b, s, heads, d], k and v [b, t, kv_heads, d], and return [b, s, heads, d]. Query head i uses
 key/value head i // (heads / kv_heads). The output of a query without visible keys is 0.
@@ -30,17 +30,17 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""torch's kernels, fastest first as measured on H200 (docs/performance.md)."""
+"""torch's kernels, the fastest first, as measured on an H200 (docs/performance.md)."""
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """softmax(q k' / sqrt(d)) v, computed step by step."""
+    """Compute softmax(q k' / sqrt(d)) v step by step."""
     s, t = q.shape[1], k.shape[1]
     visible = mask.visible(s, t, q.device)
     masked_scores = scores(q, k, visible, mask.softcap)
     weights = masked_scores.softmax(-1).to(q.dtype)
     if visible is not None and mask.may_hide_all(s, t):
-        weights = weights.masked_fill(~visible, 0.0)  # softmax gives NaN for a query without keys
+        weights = weights.masked_fill(~visible, 0.0)  # softmax gives NaN for a query without visible keys
     if mask.dropout is not None:
         weights = mask.dropout(weights)
     return (weights @ expand_heads(v, q.shape[2])).transpose(1, 2)
@@ -49,7 +49,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 def scores(
     q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None, softcap: float | None = None
 ) -> torch.Tensor:
-    """q k' / sqrt(d), with the soft cap: [b, heads, s, t] in max(fp32, dtype), -inf for invisible keys."""
+    """Compute q k' / sqrt(d), with the soft cap: [b, heads, s, t] in max(fp32, dtype), and -inf for invisible keys."""
     values = (q.transpose(1, 2) @ expand_heads(k, q.shape[2]).transpose(-1, -2)) / math.sqrt(q.shape[-1])
     values = values.to(accurate(q.dtype))
     if softcap is not None:
@@ -58,7 +58,7 @@ def scores(
 
 
 def expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[b, t, kv_heads, d] -> [b, heads, t, d]: repeat each key/value head for every query head that uses it."""
+    """Repeat each key/value head for every query head that uses this head: [b, t, kv_heads, d] -> [b, heads, t, d]."""
     x = x.transpose(1, 2)
     groups = heads // x.shape[1]
     return x.repeat_interleave(groups, 1) if groups > 1 else x
@@ -67,8 +67,8 @@ def expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 def fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, dropping: Attention = plain
 ) -> torch.Tensor:
-    """`plain` by torch's fused kernels: cuDNN if it supports the shape, then flash attention, then torch's other
-    kernels.
+    """Compute `plain` with torch's fused kernels: cuDNN if it supports the shape, otherwise flash attention, otherwise
+    torch's other kernels.
 
     dropping: the implementation for masks with features other than documents and a window, such as dropout."""
     if not set(mask.features) <= {"documents", "a window"}:
@@ -78,8 +78,8 @@ def fused(
     if kind is None:
         visible = mask.visible(s, t, q.device)
         if visible is not None and mask.may_hide_all(s, t):
-            # Kernels give different results for a query without keys: make all keys visible to the query, then set its
-            # result to 0.
+            # Kernels give different results for a query without visible keys. Make all keys visible to such a query,
+            # and set its result to 0 afterwards.
             blind = ~visible.any(-1, keepdim=True)
             visible = visible | blind
     if q.is_meta:
@@ -99,8 +99,8 @@ def fused(
 def _fused_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, *, causal: bool
 ) -> torch.Tensor:
-    """The outputs and saved tensors of torch's fused kernels on the meta device, for which torch itself would use its
-    plain form.
+    """Run torch's fused kernels on the meta device, with the same outputs and saved tensors as on CUDA. torch itself
+    would use its unfused implementation on the meta device.
 
     The kernels add the mask to the scores, so the mask is passed as floating-point numbers.
     """
@@ -110,18 +110,20 @@ def _fused_shapes(
 
 
 def plain_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """Bitwise identical to `plain`, but saves only query, key and value, and recomputes the weights in the backward
-    pass (selective recompute, Korthikanti et al. 2022, section 5)."""
+    """Compute the same bits as `plain`, but save only query, key and value, and recompute the attention weights in the
+    backward pass (selective recomputation, Korthikanti et al. 2022, section 5)."""
     # Dropout is a function of element positions, so no random state has to be restored.
     return recompute(plain, q, k, v, mask)
 
 
 def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`fused`, whose kernels recompute the weights themselves; `plain_recomputing` for other masks."""
+    """Compute `fused`, whose kernels never save attention weights, with `plain_recomputing` for masks that torch's
+    kernels do not support."""
     return fused(q, k, v, mask, dropping=plain_recomputing)
 
 
 def recomputing(attention: Attention) -> Attention:
-    """The variant of an attention implementation that saves no weights. Kernels never save weights."""
+    """Return the variant of an attention implementation that does not save attention weights. Kernels never save
+    them."""
     forms: dict[Attention, Attention] = {plain: plain_recomputing, fused: fused_recomputing}
     return forms.get(attention, attention)

@@ -1,9 +1,10 @@
-"""Causal attention with a sliding window by cuDNN's graph API, if the package nvidia-cudnn-frontend is installed.
+"""Causal attention with a sliding window through cuDNN's graph API, if the package nvidia-cudnn-frontend is installed.
 
-torch does not pass windows to cuDNN. Each shape is planned once, forward and backward together, before its first use.
-If cuDNN rejects a shape, or computes a wrong result in a small trial, the caller's kernels are used and a warning is
-logged. Documents, dropout and offsets of the queries are not supported. After the first call for a shape, later calls
-need no synchronisation and allocate memory only through torch, so a CUDA graph can record them."""
+This module exists because torch does not pass windows to cuDNN. Plans for the forward and backward pass of a shape are
+built once, before its first use. If cuDNN rejects a shape, or computes a wrong result in a small trial, the caller's
+kernels are used and a warning is logged. Documents, dropout and offsets of the queries are not supported. After the
+first call for a shape, later calls do not synchronise and allocate memory only through torch, so a CUDA graph can
+record them."""
 
 from __future__ import annotations
 
@@ -29,15 +30,15 @@ WIDEST = 128
 """Maximum head width. Widths must be multiples of 8."""
 DEVICES = ("cuda", "meta")
 MOST = 32
-"""Maximum number of shapes planned in one process. Planning takes a large part of a second, which does not pay off if
-lengths keep changing."""
+"""Maximum number of shapes for which a process builds plans. Building a plan takes a large fraction of a second, which
+does not pay off if lengths change often."""
 
 log = logging.getLogger(__name__)
 
 
 @cache
 def version() -> str | None:
-    """The version of the package; None if the package is not installed."""
+    """Return the version of nvidia-cudnn-frontend, or None if the package is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -45,11 +46,11 @@ def version() -> str | None:
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether this module supports an attention: whole causal rows with a window that hides keys.
+    """Whether this module supports an attention, that is, whole causal rows with a window that hides keys.
 
-    Returns False if deterministic algorithms are required: on Hopper, according to the package's source, cuDNN then
-    stores a number for every pair of tokens (17 GB at 16,384 tokens and 32 heads). Our kernels are always
-    deterministic.
+    The result is False if deterministic algorithms are required. According to the package's source, cuDNN on Hopper
+    would then store a number for every pair of tokens (17 GB for 16,384 tokens and 32 heads), whereas mega's Triton
+    kernels are always deterministic.
     """
     s, t, width = q.shape[1], k.shape[1], q.shape[-1]
     return (
@@ -66,13 +67,13 @@ def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether to try `attention`, that is, the case is supported and the package is installed."""
+    """Whether to call `attention`, that is, whether the case is supported and the package is installed."""
     return q.device.type in DEVICES and fits(q, k, mask) and version() is not None
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor | None:
-    """`ops.attention.plain` without saved weights; None if cuDNN does not support the case. Call this only if
-    `applies`."""
+    """Compute `ops.attention.plain` without saving attention weights. Returns None if cuDNN does not support the case.
+    Call this function only if `applies` returns True."""
     assert mask.window is not None
     if q.is_meta:
         return _Windowed.apply(q, k, v, mask)  # type: ignore[no-any-return]
@@ -87,11 +88,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Attention
 
 
 class ExecutionPlan(NamedTuple):
-    """An executable graph of cuDNN."""
+    """An executable cuDNN graph with its buffers."""
 
     graph: Any
     tensors: tuple[object, ...]  # the graph's inputs and outputs, in the order of the buffers of `run`
-    workspace: int  # in bytes
+    workspace: int  # number of bytes
 
     def run(self, *buffers: torch.Tensor) -> None:
         device = buffers[0].device
@@ -102,7 +103,7 @@ class ExecutionPlan(NamedTuple):
 
 
 class WindowPlans(NamedTuple):
-    """The plans of one shape."""
+    """The execution plans for one shape."""
 
     forward: ExecutionPlan
     backward: ExecutionPlan
@@ -128,13 +129,14 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> 
 
 @cache
 def _handle(device: torch.device) -> object:
-    """The cuDNN handle of a device. Only one thread uses it at a time, because the main thread waits for autograd's
-    thread."""
+    """Return the cuDNN handle of a device. Only one thread uses the handle at a time, because the main thread waits for
+    autograd's thread."""
     return import_module("cudnn").create_handle()
 
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> WindowPlans:
-    """Plan the forward and backward pass of one shape. Errors: exceptions of the package, of many types."""
+    """Build the plans for the forward and backward pass of one shape. Errors: exceptions of many types from the
+    package."""
     (b, s, heads, width), kv_heads = q.shape, k.shape[2]
     build = _GraphBuilder(q.dtype, q.device, window, 1 / math.sqrt(width))
     whole, few = (b, s, heads, width), (b, s, kv_heads, width)
@@ -155,7 +157,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape [b, s, heads, d] and strides. cuDNN expects heads before tokens."""
+"""(shape [b, s, heads, d], strides) of a tensor."""
 
 
 class _GraphBuilder:
@@ -164,7 +166,7 @@ class _GraphBuilder:
     def __init__(self, dtype: torch.dtype, device: torch.device, window: int, scale: float):
         self._cudnn = cudnn = import_module("cudnn")
         self._handle, self._io = _handle(device), getattr(cudnn.data_type, DTYPES[dtype])
-        # The window counts the query itself: query i sees key j if i - window < j <= i.
+        # The window includes the query itself, that is, query i sees key j if i - window < j <= i.
         self._seen = {
             "attn_scale": scale,
             "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
@@ -173,7 +175,7 @@ class _GraphBuilder:
         }
 
     def forward(self, q: Layout, k: Layout, v: Layout, out: Layout, lse: tuple[list[int], list[int]]) -> ExecutionPlan:
-        """The graph of the forward pass. Buffers: q, k, v, out, lse."""
+        """Build the graph of the forward pass. Its buffers are q, k, v, out, lse."""
         graph = self._graph()
         q_, k_, v_ = (self._input(graph, name, one) for name, one in (("q", q), ("k", k), ("v", v)))
         out_, lse_ = graph.sdpa(name="sdpa", q=q_, k=k_, v=v_, is_inference=False, **self._seen)
@@ -182,8 +184,8 @@ class _GraphBuilder:
         return self._finish(graph, q_, k_, v_, out_, lse_)
 
     def backward(self, q: Layout, k: Layout, v: Layout, out: Layout, lse: tuple[list[int], list[int]]) -> ExecutionPlan:
-        """The graph of the backward pass. Buffers: q, k, v, out, d(out), lse, d(q), d(k), d(v); gradients are
-        contiguous."""
+        """Build the graph of the backward pass. Its buffers are q, k, v, out, d(out), lse, d(q), d(k), d(v). Gradients
+        are contiguous."""
         graph = self._graph()
         inputs = ("q", q), ("k", k), ("v", v), ("o", out), ("dO", out)
         q_, k_, v_, out_, grad_ = (self._input(graph, name, one) for name, one in inputs)
@@ -217,7 +219,7 @@ class _GraphBuilder:
 
 
 def _heads_first(layout: Layout) -> tuple[list[int], list[int]]:
-    """Shape and strides with heads before tokens.
+    """Return shape and strides with heads before tokens, as cuDNN expects.
 
     >>> _heads_first(((2, 3, 4, 8), (96, 32, 8, 1)))
     ([2, 4, 3, 8], [96, 8, 32, 1])
@@ -226,7 +228,8 @@ def _heads_first(layout: Layout) -> tuple[list[int], list[int]]:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it, in which each row of d elements starts at a multiple of 16 bytes, as the kernels require."""
+    """Return x, or a copy of x if any row of d elements does not start at a multiple of 16 bytes, as the kernels
+    require."""
     steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     if (
         x.stride(-1) == 1
@@ -243,8 +246,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, heads, d], lse fp32 [b, heads, s, 1]. plans: on the meta device, the mask instead, for the
-    observers."""
+    """Return out [b, s, heads, d] and lse fp32 [b, heads, s, 1]. plans: on the meta device, the mask is passed instead,
+    for observers."""
     b, s, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, heads, s, 1, dtype=torch.float32, device=q.device)
@@ -264,15 +267,16 @@ def backward(
     lse: torch.Tensor,
     plans: WindowPlans | AttentionMask,
 ) -> Gradients:
-    """d(q), d(k), d(v) in the inputs' dtype."""
+    """Return d(q), d(k), d(v) in the inputs' dtype."""
     if not isinstance(plans, AttentionMask):
-        # Saved tensors may have been offloaded since the forward pass, and then have different strides.
+        # Saved tensors may have different strides if they were offloaded since the forward pass.
         q, k, v = (_laid_out(x, stride) for x, stride in zip((q, k, v), plans.strides, strict=True))
         out, lse, grad = _aligned(out.contiguous()), lse.contiguous(), _aligned(grad.contiguous())
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_kv = torch.empty((2, *k.shape), dtype=q.dtype, device=q.device)
     if isinstance(plans, AttentionMask):
-        # Workspace: cuDNN sums the query's gradient in fp32, and stores gradients of keys and values for every head.
+        # Allocate as much as cuDNN's workspace, which contains the query's gradient in fp32, and gradients of keys and
+        # values for every query head.
         grouped = q.shape[2] > k.shape[2]
         torch.empty(grad_q.numel() * (1 + grouped) + lse.numel(), dtype=torch.float32, device=q.device)
         observe.attention("window", q, k, plans, backward=True)
@@ -314,7 +318,8 @@ class _Windowed(torch.autograd.Function):
 
 @cache
 def trusted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a small case gives the output and gradients of the plain implementation. If not, a warning is logged."""
+    """Whether cuDNN's output and gradients in a small case agree with the plain implementation. If not, a warning is
+    logged."""
     words = "attention with a window takes our kernels: cuDNN's"
     return passes(lambda: _trial_error(device, dtype), dtype, words)
 

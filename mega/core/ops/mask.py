@@ -1,6 +1,6 @@
-"""Attention masks: the keys that are visible to each query, and the dropout of weights. Shared by all implementations.
+"""Attention masks for all implementations: which keys are visible to each query, and the dropout of attention weights.
 
-The mask describes which keys are visible. It does not depend on kernels or ranks.
+This module does not depend on kernels or ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kind = Literal["causal", "full"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """The mask of s queries and t keys. A key is visible to a query if all conditions below allow it.
+    """The mask of s queries and t keys. A key is visible to a query if all fields of the mask allow this.
 
     kind "causal", window 3, s = t = 5:    1 . . . .
                                            1 1 . . .
@@ -29,21 +29,22 @@ class AttentionMask:
     kind: Kind = "causal"
     """"causal": query i sees keys j <= q_offset + i. "full": query i sees every key (encoders, cross attention)."""
     window: int | None = None
-    """Sliding window: query i sees only keys with |q_offset + i - j| < window."""
+    """Sliding window: query i sees only keys j with |q_offset + i - j| < window. None if there is no window."""
     q_documents: torch.Tensor | None = None
-    """int64 [b, s]. A query sees only keys of the same document. Padding is a separate document."""
+    """Document of each query, int64 [b, s]. A query sees only keys of the same document. Padding is a separate
+    document."""
     k_documents: torch.Tensor | None = None
-    """int64 [b, t]: as `q_documents`, for the keys."""
+    """Document of each key, int64 [b, t]."""
     q_offset: int = 0
-    """The position of the first query among the keys: t - s for the last s tokens of a cached row of t tokens. Negative
-    if the first query precedes all keys."""
+    """Position of the first query among the keys. For example, it is t - s for the last s tokens of a cached row of t
+    tokens, and negative if the first query precedes all keys."""
     dropout: AttentionDropout | None = None
     """Dropout of the attention weights."""
     softcap: float | None = None
-    """Scores s become softcap x tanh(s / softcap) before the softmax."""
+    """If set, each score s is replaced with softcap x tanh(s / softcap) before the softmax."""
     covered: bool = False
-    """Whether every query is known to see at least one key. With documents, this cannot be determined without reading
-    their values."""
+    """Whether the caller guarantees that every query sees at least one key. With documents, the mask would have to read
+    their values to determine this."""
 
     def __post_init__(self) -> None:
         assert self.kind in ("causal", "full"), self.kind
@@ -51,8 +52,8 @@ class AttentionMask:
         assert (self.q_documents is None) == (self.k_documents is None)
 
     def band(self, s: int, t: int) -> tuple[int | None, int | None]:
-        """(low, high): positions allow query i to see key j if low <= j - i <= high. None for a bound that hides no
-        key.
+        """Return (low, high) such that kind, window and offset allow query i to see key j if low <= j - i <= high. A
+        bound that hides no key is None.
 
         >>> AttentionMask().band(4, 4), AttentionMask(q_offset=3).band(1, 4), AttentionMask(window=2).band(4, 4)
         ((None, 0), (None, None), (-1, 0))
@@ -65,7 +66,8 @@ class AttentionMask:
         return None if low is None or low <= 1 - s else low, None if high is None or high >= t - 1 else high
 
     def visible(self, s: int, t: int, device: torch.device) -> torch.Tensor | None:
-        """bool [s, t], or [b, 1, s, t] with documents: True if a query sees a key. None if every key is visible.
+        """Return bool [s, t], or [b, 1, s, t] with documents, which is True where a query sees a key. None if every
+        query sees every key.
 
         >>> AttentionMask(window=2, q_offset=1).visible(2, 4, torch.device("cpu")).int().tolist()
         [[1, 1, 0, 0], [0, 1, 1, 0]]
@@ -82,10 +84,11 @@ class AttentionMask:
         return same if visible is None else same & visible
 
     def simple_kind(self, s: int, t: int) -> Kind | None:
-        """The equivalent kind for a kernel without a mask argument: square causal attention, or full attention.
+        """Return the equivalent kind for a kernel without a mask argument, which is square causal attention or full
+        attention.
 
-        None if no kind is equivalent, that is, documents, a window or an offset hide keys, or there is dropout or a
-        soft cap.
+        Return None if no kind is equivalent, because documents, a window or an offset hide keys, or because of dropout
+        or a soft cap.
 
         >>> AttentionMask(window=4).simple_kind(4, 4), AttentionMask(q_offset=3).simple_kind(1, 4)
         ('causal', 'full')
@@ -99,7 +102,7 @@ class AttentionMask:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features that a kernel must support in addition to the kind, as words for messages.
+        """The features that a kernel must support in addition to the kind, as texts for messages.
 
         >>> AttentionMask(window=2).features
         ('a window',)
@@ -107,21 +110,21 @@ class AttentionMask:
         return tuple(word for name, word, unset in _FEATURES if getattr(self, name) is not unset)
 
     def empty(self, s: int, t: int) -> bool:
-        """Whether positions hide every key from every query."""
+        """Whether no query sees any key, judging by positions only."""
         low, high = self.band(s, t)
         return (high is not None and high <= -s) or (low is not None and low >= t)
 
     def may_hide_all(self, s: int, t: int) -> bool:
-        """Whether a query without visible keys is possible. Document values are not read, because reading would
-        synchronise."""
+        """Whether a query without visible keys is possible. Document ids are not read, because reading them would
+        synchronise with the device."""
         low, high = self.band(s, t)
         if (high is not None and high < 0) or (low is not None and low > t - s):
             return True
-        # If queries and keys are the same tokens, the bounds checked above let each token see itself.
+        # If queries and keys are the same tokens, every token sees itself within the bounds checked above.
         return not self.covered and self.q_documents is not self.k_documents
 
     def cut(self, queries: slice, keys: slice) -> AttentionMask:
-        """The mask of a contiguous range of queries and a contiguous range of keys.
+        """Return the mask of a contiguous range of queries and a contiguous range of keys.
 
         >>> AttentionMask(window=3).cut(slice(4, 8), slice(2, 6)).q_offset
         2
@@ -138,7 +141,7 @@ class AttentionMask:
 
 _WORDS = {"dropout": "dropout", "q_documents": "documents", "window": "a window", "softcap": "a soft cap"}
 _POSITIONS = {"kind", "q_offset", "covered"}
-# New fields are included in both lists below, so that kernels without support for them reject the mask.
+# New fields are included in both lists below, so that kernels that do not support a new field reject the mask.
 _UNSET = {
     field.name: field.default for field in fields(AttentionMask) if field.name not in (*_POSITIONS, "k_documents")
 }

@@ -1,10 +1,10 @@
-"""Attention in blocks: each block of keys gives an output and its log-sum-exp, and blocks can be merged.
+"""Attention in blocks of keys. Each block gives an output and its log-sum-exp, and the results of blocks can be merged.
 
     out_a, lse_a over some keys        lse = log(exp(lse_a) + exp(lse_b))
     out_b, lse_b over other keys       out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 The backward pass of a block needs the output and the log-sum-exp over all keys, but no other block (Dao et al. 2022,
-appendix B; Liu et al. 2023). This module does not depend on the purpose of blocks or on the ranks that hold them.
+appendix B; Liu et al. 2023). This module does not depend on ranks or on the purpose of blocks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """An implementation, for q [b, s, heads, d]; k, v [b, t, kv_heads, d]; d(x) is the gradient with respect to x.
+    """An implementation for q [b, s, heads, d] and k, v [b, t, kv_heads, d]. d(x) is the gradient with respect to x.
 
-    forward(q, k, v, mask) -> out [b, s, heads, d], lse [b, heads, s]; a query without keys has out 0 and lse -inf.
-    backward(d(out), q, k, v, out, lse, mask) -> d(q), d(k), d(v), with out and lse over all keys.
-    Results have the inputs' dtype or a wider one; lse is in max(fp32, dtype).
+    forward(q, k, v, mask) -> out [b, s, heads, d], lse [b, heads, s]; a query without visible keys has out 0 and lse
+    -inf. backward(d(out), q, k, v, out, lse, mask) -> d(q), d(k), d(v), with out and lse over all keys. Results have
+    the inputs' dtype or a wider one; lse is in max(fp32, dtype).
     """
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], tuple[torch.Tensor, torch.Tensor]]
@@ -36,7 +36,8 @@ class PartialAttention:
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Merge a block into `out` and `lse`, in place. Initial values: out 0, lse -inf."""
+    """Merge the result of a block into `out` and `lse`, in place. Before the first block, out must be 0 and lse
+    -inf."""
     total = torch.logaddexp(lse, part_lse)
     finite = _finite(total)
     out.mul_(_by_token((lse - finite).exp())).add_(_by_token((part_lse - finite).exp()) * part)
@@ -44,12 +45,12 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
-    """[b, heads, s] -> [b, s, heads, 1]"""
+    """Rearrange [b, heads, s] to [b, s, heads, 1]."""
     return x.transpose(1, 2)[..., None]
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """lse, with -inf replaced by 0 (queries without keys), so that exp(-inf - lse) is 0 and not NaN."""
+    """Replace -inf in lse (of queries without visible keys) with 0, so that exp(-inf - lse) is 0 instead of NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
@@ -101,11 +102,12 @@ def _weights(found: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The conjugate of `expand_heads`: [b, heads, t, d] -> [b, t, kv_heads, d]."""
+    """Sum gradients over the query heads that share a key/value head, as the backward pass of `expand_heads`: [b,
+    heads, t, d] -> [b, t, kv_heads, d]."""
     return grad.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
 
 
-# -- torch's fused kernels: 16-bit dtypes on CUDA; other cases use the plain implementation
+# -- torch's fused kernels, for 16-bit dtypes on CUDA; other cases use the plain implementation
 
 
 def fused_forward(
@@ -136,7 +138,7 @@ def fused_backward(
     if kernel is None:
         return plain_backward(grad, q, k, v, out, lse, mask)
     whole = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
-    # The kernels require the random state of dropout, even without dropout.
+    # The kernels require a random state for dropout even if there is no dropout.
     if kernel == "cudnn":
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -156,7 +158,8 @@ def _is_causal(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> Literal["cudnn", "flash"] | None:
-    """The torch kernel that supports this attention, cuDNN first: on H200 it is twice as fast as flash attention."""
+    """Choose the torch kernel for this attention. cuDNN is preferred because it is twice as fast as flash attention on
+    an H200."""
     on_device = q.is_cuda or q.is_meta
     if not on_device or q.element_size() != 2 or mask.simple_kind(q.shape[1], k.shape[1]) is None:
         return None

@@ -1,10 +1,10 @@
-"""The choice of experts: scores, choice, probabilities, capacity and balance losses, in plain torch.
+"""Routes tokens to experts in plain torch: scores, choice, probabilities, capacity and balance losses.
 
     logits [t, E]  ->  chosen [t, k], the experts;  probabilities [t, k], the factors of their outputs
 
-Scores are computed in fp32 at least; probabilities have the dtype of the logits. This module does not depend on ranks:
-`t` is the number of all tokens that a rule depends on. Sources: Shazeer et al. 2017; Fedus et al. 2022; DeepSeek-V3,
-2024; details as in Megatron core 0.19."""
+Scores are computed in fp32 or wider; probabilities have the dtype of the logits. This module does not depend on ranks,
+so the t tokens must be all tokens on which a rule depends. Sources: Shazeer et al. 2017; Fedus et al. 2022;
+DeepSeek-V3, 2024; details as in Megatron core 0.19."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from torch.nn import functional as F
 from mega.core.architecture.layer import ExpertGroups, Router
 
 LEAST_SUM = 1e-20
-"""Added to a sum of scores before a division by that sum."""
+"""Number that is added to a sum of scores before scores are divided by the sum."""
 
 SINKHORN_TOLERANCE = 1e-4
 SINKHORN_EPS = 1e-8
 SINKHORN_ROUNDS = 1000
-"""Maximum number of rounds. If the matrix has not converged by then, it is used as it is."""
+"""Maximum number of Sinkhorn iterations. A matrix that has not converged after these iterations is used anyway."""
 
 
 class Routing(NamedTuple):
-    """The decisions of a router."""
+    """The chosen experts of each token, and their probabilities."""
 
     chosen: torch.Tensor  # int64 [t, k]
     probabilities: torch.Tensor  # [t, k]
 
 
 def accurate(x: torch.Tensor) -> torch.Tensor:
-    """x in fp32 at least."""
+    """Return x in max(fp32, dtype of x)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def scores(logits: torch.Tensor, kind: str) -> torch.Tensor:
-    """The scores of logits [t, E], in fp32 at least."""
+    """Compute the scores of logits [t, E], in fp32 or wider."""
     x = accurate(logits)
     if kind == "softmax":
         return x.softmax(-1)
@@ -53,7 +53,7 @@ def route(
     *,
     matrix: torch.Tensor | None = None,
 ) -> Routing:
-    """The experts of each token.
+    """Choose the experts of each token, and compute their probabilities.
 
     balance: [E], a bias that affects only the choice, or the thresholds that `quantile` subtracts. matrix: the result
     of `sinkhorn`, which determines the choice in training.
@@ -70,7 +70,8 @@ def route(
 
 
 def _probabilities(picked: torch.Tensor, router: Router) -> torch.Tensor:
-    """The probabilities of the chosen experts. picked: their scores [t, k], or logits if softmax follows the choice."""
+    """Compute the probabilities of the chosen experts. picked: scores [t, k] of the chosen experts, or logits if the
+    softmax follows the choice."""
     if router.score == "softmax":
         probabilities = picked.softmax(-1) if router.normalize else picked
     elif router.normalize and picked.shape[1] > 1:
@@ -81,7 +82,8 @@ def _probabilities(picked: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def largest(values: torch.Tensor, chosen: int, groups: ExpertGroups | None = None) -> torch.Tensor:
-    """int64 [t, chosen]: the largest values in each row of [t, E]; with groups, only from the best groups."""
+    """Return int64 [t, chosen], the indices of the largest values in each row of [t, E]. With groups, only experts of
+    the best groups are chosen."""
     if groups is not None:
         grouped = values.unflatten(1, (groups.count, -1))
         best = grouped.topk(groups.best, -1).values.sum(-1).topk(groups.chosen, -1).indices
@@ -91,7 +93,8 @@ def largest(values: torch.Tensor, chosen: int, groups: ExpertGroups | None = Non
 
 
 def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None) -> Routing:
-    """The experts chosen by a Sinkhorn matrix (Clark et al. 2022). Probabilities depend on the logits only."""
+    """Choose experts by a Sinkhorn matrix (Clark et al. 2022). Probabilities depend only on the logits. Without a
+    matrix, the largest scores are chosen."""
     x = accurate(logits)
     expert_scores = x.sigmoid() if chosen == 1 else x.softmax(-1)
     experts = largest(expert_scores.detach() if matrix is None else matrix, chosen)
@@ -99,11 +102,11 @@ def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None)
 
 
 def sinkhorn(logits: torch.Tensor, tolerance: float = SINKHORN_TOLERANCE) -> torch.Tensor:
-    """exp(logits) [t, E], scaled so that all rows have equal sums and all columns have equal sums.
+    """Scale exp(logits) [t, E] so that all rows have equal sums and all columns have equal sums.
 
-    NaN in the logits gives NaN in the matrix, where the guard of the step detects the NaN.
+    NaN in the logits gives NaN in the matrix, which the check for finite values in a training step detects.
     """
-    cost = (logits - logits.amax(1, keepdim=True)).exp()  # subtracting a row's maximum only scales the row
+    cost = (logits - logits.amax(1, keepdim=True)).exp()  # subtracting the maximum of a row only scales the row
     rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
     for _ in range(SINKHORN_ROUNDS):
         rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + SINKHORN_EPS))
@@ -114,7 +117,7 @@ def sinkhorn(logits: torch.Tensor, tolerance: float = SINKHORN_TOLERANCE) -> tor
 
 
 def quantile(logits: torch.Tensor, balance: torch.Tensor, chosen: int) -> torch.Tensor:
-    """The thresholds [E] to subtract from logits [t, E], so that every expert is chosen t k / E times.
+    """Return the thresholds [E] to subtract from logits [t, E] so that every expert is chosen t k / E times.
 
     balance: the current thresholds.
     """
@@ -128,26 +131,26 @@ def quantile(logits: torch.Tensor, balance: torch.Tensor, chosen: int) -> torch.
 
 
 def load_scores(logits: torch.Tensor, kind: str) -> torch.Tensor:
-    """Scores [t, E] that sum to 1, for the balance losses."""
+    """Compute scores [t, E] for the balance losses, which sum to 1 for each token."""
     expert_scores = scores(logits, kind)
     return expert_scores if kind == "softmax" else expert_scores / (expert_scores.sum(-1, keepdim=True) + LEAST_SUM)
 
 
 def choice_counts(own: torch.Tensor, chosen: int, rows: torch.Tensor, batch: int) -> torch.Tensor:
-    """[batch, E]: the number of tokens in each row that have an expert among their `chosen` largest scores, without
-    bias, groups or capacity. rows: int64 [t], the row of each token."""
+    """Return [batch, E]: for each row of the batch and each expert, the number of tokens for which this expert has one
+    of the `chosen` largest scores. Bias, groups and capacity are ignored. rows: int64 [t], the row of each token."""
     picked = torch.zeros_like(own).scatter(1, own.detach().topk(chosen, -1).indices, 1.0)
     return own.new_zeros(batch, own.shape[1]).index_add(0, rows, picked)
 
 
 def imbalance(counts: torch.Tensor, sums: torch.Tensor, chosen: int, tokens: float) -> torch.Tensor:
-    """E / (k t^2) times the sum of counts x sums, both [..., E], over experts and rows; a balanced row contributes
-    1."""
+    """Return E / (k t^2) times the sum of counts x sums over experts and rows; counts and sums are [..., E]. A balanced
+    row contributes 1."""
     return (counts * sums).sum() * (counts.shape[-1] / (chosen * tokens**2))
 
 
 def z_total(logits: torch.Tensor) -> torch.Tensor:
-    """The sum over tokens of the square of log(sum(exp(logits))) (Zoph et al. 2022)."""
+    """Return the sum over tokens of log(sum(exp(logits)))^2 (Zoph et al. 2022)."""
     return accurate(logits).logsumexp(-1).square().sum()
 
 
@@ -155,7 +158,7 @@ def z_total(logits: torch.Tensor) -> torch.Tensor:
 
 
 def capacity(tokens: int, chosen: int, count: int, factor: float) -> int:
-    """The maximum number of tokens for each expert.
+    """Return the maximum number of tokens per expert.
 
     >>> capacity(24, 1, 8, 1.25), capacity(10, 1, 8, 0.5)
     (4, 1)
@@ -166,10 +169,11 @@ def capacity(tokens: int, chosen: int, count: int, factor: float) -> int:
 def kept_choices(
     chosen: torch.Tensor, probabilities: torch.Tensor, numbers: torch.Tensor, limit: int, policy: str
 ) -> torch.Tensor:
-    """bool [t, k]: the choices that are kept if each expert takes at most `limit` tokens.
+    """Return bool [t, k], which is True for the choices that are kept if each expert processes at most `limit` tokens.
 
-    policy: keep the choices with the largest probability ("probs"), or the first choices. numbers: int64 [t], indices
-    of the tokens in the microbatch, which order choices of equal probability.
+    policy: with "probs", the choices with the largest probabilities are kept, otherwise the choices of the first
+    tokens. numbers: int64 [t], the index of each token in the microbatch, by which choices of equal probability are
+    ordered.
     """
     by_token = numbers.repeat_interleave(chosen.shape[1]).argsort(stable=True)
     experts, weights = chosen.flatten()[by_token], probabilities.detach().flatten()[by_token]

@@ -1,6 +1,6 @@
-"""The implementation of each op, chosen once for a device and dtype, then passed to the layers.
+"""Chooses the implementation of each op for a device and dtype. The result is passed to the layers.
 
-REFERENCE   plain torch, any device and dtype; every other implementation is tested against it
+REFERENCE   plain torch, on any device and in any dtype; all other implementations are tested against REFERENCE
 on a CPU    torch's fused attention, otherwise the reference
 on CUDA     our Triton kernels; cuDNN's attention if it supports the shape and the mask (windows only with the package
             nvidia-cudnn-frontend); GEMMs that accumulate into fp32
@@ -40,12 +40,12 @@ from mega.core.ops.matmuls import Matmuls, WideMatmuls
 
 @dataclass(frozen=True)
 class Ops:
-    """One implementation of each op. The defaults are the references, which define the signatures and shapes."""
+    """One implementation of each op. Default values are the references, which define signatures and shapes."""
 
     name: str = "reference"
-    """The name shown by `mega doctor`."""
+    """Name of this suite of ops, shown by `mega doctor`."""
     reason: str = "plain torch"
-    """The reason for the choice."""
+    """Reason why this suite was chosen."""
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm.add_norm
     added: Callable[..., torch.Tensor] = norm.added
     activate: Callable[..., torch.Tensor] = activation.activate
@@ -62,15 +62,15 @@ class Ops:
     total: Callable[[torch.Tensor], torch.Tensor] = total.total
     matmuls: Matmuls = Matmuls()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
-    """A kernel for the optimizer's whole update; None if the optimizer uses its own steps."""
+    """Kernel for the whole update of AdamW; None if the optimizer uses torch ops."""
     row_shards: int = 1
-    """Number of ranks over which rows are sharded: `attention` takes this rank's columns of q, k, v and the mask of
-    whole rows."""
+    """Number of context ranks over which rows are sharded. `attention` then takes this rank's columns of q, k, v, and
+    the mask of whole rows."""
     few_rows: FewRows | None = None
-    """Kernels for decoding on CUDA."""
+    """Kernels for decoding steps of few tokens on CUDA, or None."""
     spread: bool = False
-    """Whether to use faster forms for decoding on a CPU: cos and sin of a cache have the form of `rotary.spread`, the
-    last GEMM of a branch adds to the stream, and norms are computed by `norm.rms_norm_by`."""
+    """Whether to use faster variants for decoding on a CPU. cos and sin are then prepared by `rotary.spread`, the last
+    GEMM of a branch adds its result to the residual stream, and norms are computed by `norm.rms_norm_by`."""
 
     @property
     def plain(self) -> bool:
@@ -78,7 +78,7 @@ class Ops:
         return self.name == "reference"
 
     def implementations(self) -> Iterator[tuple[str, str]]:
-        """Each op and the location of its implementation, for `mega doctor`.
+        """Yield each op and the module and name of its implementation, for `mega doctor`.
 
         >>> dict(REFERENCE.implementations())["add_norm"]
         'norm.add_norm'
@@ -104,11 +104,12 @@ def choose(
     package: str | None = None,
     shapes: bool = False,
 ) -> Ops:
-    """The fastest implementations for a device and a compute dtype; `reason` explains the choice.
+    """Choose the fastest implementations for a device and a compute dtype. The field `reason` of the result explains
+    the choice.
 
-    recompute: attention recomputes its weights in the backward pass instead of saving them. package: a name that
-    `packages.package` accepts; the package's ops replace ours. shapes: choose for meta tensors that represent tensors
-    of `device`; the device itself is not needed.
+    recompute: whether attention recomputes its weights in the backward pass instead of saving them. package: a name
+    that `packages.package` accepts; ops of this package replace the default ops. shapes: whether to choose for meta
+    tensors that represent tensors on `device`, in which case the device need not exist.
     """
     ops = _base_ops(device, dtype, reference, shapes)
     if recompute:
@@ -123,14 +124,15 @@ def choose(
 
 
 def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str:
-    """The implementation of attention for rows of `length` tokens and heads of `width`, and the reason, as a message.
+    """Describe the implementation of attention for rows of `length` tokens and heads of `width`, with the reason for
+    the choice.
 
     >>> attention_words(REFERENCE, AttentionMask(), torch.bfloat16, 8, 4)
     'plain torch'
     """
     x = torch.empty(1, length, 1, width, dtype=dtype, device="meta")
     simple, implementation = mask.simple_kind(length, length) is not None, ops.attention
-    if isinstance(implementation, partial):  # the op of a package, with our op for other masks
+    if isinstance(implementation, partial):  # a package's op, with mega's op for other masks
         if simple and dtype.itemsize == 2:
             return "flash-attn, as asked for"
         implementation = implementation.keywords["other"]
@@ -149,7 +151,7 @@ def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: i
 
 
 def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str | None:
-    """A message with advice that would make the attention of such rows faster; None if nothing would.
+    """Return advice that would make attention faster for rows of `length` tokens, or None.
 
     >>> attention_advice(REFERENCE, AttentionMask(window=4), torch.bfloat16, 8, 8)
     """
@@ -160,10 +162,10 @@ def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: 
 
 
 def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
-    """The ops for inference, with fewer operations.
+    """Return the ops for inference, with fewer operations.
 
-    On a CPU the overhead of an operation exceeds its computation; on CUDA steps of few tokens are limited by memory
-    bandwidth. fp8_weights: store the weights of the blocks' linear layers in fp8.
+    On a CPU, the overhead of an operation exceeds its computation. On CUDA, steps of few tokens are limited by memory
+    bandwidth. fp8_weights: whether the weights of the linear layers in blocks are stored in fp8.
     """
     if ops.name == "triton":
         ops = replace(ops, few_rows=_few_rows_kernels())

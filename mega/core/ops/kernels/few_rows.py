@@ -1,10 +1,11 @@
-"""GEMMs with one row, fused with the norm before and the operation after; and a kernel that stores keys in the cache.
+"""GEMMs with one row, fused with the preceding norm and the following operation, and a kernel that stores keys in the
+cache.
 
-A program computes a few outputs. It first starts to load whole rows of the weight for these outputs, because these
-loads do not depend on the previous kernel; x is ready when the weights arrive. For long rows it loads chunks instead.
-All products and sums are in fp32, and each output is computed by one program. With 8-bit weights the speed is limited
-not only by memory but also by instructions: converting and multiplying one weight takes two and a half instructions, so
-other work of a thread should be shared by many weights.
+A program computes a few outputs. It starts to load the weight rows for these outputs before x, because these loads do
+not depend on the previous kernel. Short rows are loaded as a whole, and long rows in chunks. All products and sums are
+in fp32, and each output is computed by a single program. With 8-bit weights, the speed is limited by instructions as
+well as by memory. Converting and multiplying one weight takes two and a half instructions, so all other work of a
+thread should be shared by many weights.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from mega.core.ops.matmuls import Factor
 MOST_INS = 1 << 15
 """Maximum number of inputs for a weight with 16 or more bits, because a program keeps x in registers."""
 LEAST_REST = 256
-"""Minimum number of inputs for which a second tile pays off."""
+"""Minimum number of inputs of a second tile. For fewer inputs, a single padded tile is faster."""
 TOGETHER = 8
-"""Number of heads stored by one program."""
+"""Number of heads that one program stores."""
 
 
 class RowTile(NamedTuple):
-    """The work of one program."""
+    """The part of a GEMM that one program computes."""
 
     outs: int  # number of outputs (rows of the weight)
     warps: int
-    chunk: int = 0  # number of inputs multiplied at once; 0: all inputs, with weights loaded before x
+    chunk: int = 0  # number of inputs per step; 0 loads all weights before x
     stages: int = 1  # number of chunks whose weights are in flight
 
 
@@ -62,7 +63,7 @@ def _vector(x_at, part, ins, EVEN: tl.constexpr):
 
 @jit
 def _moments(x_at, ins, eps, CHUNK: tl.constexpr):
-    """The mean and the inverse standard deviation of x, read from memory."""
+    """Return the mean and the inverse standard deviation of x, which is read from memory."""
     part = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.float32)
     for start in range(0, ins, CHUNK):
@@ -78,7 +79,8 @@ def _moments(x_at, ins, eps, CHUNK: tl.constexpr):
 
 @jit
 def _moments_of(x, far_x, part, far, ins, eps, REST: tl.constexpr, CENTRED: tl.constexpr):
-    """As `_moments`, for an x in registers. RMSNorm (not CENTRED) has no mean."""
+    """Return the mean and the inverse standard deviation of x, which is in registers. For RMSNorm (not CENTRED), the
+    mean is 0."""
     mean = 0.0
     if CENTRED:
         total = tl.sum(tl.sum(x, 1), 0)
@@ -106,7 +108,8 @@ def _scaled(y, scale_at, bias_at, out, real, SCALED: tl.constexpr, BIAS: tl.cons
 def _normed(
     x, scale_at, shift_at, part, ins, mean, rstd, EVEN: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Normalise x. RMSNorm's factor is the same for all inputs, so the caller applies it to the sum instead."""
+    """Normalise x. For RMSNorm, the caller multiplies the sum by rstd instead, because rstd is the same for all
+    inputs."""
     if CENTRED:
         x = tl.where(part < ins, (x - mean) * rstd, 0.0)
     scale = _vector(scale_at, part, ins, EVEN)
@@ -124,8 +127,9 @@ def _at_once(
     CHUNK: tl.constexpr, REST: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
     OFFSET: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply with all inputs in registers: a tile of CHUNK inputs, then a tile of REST."""
-    # A thread must hold 8 neighbours of both weights and x; otherwise Triton moves the weights between threads.
+    """Multiply with all inputs in registers, as a tile of CHUNK inputs and a tile of REST inputs."""
+    # A thread must have the same 8 consecutive inputs of the weights and of x. Otherwise Triton moves weights between
+    # threads.
     part = tl.multiple_of(tl.arange(0, CHUNK), 8)[None, :]
     first = _weights(row_at, part, real, ins, EVEN)
     second, far, far_first, far_second = first, part, first, first
@@ -163,7 +167,8 @@ def _in_chunks(
     OUTS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
     CENTRED: tl.constexpr, OFFSET: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply in chunks. A thread sums its 8 neighbours immediately, which leaves registers for more outputs."""
+    """Multiply in chunks of inputs. A thread immediately sums the products of its 8 consecutive inputs, which leaves
+    registers for more outputs."""
     if OVERLAP:
         after_kernel()
     mean, rstd = 0.0, 1.0
@@ -201,7 +206,8 @@ def _linear(
     EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, OFFSET: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """GATE: the weight has the rows of the gates, then the rows of up. EVEN: tiles cover the weight exactly."""
+    """Compute OUTS outputs of a linear layer. GATE: the rows of the gate precede the rows of the up projection in the
+    weight. EVEN: tiles cover the weight exactly."""
     if OVERLAP:
         before_next()
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -229,8 +235,8 @@ def _linear(
 
 
 def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
-    """The tile of a GEMM. size: bytes of a weight. These tiles are the fastest for Llama-2 7B on H200
-    (tests/gpu/decoding.py).
+    """Choose the tile of a GEMM. size: number of bytes per weight element. These tiles are the fastest for Llama-2 7B
+    on an H200 (tests/gpu/decoding.py).
 
     >>> tile_of(12288, 4096, 2, False), tile_of(4096, 11008, 1, False)
     (RowTile(outs=4, warps=4, chunk=0, stages=1), RowTile(outs=4, warps=4, chunk=0, stages=1))
@@ -248,7 +254,8 @@ def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
 
 
 def cut(ins: int) -> tuple[int, int]:
-    """Tile sizes CHUNK and REST for `ins` inputs: two powers of two, or a power of two and 0, with little padding.
+    """Choose tile sizes CHUNK and REST for `ins` inputs: two powers of two, or a power of two and 0, with little
+    padding.
 
     >>> cut(4096), cut(11008), cut(5120), cut(7168)
     ((4096, 0), (8192, 4096), (4096, 1024), (8192, 0))
@@ -259,8 +266,9 @@ def cut(ins: int) -> tuple[int, int]:
 
 
 def takes(rows: int, factor: Factor) -> bool:
-    """Whether `linear` supports this case. From two rows on, tensor cores (cuBLAS, fp8_weights.py) are faster: gate and
-    up of a 7B model in bf16 with 4 rows take 47 us, with FMAs 73 us."""
+    """Whether `linear` supports this case, which must have a single row. For two or more rows, tensor cores (cuBLAS,
+    fp8_weights.py) are faster. For example, gate and up of a 7B model in bf16 take 47 us with tensor cores and 73 us
+    with FMAs, for 4 rows."""
     fits = factor.weight.element_size() == 1 or factor.weight.shape[1] <= MOST_INS
     return rows == 1 and fits and factor.weight.is_contiguous()
 
@@ -273,7 +281,7 @@ def linear(
     into: torch.Tensor | None = None,
     tile: RowTile | None = None,
 ) -> torch.Tensor:
-    """`FewRows.linear`."""
+    """Implement `FewRows.linear`."""
     weight, bias, scale = factor.weight, factor.bias, factor.scale
     (rows, ins), gate = x.shape, activation == "swiglu"
     assert rows == 1
@@ -305,8 +313,8 @@ def _place(
     HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store heads. A thread reads both components of a pair before it writes either, so queries can be
-    rotated in place."""
+    """Rotate and store heads. A thread reads both components of a pair before writing either component, so queries can
+    be rotated in place."""
     in_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
@@ -340,7 +348,7 @@ def place(
     at: torch.Tensor,
     heads: int,
 ) -> None:
-    """`FewRows.place`."""
+    """Implement `FewRows.place`."""
     tokens, all_heads, width = fused.shape
     assert fused.stride()[1:] == (width, 1) and rows.is_contiguous() and rows.dtype == fused.dtype
     cos, sin = (None, None) if rotary is None else rotary
