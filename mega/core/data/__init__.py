@@ -1,9 +1,9 @@
-"""Read token files as samples. Of the parallel layout, this package uses only the index and the number of data-parallel
-ranks.
+"""Read token files as samples. This package depends on the parallel layout only by the index and the number of
+data-parallel ranks.
 
 indexed, inspect          token files, and reports about their content
 preprocessing             from text to token files; datatrove_step: the same on a cluster
-sources, workers          documents in any container (columns_process: parquet), and worker processes for blocks
+sources, workers          documents in any file format (columns_process: parquet), and worker processes for blocks
 order, phases             the order in which a corpus is read, and changes of a blend
 build, recipes            from options to datasets: gpt, masked (with mapping), infill, chat, pairs, labelled, tfrecords
 dataset, synthetic, show  the dataset protocol, generated data, and display of samples

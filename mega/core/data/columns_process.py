@@ -1,5 +1,5 @@
 """Read rows of parquet and arrow files as JSON lines, in a child process. `untrusted.Confined` starts the child and
-limits its memory, since an untrusted file can make the library allocate any amount of memory, or crash. Requests:
+limits its memory, because an untrusted file can make the library crash or allocate any amount of memory. Requests:
 
     {"path", "kind"}               returns the number of row groups of a parquet file; 1 for an arrow stream
     {"reader", "path", "kind", "keys", "first", "last", "done"}
@@ -23,7 +23,7 @@ _ROWS = 1024
 _BLOCK_BYTES = 1 << 22
 
 Rows = Iterator[tuple[Any, int]]
-"""A record batch, and the number of stored bytes of the file up to the end of the batch."""
+"""Pairs of a record batch and the number of stored bytes of the file up to the end of the batch."""
 
 
 def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -57,7 +57,7 @@ def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, rows_don
         stream = pyarrow.ipc.open_stream(stored)
         columns = _columns(stream.schema.names, keys)
         for batch in stream:
-            batch.validate(full=True)  # otherwise invalid offsets would read outside the buffers
+            batch.validate(full=True)  # invalid offsets would otherwise read outside the buffers
             selected = batch.select(columns)
             for begin in range(0, selected.num_rows, _ROWS):
                 part = selected.slice(begin, _ROWS)
@@ -67,18 +67,18 @@ def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, rows_don
 
 
 def _in_blocks(batch: Any, read: int) -> Rows:
-    """Split a batch into parts, each with at least one row. The size of a part as text is limited."""
+    """Split a batch into parts with at least one row each, so that the size of a part as text is limited."""
     rows = max(1, batch.num_rows * _BLOCK_BYTES // max(batch.nbytes, _BLOCK_BYTES))
     for begin in range(0, batch.num_rows, rows):
         yield batch.slice(begin, rows), read
 
 
 _readers: dict[Any, Rows] = {}
-"""Reader number -> its rows."""
+"""Reader number -> remaining rows of the reader."""
 
 
 def answer(question: dict[str, Any]) -> Any:
-    """Answer one request. The requests are listed in the module's docstring."""
+    """Answer one request. See the module's docstring for the requests."""
     number, path, kind = question.get("reader"), question.get("path"), question.get("kind")
     if "close" in question:
         del _readers[number]
@@ -100,11 +100,11 @@ def _next(rows: Rows) -> dict[str, Json] | None:
     row_batch = next(rows, None)
     if row_batch is None:
         return None
-    # JSON cannot represent bytes and decimals, and they are not text: write null, which the caller rejects by row.
+    # JSON cannot represent bytes and decimals. They are written as null, for which the caller rejects the row.
     lines = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in row_batch[0].to_pylist())
     return {RAW: lines, "rows": row_batch[0].num_rows, "read": row_batch[1]}
 
 
 if __name__ == "__main__":
-    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # other pools reserve memory in advance
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # other pools allocate memory in advance
     serve(answer)

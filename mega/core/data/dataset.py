@@ -1,4 +1,5 @@
-"""The protocol of datasets, and the datasets that read no token files: random ids, chained and blended datasets."""
+"""Define the protocol of datasets, and datasets that do not read token files: random ids, chained and blended
+datasets."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from numpy.typing import NDArray
 
 
 class Dataset(Protocol):
-    """`dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1]: the inputs and, shifted by one, the labels.
+    """Interface of datasets. `dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1], which contains the inputs
+    and, shifted by one, the labels.
 
-    A dataset with samples of another form has a method `collate(samples, index of the first sample)`, which builds a
+    A dataset with samples of another type has a method `collate(samples, index of the first sample)`, which builds a
     batch.
     """
 
@@ -22,7 +24,7 @@ class Dataset(Protocol):
 
 
 class MockDataset:
-    """Random ids below `vocab`. Sample i is a function of (seed, i). For benchmarks without a corpus."""
+    """A dataset of random ids below `vocab`, for benchmarks without a corpus. Sample i depends only on (seed, i)."""
 
     def __init__(self, *, samples: int, seq_length: int, vocab: int, seed: int) -> None:
         self._samples, self._length, self._vocab, self._seed = samples, seq_length + 1, vocab, seed
@@ -37,7 +39,7 @@ class MockDataset:
 
 
 class ChainedDataset:
-    """The concatenation of datasets of the same kind."""
+    """The concatenation of datasets with samples of the same type."""
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self._datasets = datasets
@@ -55,8 +57,8 @@ class ChainedDataset:
 
 
 class BlendedDataset:
-    """Sample i is sample numbers[i] of datasets[chosen[i]], see `order.blend_order`. All datasets have the same
-    kind."""
+    """A dataset whose sample i is sample numbers[i] of datasets[chosen[i]], see `order.blend_order`. All datasets have
+    samples of the same type."""
 
     def __init__(
         self, datasets: Sequence[Dataset], dataset_numbers: NDArray[np.integer], numbers: NDArray[np.integer]
@@ -74,7 +76,7 @@ class BlendedDataset:
         return self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(corpus index, document index) of all documents that contribute tokens to a sample."""
+        """Return (corpus index, document index) of all documents that contribute tokens to a sample."""
         number, inner = int(self._chosen[sample]), int(self._numbers[sample])
         documents_of: Callable[[int], frozenset[tuple[int, int]]] = getattr(self._datasets[number], "documents")  # noqa: B009
         return documents_of(inner)

@@ -1,4 +1,5 @@
-"""A step for datatrove pipelines that writes token files: the same bytes as `mega preprocess`, one pair per task.
+"""Define a step for datatrove pipelines that writes token files, one pair per task, identical to those of `mega
+preprocess`.
 
     from datatrove.executor import SlurmPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -7,8 +8,8 @@
     options = {"tokenizer": "GPT2BPETokenizer", "vocab_file": "vocab.json", "merge_file": "merges.txt"}
     SlurmPipelineExecutor([JsonlReader("corpus"), TokenFiles("tokens/corpus", options, append_eod=True)], tasks=64, ...)
 
-Then run `mega data merge tokens --output-prefix corpus_text_document`. No other module imports this module, since
-datatrove must be installed: pip install '.[datatrove]' in a clone.
+Then run `mega data merge tokens --output-prefix corpus_text_document`. No other module imports this module, because
+datatrove must be installed (pip install '.[datatrove]' in a clone).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _TOGETHER = 256
 
 
 class TokenFiles(PipelineStep):  # type: ignore[misc]
-    """Tokenize documents, and pass them on with `token_count` in their metadata.
+    """A pipeline step that tokenizes documents, writes token files, and passes the documents to the next step with
+    `token_count` in their metadata.
 
-    tokenizer: the fields of the configuration's tokenizer section, as `text.build.build` takes them.
+    tokenizer: the fields of the configuration's tokenizer section, as arguments of `text.build.build`.
     Task 3 of 8 writes `<output_prefix>_00003-of-00008_text_document`, a single task `<output_prefix>_text_document`.
     """
 

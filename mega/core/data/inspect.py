@@ -1,4 +1,4 @@
-"""Checks and statistics of a pair of token files."""
+"""Check a pair of token files, and report statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Print = Callable[[str], None]
 def verify(prefix: str, report: Print) -> None:
     """Check header, sizes, offsets and documents, and the checksums if the pair has a note.
 
-    Raises ValueError naming the file that is wrong.
+    Raises ValueError naming the damaged file.
     """
     data = IndexedDataset(prefix)
     note = _note(prefix)
@@ -42,16 +42,16 @@ def verify(prefix: str, report: Print) -> None:
 
 
 def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None:
-    """Write a note for a pair without one (such as Megatron-LM's), so that later damage is detected.
+    """Write a note for a pair without a note (such as a pair from Megatron-LM), so that later damage is detected.
 
-    tokenizer: the tokenizer that made the pair, recorded so that training with another tokenizer is rejected. A
-    tokenizer that is already recorded is kept.
+    tokenizer: the tokenizer that made the pair. It is recorded, so that training with another tokenizer is rejected. An
+    already recorded tokenizer is kept.
     Raises ValueError if the tokenizer lacks an id of the pair, or if another tokenizer is recorded.
     """
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
     sums = {"bin": _sha256(bin_path(prefix)), "idx": _sha256(idx_path(prefix))}
-    # Entries of an old note are valid only if it describes these bytes.
+    # Entries of an old note are valid only if the note describes these bytes.
     old_note = {name: value for name, value in data.note.items() if data.note.get("sha256") == sums}
     identity = None if tokenizer is None else tokenizer.identity()
     recorded = TokenizerIdentity.read(old_note.get("tokenizer"))
@@ -102,7 +102,7 @@ def show(
 
 
 def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Tokenizer | None) -> dict[str, Json]:
-    """The report of `show` as one JSON object. begins: the first ids of some sequences."""
+    """Return the report of `show` as one JSON object. begins: the first ids of some sequences."""
     smallest, largest = data.token_range()
     counts = {f"{low}..{high}": count for low, high, count in _counts(data.lengths)}
     sample_rows: list[Json] = []
@@ -124,7 +124,7 @@ def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Toke
 
 
 def histogram(lengths: NDArray[np.integer]) -> list[str]:
-    """The number of sequences with 1, 2 .. 3, 4 .. 7, ... tokens, one range per line.
+    """Return the number of sequences with 1, 2 .. 3, 4 .. 7, ... tokens, one range per line.
 
     >>> histogram(np.array([1, 2, 3, 3]))
     ['      1 ..       1 tokens            1  25.0 %', '      2 ..       3 tokens            3  75.0 %']
@@ -136,7 +136,7 @@ def histogram(lengths: NDArray[np.integer]) -> list[str]:
 
 
 def _counts(lengths: NDArray[np.integer]) -> list[tuple[int, int, int]]:
-    """(shortest, longest, number of sequences) for each power-of-two range of lengths that occurs."""
+    """Return (shortest, longest, number of sequences) for each power-of-two range of lengths that occurs."""
     if not len(lengths):
         return []
     powers = np.frexp(np.maximum(lengths, 1))[1] - 1

@@ -1,4 +1,4 @@
-"""Memory-mapped files, and arrays in files that are read without a map.
+"""Read files as memory maps, or read arrays in files without a memory map.
 
 This module does not interpret the bytes.
 """
@@ -19,7 +19,8 @@ _SMALL = 1 << 16
 
 
 def mapped(path: Path) -> mmap.mmap | bytes:
-    """The whole file as a memory map. A small file is read at once, since a map keeps a file descriptor.
+    """Return a file as a memory map. The content of a small file is read immediately instead, because a map keeps a
+    file descriptor.
 
     Raises ValueError naming the file if it cannot be read.
     """
@@ -35,15 +36,15 @@ def mapped(path: Path) -> mmap.mmap | bytes:
 
 
 def whole(path: Path) -> bytes:
-    """The whole file, read at once. Raises ValueError naming the file if it cannot be read."""
+    """Return the content of a file. Raises ValueError naming the file if the file cannot be read."""
     with _opened(path) as file:
         return file.read()
 
 
 class Unmapped:
-    """An array in a file. `array[first:last]` reads this part from the file.
+    """An array in a file. `array[first:last]` reads these items from the file.
 
-    For file systems on which memory maps are slow, or raise a signal if the file has been truncated.
+    Use it for file systems on which memory maps are slow, or on which reading a truncated file raises a signal.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
@@ -54,7 +55,7 @@ class Unmapped:
         return self._length
 
     def __getitem__(self, span: slice) -> NDArray[np.integer]:
-        """Raises ValueError naming the file if the file became shorter."""
+        """Read items. Raises ValueError naming the file if the file has become shorter."""
         first, last, _ = span.indices(self._length)
         width = self._dtype.itemsize
         data = os.pread(self._file.fileno(), max(last - first, 0) * width, first * width)
@@ -73,7 +74,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _more_descriptors() -> bool:
-    """Raise this process's soft limit on open files to the hard limit. Returns False if the soft limit already equals
+    """Raise this process's soft limit on open files to the hard limit. Return False if the soft limit already equals
     the hard limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == hard_limit:

@@ -1,5 +1,5 @@
-"""A blend whose weights change during the run. Every corpus continues at the position it has reached, so no sample is
-lost or repeated.
+"""Read a blend whose weights change during the run. Every corpus continues at the position that it has reached, so that
+no sample is lost or repeated.
 
 A run that resumes with a different blend has several phases. The samples before the change come from the earlier blend,
 in its original layout; later samples come from the new blend. Samples of a corpus that were read in earlier phases come
@@ -21,29 +21,29 @@ from mega.core.untrusted import Json
 
 
 class BlendPhase(NamedTuple):
-    """A part of a run with one blend."""
+    """The part of a run that reads one blend."""
 
     until: int
     """Index of the sample at which the next phase begins."""
     asked: int
-    """Number of samples that the blend was laid out for."""
+    """Number of samples for which the blend was planned."""
     blend: Sequence[tuple[float | None, str]]
-    """Weight and prefix of each corpus. A weight of None means proportional to size."""
+    """Weight and prefix of each corpus. If the weight is None, the share is proportional to the size of the corpus."""
 
     def as_json(self) -> dict[str, Json]:
-        """The form in a checkpoint."""
+        """Return the phase as it is stored in a checkpoint."""
         return {"until": self.until, "asked": self.asked, "blend": [list(each) for each in self.blend]}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> BlendPhase:
-        """The inverse of `as_json`."""
+        """Restore a phase from the result of `as_json`."""
         return cls(
             int(content["until"]), int(content["asked"]), [(weight, prefix) for weight, prefix in content["blend"]]
         )
 
 
 class PhaseLayout(NamedTuple):
-    """A phase, with its corpora."""
+    """A phase and its corpora."""
 
     until: int  # Index of the sample at which the next phase begins
     prefixes: Sequence[str]  # Prefix of each corpus
@@ -54,8 +54,8 @@ class PhaseLayout(NamedTuple):
 def phased_dataset(layouts: Sequence[PhaseLayout], segment: Callable[[str, int, int], Dataset]) -> Dataset:
     """Concatenate all phases.
 
-    segment: (prefix, number of samples, number of earlier segments of this prefix) -> a dataset of at least as many
-    samples.
+    segment: function (prefix, number of samples, number of earlier segments of this prefix) -> a dataset with at least
+    this number of samples.
     """
     order = list(dict.fromkeys(prefix for layout in layouts for prefix in layout.prefixes))
     segments: dict[str, list[Dataset]] = {prefix: [] for prefix in order}

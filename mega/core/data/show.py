@@ -20,7 +20,7 @@ from mega.core.text.tokenizer import Tokenizer
 def conversations(
     inputs: Sequence[str], chat_template: str, tokenizer: Tokenizer, number: int, count: int
 ) -> Iterator[str]:
-    """Yield the printed lines of `count` conversations from index `number` on, in the order of the files. Raises
+    """Yield the printed lines of `count` conversations, starting at index `number`, in the order of the files. Raises
     ValueError if `number` is too large."""
     texts = labelled(inputs, chat_format(chat_template, tokenizer))
     printed = 0
@@ -43,7 +43,8 @@ def samples(
     seed: int,
     pairs: bool = True,
 ) -> Iterator[str]:
-    """Yield the printed lines of training samples `number` .. `number + count - 1` of a run with these sections."""
+    """Yield the printed lines of training samples `number` .. `number + count - 1` of a run with these configuration
+    sections."""
     datasets = build_datasets(
         data,
         seq_length=seq_length,
@@ -73,7 +74,7 @@ def samples(
 
 
 def _decoder(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
-    """The column "trained" marks a token whose prediction from the earlier tokens has a loss."""
+    """Yield the printed lines of a decoder sample. The column "trained" marks tokens whose prediction has a loss."""
     columns = ["positions", *(["documents"] if "documents" in arrays else [])]
     yield _row("token", "id", "trained", *(name[:-1] for name in columns))
     trained = [False, *(arrays["loss_weights"] > 0).tolist()]
@@ -104,7 +105,7 @@ def _t5(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Itera
 
 
 _FORMS = {"pairs": _bert, "encoder_tokens": _t5, "documents": _decoder, "positions": _decoder}
-"""A field that only one kind of batch has -> the function that prints a sample of this kind."""
+"""A field that only one type of batch has -> the function that prints a sample of this type."""
 
 
 def _yes(flag: bool) -> str:

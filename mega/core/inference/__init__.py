@@ -1,4 +1,4 @@
-"""Generation in any layout. The engine takes and returns token ids; generation and server convert them to text.
+"""Generate text in any layout. The engine's input and output is token ids; generation and server convert ids to text.
 
 start, capacity           start an engine on ranks; compute how many tokens fit into memory next to the weights
 request, engine           the requests and events of an engine, and the engine itself

@@ -1,9 +1,10 @@
-"""Beam search on candidates from a model: decides which beams continue, which are finished, and when the search ends.
+"""Run a beam search on candidates from a model: determine which beams continue, which beams are finished, and when the
+search ends.
 
-Every step takes the best candidates of all beams. A stop token among the best `width` candidates finishes its beam,
+Every step considers the best candidates of all beams. A stop token among the best `width` candidates finishes its beam,
 whose score is sum(log-probabilities) / length ** penalty, where length is the number of new tokens, including the stop
 token. The best other candidates become the next beams. The search ends when `width` beams are finished and the best
-open beam does not score higher than the worst of them (the rule of Megatron-LM and transformers). This module does not
+open beam does not score higher than the worst finished beam, as in Megatron-LM and transformers. This module does not
 import torch.
 """
 
@@ -30,12 +31,13 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Number of most likely ids that a step needs per beam, so that `width` candidates are not stop tokens."""
+        """Number of most likely ids that a step needs per beam, so that at least `width` candidates are not stop
+        tokens."""
         return max(2, 1 + len(self.stop_ids)) * self.width
 
     def advance(self, likeliest: Sequence[Top]) -> list[tuple[int, int]]:
-        """Take a step. likeliest: candidates of each open beam. Return the next beams as (index of the continued beam,
-        id); empty if the search has ended."""
+        """Process the results of a step. likeliest: candidates of each open beam. Return the next beams as (index of
+        the continued beam, id); [] if the search has ended."""
         candidates = [
             (total + logprob, number, token)
             for number, ((total, _), top) in enumerate(zip(self.live, likeliest, strict=True))
@@ -69,7 +71,7 @@ class BeamSearch:
         return full and self.finished[-1].score >= self._score(self.live[0][0], length)
 
     def result(self) -> tuple[Beam, ...]:
-        """The finished beams, best first. Beams that are open at the length limit are finished there."""
+        """Return the finished beams, best first. Beams that are open at the length limit are finished at the limit."""
         if self.live and len(self.live[0][1]) == self.tokens:
             for total, ids in self.live:
                 self._finish(total, ids)

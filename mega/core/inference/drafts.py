@@ -1,7 +1,8 @@
-"""Guess tokens with a smaller model, which has its own cache and its own worker on rank 0.
+"""Guess tokens with a smaller model, which has a separate cache and a separate worker on rank 0.
 
-The smaller model samples with the same random numbers as the large model, so both often choose the same token if their
-probabilities are similar. Its steps follow each other on the device; the host waits once for all guesses.
+The smaller model samples with the same random numbers as the large model. If the probabilities of both models are
+similar, both often choose the same token. The steps that guess tokens run on the device without waiting for the host,
+which waits once for all guesses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _CachedDraft:
 
     blocks: list[int]
     promised: int
-    """Number of reserved blocks that the sequence has not taken yet."""
+    """Number of blocks that are reserved for the sequence but not allocated yet."""
     computed: int = 0
     """Number of the sequence's tokens in the cache."""
     length: int = 0
@@ -44,8 +45,8 @@ class _CachedDraft:
 
 
 class ModelDrafts:
-    """Guesses with a model. worker: runs the whole model on this rank. blocks: the blocks of its cache. chunk: maximum
-    number of tokens in a step.
+    """Guesses tokens with a model. worker: runs the whole model on this rank. blocks: the blocks of the model's cache.
+    chunk: maximum number of tokens in a step.
     """
 
     eager = True
@@ -83,15 +84,15 @@ class ModelDrafts:
         return True
 
     def _catch_up(self, asked: Guessed) -> None:
-        """Compute tokens that are not in the cache, chunk by chunk, except the last chunk."""
+        """Compute the tokens that are not in the cache, in chunks, except the last chunk."""
         cached = self._cached[asked.number]
         while len(asked.ids) - cached.computed > self._chunk:
             tokens = np.array(asked.ids[cached.computed : cached.computed + self._chunk], dtype=np.int64)
             self._worker.launch(self._made([asked], [tokens], []))
 
     def _step(self, asked: Sequence[Guessed], turn: int) -> Step:
-        """A step that guesses one more token of each sequence. The first step computes all known tokens that are not in
-        the cache; each later step continues from the token that the previous step chose."""
+        """Return a step that guesses one more token of each sequence. The first step also computes all known tokens
+        that are not in the cache; each later step continues from the token that the previous step chose."""
         tokens = [
             np.array(each.ids[self._cached[each.number].computed :] if turn == 0 else [from_request(each.request)])
             for each in asked
@@ -113,7 +114,7 @@ class ModelDrafts:
             tables.append(cached.blocks)
             lengths.append(end)
             cached.computed = end
-        # numbers is empty when the step only computes known tokens; then no logits are wanted.
+        # `numbers` is empty if the step only computes known tokens, so that no logits are returned.
         width, rows = max(map(len, tables)), len(numbers)
         minus_ones, pairs = np.full(rows, -1, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
         return Step(

@@ -1,4 +1,4 @@
-"""Keys and values of a stage's blocks of the model, in the blocks of a pool. The scheduler assigns the blocks."""
+"""Store keys and values of the layers of a stage in a pool of blocks. The scheduler assigns the blocks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import Integers, PagedAttention
 
 Pages = dict[int | None, Any]
-"""Window -> where attention finds a step's keys: the result of `PagedAttention.pages`, or a `KeptKeys`."""
+"""Window -> location of a step's keys for attention: the result of `PagedAttention.pages`, or a `KeptKeys`."""
 
 
 @dataclass(eq=False)
 class PagedCache:
-    """Keys and values of one stage's layers."""
+    """The cached keys and values of a stage's layers."""
 
     pool: torch.Tensor
     """[layers, blocks, block, 2, kv_heads, d]"""
@@ -29,12 +29,12 @@ class PagedCache:
     repeats: int
     """Number of query heads per key/value head."""
     windows: Sequence[int | None]
-    """For each layer of the pool, the maximum number of keys that a token attends to; None: all keys."""
+    """For each layer of the pool, the maximum number of keys to which a token attends; None for no maximum."""
     tables: Mapping[Rope, Rotary]
-    """cos and sin of all positions for each kind of rotary embedding, each [positions, R / 2] or in the form of
-    `spread`. There are twice as many rows if short and long sequences have different factors."""
+    """cos and sin of all positions for each rotary embedding, each [positions, R / 2] or in the format of `spread`.
+    There are twice as many rows if short and long sequences have different factors."""
     kept: KeptKeys | None = None
-    """An alternative attention on the same pool, used for the steps that it supports."""
+    """An alternative attention implementation on the same pool, used for the steps that it supports."""
 
     def __post_init__(self) -> None:
         self._layers = [
@@ -45,7 +45,7 @@ class PagedCache:
         self._pages: Pages = {}
 
     def pages(self, counts: Integers, lengths: Integers, tables: Integers, sequences: Integers | None = None) -> Pages:
-        """Describe where the keys of a step's tokens are stored, for each window.
+        """Return where the keys for a step's tokens are stored, for each window.
 
         sequences: int64 [runs], unique numbers of the runs' sequences.
         """
@@ -59,7 +59,7 @@ class PagedCache:
         }
 
     def begin(self, slots: torch.Tensor, pages: Pages) -> None:
-        """Prepare the next pass, which writes keys and values to `slots`, and whose tokens attend to `pages`."""
+        """Prepare the next forward pass, which writes keys and values to `slots` and whose tokens attend to `pages`."""
         self._slots, self._pages = slots, pages
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Convert tokens to text as they arrive; an incomplete character is held back until it is complete.
+"""Convert tokens to text as they arrive. An incomplete character is not returned until it is complete.
 
 This module depends on a tokenizer, but not on the engine.
 """
@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from mega.core.text.tokenizer import Tokenizer
 
 _CONTEXT = 8
-"""Number of previous tokens that may affect the text of a new token, since decoders drop the blank before a text's
-first piece."""
+"""Number of previous tokens that may affect the text of a new token, because decoders drop the space before the first
+token of a text."""
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_HALF = 3
-"""Maximum number of bytes of an incomplete character; some decoders show each byte as a replacement character."""
+"""Maximum number of bytes of an incomplete character; some decoders return each byte as a replacement character."""
 
 
 class Thought(str):
-    """A model's reasoning before its answer. It is shown, but is not part of the turn in the next prompt."""
+    """A model's reasoning before its answer. The reasoning is shown, but is not part of the turn in the next prompt."""
 
 
 class TextStream:
-    """The text that follows `prompt`, in pieces; the concatenation of all pieces is the text of all tokens."""
+    """Converts the tokens that follow `prompt` to pieces of text. The concatenation of all pieces is the text of all
+    tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -42,11 +43,12 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """Return the rest of the text, even if it is an incomplete character."""
+        """Return the remaining text, even if it is an incomplete character."""
         return self._tokenizer.decode(self._ids)[self._before :]
 
     def _move(self) -> None:
-        """Drop all tokens except the last, so that decoding stays cheap. Called when all text is complete."""
+        """Drop all tokens except the last `_CONTEXT`, so that decoding stays cheap. Called when all text is
+        complete."""
         if len(self._ids) > 2 * _CONTEXT:
             self._ids = self._ids[-_CONTEXT:]
             self._before = len(self._tokenizer.decode(self._ids))

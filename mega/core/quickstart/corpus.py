@@ -1,7 +1,8 @@
-"""A corpus that every machine has: the documentation and source code of the running Python.
+"""Build a corpus from files that every machine has: the documentation and source code of the running Python.
 
-Each topic of Python's help and each module of its standard library is a document. Documents are held out by a hash of
-their names, so the same version of Python always gives the same files. This module does not depend on a tokenizer.
+Each topic of Python's help and each module of its standard library is a document. Held-out documents are selected by a
+hash of their names, so that the same version of Python always gives the same files. This module does not depend on a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ LARGEST = 120_000
 """Maximum length of a module, in characters. Most of the longer modules are tables."""
 
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings", "site-packages", "dist-packages"}
-"""Folders of the library that are left out: tests, an editor, tables, and installed packages."""
+"""Folders of the library that are not part of the corpus: tests, an editor, tables, and installed packages."""
 
 HELD_OUT = 25
-"""Every HELD_OUT-th document, on average, is held out of training."""
+"""One of HELD_OUT documents, on average, is held out of training."""
 
 
 class Document(NamedTuple):
-    """A document. name: its source, such as `help/lambda` or `json/decoder.py`."""
+    """A document. name: the source of the document, such as `help/lambda` or `json/decoder.py`."""
 
     name: str
     text: str
@@ -40,7 +41,7 @@ class Document(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """The files of a corpus, JSON lines of {"name", "text"}."""
+    """The files of a corpus, with one JSON object {"name", "text"} per line."""
 
     train: Path
     held_out: Path
@@ -51,7 +52,7 @@ class Corpus(NamedTuple):
 
 
 def make_corpus(directory: Path) -> Corpus:
-    """Write train.jsonl and held-out.jsonl, about 9 MB, into `directory`; takes a few seconds."""
+    """Write train.jsonl and held-out.jsonl, about 9 MB, into `directory`. This takes a few seconds."""
     documents = [*_help(), *_modules()]
     directory.mkdir(parents=True, exist_ok=True)
     corpus = Corpus(
@@ -76,7 +77,7 @@ def _write(path: Path, documents: Iterable[Document]) -> None:
 
 
 def _help() -> Iterator[Document]:
-    """Yield the topics of `help()`; none if this Python was installed without them."""
+    """Yield the topics of `help()`; no topics if this Python was installed without them."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
@@ -93,7 +94,7 @@ def _modules() -> Iterator[Document]:
         if LEFT_OUT.intersection(inside.parts):
             continue
         try:
-            with tokenize.open(path) as file:  # in the encoding that the module declares
+            with tokenize.open(path) as file:  # with the encoding that the module declares
                 text = file.read()
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue

@@ -1,4 +1,4 @@
-"""The baseline for a model: the frequencies of single tokens in token files."""
+"""Compute the baseline for a model from the frequencies of single tokens in token files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mega.core.data.indexed import IndexedDataset
 
 
 def unigram(train: Path, ids: Sequence[int] | NDArray[np.integer], vocab: int) -> float:
-    """Mean -ln p of `ids`, where p is their frequency in the token files `train`, with one added to the count of each
-    id."""
+    """Return the mean -ln p of `ids`, where p is the frequency of an id in the token files `train`, with 1 added to
+    every count."""
     counts = np.bincount(IndexedDataset(train).tokens[:], minlength=vocab) + 1.0
     return float(-np.log(counts / counts.sum())[np.asarray(ids)].mean())
 
 
 def entropy(train: Path) -> float:
-    """Entropy of the token files `train` under their own unigram statistics, in nats per token."""
+    """Return the entropy of the token files `train` under their unigram statistics, in nats per token."""
     tokens = IndexedDataset(train).tokens[:]
     return unigram(train, tokens, int(tokens.max()) + 1)

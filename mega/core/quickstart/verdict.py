@@ -1,6 +1,6 @@
-"""Evaluate a trained model: its loss and the unigram loss of a held-out document, and a generated text.
+"""Evaluate a trained model on a held-out document: compute the model's loss and the unigram loss, and generate a text.
 
-This module reads a checkpoint of any layout, and the token files of the run.
+This module reads checkpoints of any layout, and the token files of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mega.core.quickstart.corpus import Document
 from mega.core.quickstart.unigram import unigram
 
 PROMPT = 24
-"""Number of tokens of the document that form the prompt."""
+"""Number of tokens at the beginning of the document that form the prompt."""
 
 SAMPLED = 220
 """Maximum number of generated tokens."""
@@ -32,11 +32,11 @@ class Verdict(NamedTuple):
     prompt: str
     """The first tokens of the document."""
     document: str
-    """The document's own continuation."""
+    """The document's text after the prompt."""
     sample: str
-    """The model's continuation."""
+    """The text that the model generates after the prompt."""
     tokens: int
-    """Number of tokens of the document."""
+    """Number of tokens in the document."""
     model: float
     """Loss of the document under the model, in nats per token."""
     unigram: float
@@ -44,8 +44,8 @@ class Verdict(NamedTuple):
 
 
 def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
-    """Evaluate the model of `checkpoint` on `document`. train: prefix of the training tokens, which give the unigram
-    statistics."""
+    """Evaluate the model of `checkpoint` on `document`. train: prefix of the training tokens, from which the unigram
+    statistics are computed."""
     opened_model = open_model(checkpoint)
     tokenizer, stage = opened_model.tokenizer(), load_model(opened_model)
     assert tokenizer.eod is not None
@@ -66,8 +66,8 @@ def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
 
 
 def choose_document(documents: Sequence[Document]) -> Document:
-    """The held-out document to show: a topic of Python's help if one is long enough, else any long document, else the
-    longest."""
+    """Choose the held-out document to show: a topic of Python's help if a topic is long enough, else any document that
+    is long enough, else the longest."""
     long = [document for document in documents if len(document.text) >= 1000]
     prose = [document for document in long if document.name.startswith("help/")]
     return next(iter([*prose, *long]), max(documents, key=lambda document: len(document.text)))

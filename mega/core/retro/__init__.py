@@ -1,4 +1,4 @@
-"""Build the neighbours that a Retro model reads from a corpus, in stages of blocks that can be rebuilt separately.
+"""Build the database from which a Retro model reads neighbours, in stages of blocks that can be rebuilt separately.
 
 stages     the database of chunks, their vectors, and the neighbours of a run's samples
 embed      embed texts with a BERT

@@ -1,4 +1,4 @@
-"""The verbs of `mega retro`: the checks before each stage, and the sequence of stages."""
+"""Implement the verbs of `mega retro`: the checks before each stage, and the sequence of stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ Report = Callable[[str], None]
 
 
 def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share, report: Report) -> None:
-    """Build chunks, then vectors. A sharded process builds vectors only after all chunks have been merged.
+    """Build the chunks of a database, then the vectors. A sharded process builds vectors only after all chunks have
+    been merged.
 
     Errors: ValueError naming flag or file; CheckpointError.
     """
@@ -43,7 +44,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
             f"--tokenizer {tokenizer.kind}: has no token that ends a document, with which chunks are filled"
         )
     if options.index is not None:
-        index_folder(folder, options.index)  # reject a bad description before hours of embedding
+        index_folder(folder, options.index)  # reject an invalid description before hours of embedding
     corpora = sources(parse_blend("--data-path", options.data_path), options.split)
     device = Device.choose(options.device).torch
     embedder = BertEmbedder(
@@ -72,7 +73,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
 
 
 def query_run(options: Options, search: QueryOptions, share: Share, report: Report) -> None:
-    """Find the neighbours of a run's training, validation and test samples. Errors: those of `build_database`."""
+    """Find the neighbours of a run's training, validation and test samples. Errors: as for `build_database`."""
     run, tokenizer, folder = _opened(options)
     manifest = DatabaseManifest.read(folder)
     _check_run(run, tokenizer, manifest)
@@ -103,7 +104,7 @@ def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
     """Return the run, its tokenizer and its database folder. Errors: ValueError naming the flag."""
     if options.data.retro is None:
         raise ValueError("--retro is missing: give the folder that mega retro build has made")
-    parallel = options.parallel  # here, the layout only affects the number of samples
+    parallel = options.parallel  # the layout affects only the number of samples
     resolved = resolve_run(options, options.runtime.nproc or parallel.tp * parallel.cp * parallel.pp)
     if resolved.tokenizer is None:
         raise ValueError("--tokenizer is missing: chunks are embedded as text")

@@ -1,4 +1,5 @@
-"""Embed texts with a BERT: the mean of its last hidden states over the tokens of the text, without [CLS] and [SEP]."""
+"""Embed texts with a BERT. The vector of a text is the mean of the last hidden states of its tokens, without [CLS] and
+[SEP]."""
 
 from __future__ import annotations
 
@@ -20,19 +21,20 @@ from mega.core.model.bert import BertStage
 
 
 class Embedder(Protocol):
-    """Embeds texts. digest: identifies the model and the settings that determine the vectors."""
+    """Interface of objects that embed texts. digest: identifies the model and the settings that determine the
+    vectors."""
 
     @property
     def digest(self) -> str: ...
     def tokens(self, text: str) -> int:
-        """Number of tokens of a text."""
+        """Return the number of tokens in a text."""
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Vectors of texts, [texts, width]."""
+        """Return the vectors of texts, [texts, width]."""
 
 
 class BertEmbedder:
-    """A BERT checkpoint, or a Hugging Face folder with a BERT.
+    """Embeds texts with a BERT, from a checkpoint or a Hugging Face folder.
 
     batch: number of texts that are embedded together. length: maximum number of tokens in a text, without [CLS] and
     [SEP]. Errors: ValueError if the model is not a BERT, or has no tokenizer; CheckpointError.
@@ -69,7 +71,8 @@ class BertEmbedder:
         return len(self._tokenizer.encode(text))
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Texts of similar length are embedded together. The result does not depend on the order of the texts."""
+        """Return the vectors of texts. Texts of similar length are embedded together. The result does not depend on the
+        order of the texts."""
         ids = [self._tokenizer.encode(text)[: self._length] for text in texts]
         order = sorted(range(len(ids)), key=lambda number: (len(ids[number]), number))
         vectors = np.empty((len(ids), self._opened.model.hidden), np.float32)
@@ -79,14 +82,15 @@ class BertEmbedder:
         return vectors
 
     def _row(self, ids: Sequence[int]) -> list[int]:
-        """The ids of a text between [CLS] and [SEP]. A text without tokens becomes a single pad token."""
+        """Return the ids of a text between [CLS] and [SEP]. A text without tokens is replaced with a single pad
+        token."""
         roles = self._tokenizer.roles
         assert roles is not None
         return [roles.cls, *(ids or [roles.pad]), roles.sep]
 
 
 def open_embedder_of(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
-    """The embedder that made the vectors of a database. Errors: ValueError if `load` is a different model."""
+    """Return the embedder that made the vectors of a database. Errors: ValueError if `load` is a different model."""
     length = manifest.embedder.rpartition(" ")[2]
     if not length.isdecimal():
         raise ValueError(f"{folder / manifest.NAME}: embedder {manifest.embedder!r}: is damaged; build it again")

@@ -1,10 +1,10 @@
-"""An approximate index of a database's vectors, made with faiss (the extra `retro`): trained on a sample, then filled.
+"""Build and search an approximate index of a database's vectors with faiss (the extra `retro`).
 
     index/faiss/DESCRIPTION/empty.faissindex    the trained index
     index/faiss/DESCRIPTION/added.faissindex    the index with all vectors, by chunk index
     index/faiss/DESCRIPTION/index.json          a digest of the database, written last
 
-DESCRIPTION is a string for faiss's index factory: IVF1024,Flat or OPQ32_64,IVF65536_HNSW8,PQ32. Distances are
+DESCRIPTION is a string for faiss's index factory, such as IVF1024,Flat or OPQ32_64,IVF65536_HNSW8,PQ32. Distances are
 Euclidean, as in Megatron-LM.
 """
 
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     import faiss
 
 Search: TypeAlias = Callable[[NDArray[np.float32], int], NDArray[np.int64]]
-"""(queries [n, width], count) -> indices of the nearest vectors, [n, count], padded with -1."""
+"""A function (queries [n, width], count) -> indices of the nearest vectors, [n, count], padded with -1."""
 
 _NAME = re.compile(r"[A-Za-z0-9_,()x.]{1,200}")
 
 
 def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device) -> Search:
-    """Return a search that compares all vectors, block by block. Errors: ValueError naming a bad or missing block."""
+    """Return a search that compares all vectors, block by block. Errors: ValueError naming a damaged or missing
+    block."""
     for _ in read_vectors(folder, chunks, manifest.block_size):
         pass  # checks that all blocks exist and have the same width
 
@@ -50,7 +51,8 @@ def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: 
 def open_search(
     folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device, index: str | None, probes: int
 ) -> Search:
-    """Open the index with this description; None: exact search. probes: number of lists to search in an IVF index.
+    """Open the index with description `index`; None for exact search. probes: number of lists to search in an IVF
+    index.
 
     Errors: ValueError naming flag or file.
     """
@@ -88,7 +90,8 @@ def search_bytes(
 def build_index(
     folder: Path, manifest: DatabaseManifest, chunks: int, index: str, sample: int, report: Callable[[str], None]
 ) -> None:
-    """Build an index. Phase 1: train it on a sample. Phase 2: add all vectors in order. Existing files are kept.
+    """Build an index. Phase 1 trains the index on a sample of the vectors. Phase 2 adds all vectors in order. Existing
+    files are kept.
 
     Errors: ValueError naming the flag, or a file.
     """
@@ -116,7 +119,7 @@ def build_index(
 
 
 def index_folder(folder: Path, index: str) -> Path:
-    """The folder of an index. Errors: ValueError if `index` is not a description."""
+    """Return the folder of an index. Errors: ValueError if `index` is not a description."""
     if not _NAME.fullmatch(index):
         raise ValueError(f"--index {index}: must be a description of faiss's index factory, such as IVF1024,Flat")
     return folder / "index" / "faiss" / index
@@ -138,7 +141,7 @@ def _made(library: faiss, width: int, index: str) -> faiss.Index:
 
 
 def _sample(folder: Path, manifest: DatabaseManifest, chunks: int, sample: int) -> NDArray[np.float32]:
-    """A random sample of the vectors, in order. Every call returns the same sample."""
+    """Return a random sample of the vectors, in order. Every call returns the same sample."""
     rows = np.sort(np.random.default_rng(0).choice(chunks, min(sample, chunks), replace=False))
     parts = [
         vectors[rows[(rows >= first) & (rows < first + len(vectors))] - first]

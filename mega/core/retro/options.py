@@ -10,7 +10,7 @@ from mega.core.config.option import COUNT, FROM_0, REQUIRED, VerbSection, option
 
 @dataclass(frozen=True, kw_only=True)
 class DatabaseOptions(VerbSection):
-    """Where a database is built, and from what."""
+    """Options for the location and the content of a database."""
 
     title: ClassVar[str] = "Database"
 
@@ -56,7 +56,7 @@ class DatabaseOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class QueryOptions(VerbSection):
-    """How neighbours are searched."""
+    """Options for the search for neighbours."""
 
     title: ClassVar[str] = "Query"
 
@@ -77,7 +77,7 @@ class QueryOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class LookOptions(VerbSection):
-    """Which parts of a database are printed."""
+    """Options that select the parts of a database to print."""
 
     title: ClassVar[str] = "Shown"
 

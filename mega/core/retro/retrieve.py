@@ -1,4 +1,5 @@
-"""Neighbours of chunks that a model generates or scores: embed, search and read them on demand."""
+"""Retrieve the neighbours of chunks that a model generates or scores: embed chunks, search and read neighbours on
+demand."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ from mega.core.text.tokenizer import Tokenizer
 def opener(
     retrieval: RetrievalOptions, engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0
 ) -> OpenRetriever | None:
-    """The function that opens the retriever for generation. Errors: ValueError naming an incompatible flag."""
+    """Return the function that opens the retriever for generation. Errors: ValueError naming an incompatible flag."""
     if retrieval.retro is not None:
         check_decoding(engine, layout, adapter, beams)
     return named_opener(retrieval)
 
 
 def named_opener(retrieval: RetrievalOptions) -> OpenRetriever | None:
-    """The function that opens the retriever selected by flags, or None. Errors: ValueError naming the flag."""
+    """Return the function that opens the retriever selected by flags, or None. Errors: ValueError naming the flag."""
     retrieval.check()
     return None if retrieval.retro is None else partial(open_retriever, retrieval)
 
@@ -86,7 +87,7 @@ class DatabaseRetriever:
     tokenizer: Tokenizer  # the model's tokenizer
     database: ChunkDatabase  # the chunks
     embedder: Embedder  # embeds the queries
-    search: Search  # finds the nearest of the chunks' vectors
+    search: Search  # finds the nearest vectors of chunks
     device_bytes: int  # bytes of the device that the embedder and the search need
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:

@@ -1,7 +1,8 @@
-"""Exact search for the nearest vectors by Euclidean distance, block by block. At most two blocks are in memory.
+"""Search exactly for the nearest vectors by Euclidean distance, block by block. At most two blocks are in memory.
 
-A matrix product selects the best candidates of a block. Their distances are then recomputed from differences in
-float64, so the order does not depend on rounding in the product. Ties are broken by the lower index.
+A matrix product selects the best candidates of a block. Then the distances of the candidates are recomputed from
+differences in float64, so that the order does not depend on rounding errors in the product. Ties are broken by the
+lower index.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SPARE = 16
 def nearest(
     queries: NDArray[np.float32], blocks: Iterable[tuple[int, NDArray[np.float32]]], count: int, device: torch.device
 ) -> NDArray[np.int64]:
-    """For each query, the indices of the nearest vectors, int64 [n, count], padded with -1.
+    """Return the indices of the vectors nearest to each query, int64 [n, count], padded with -1.
 
     blocks: pairs (index of the first vector, vectors [m, width]).
     """
@@ -34,7 +35,7 @@ def nearest(
 
 
 def _of_block(query_vectors: torch.Tensor, block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices within the block, and distances, of the best candidates."""
+    """Return the indices within the block, and the distances, of the best candidates."""
     # [n, m]: |v - q|^2 without |q|^2, which is the same for all candidates of a query.
     rough = block.square().sum(1) - 2 * query_vectors @ block.T
     candidates = rough.topk(min(count + SPARE, len(block)), 1, largest=False).indices
@@ -48,7 +49,7 @@ def _of_block(query_vectors: torch.Tensor, block: torch.Tensor, count: int) -> t
 
 
 def _best(distances: torch.Tensor, numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort by distance, with ties broken by the lower index, and keep the first `count`."""
+    """Sort by distance, with ties broken by the lower index, and return the first `count` candidates."""
     by_number = numbers.argsort(dim=1, stable=True)
     distances, numbers = distances.gather(1, by_number), numbers.gather(1, by_number)
     order = distances.argsort(dim=1, stable=True)[:, :count]

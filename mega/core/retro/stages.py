@@ -1,8 +1,8 @@
-"""The stages of a neighbour database: chunks, their vectors, and the neighbours of a run's samples.
+"""Build a neighbour database in three stages: chunks, vectors of the chunks, and neighbours of a run's samples.
 
-Each stage writes blocks atomically, and a block depends only on its input. Existing blocks are kept. A killed stage can
-therefore be resumed, and several processes can share a stage with `--shard`. The folder records its settings and
-corpora (retro.json); blocks for other settings or corpora are refused.
+Each stage writes blocks atomically, and a block depends only on its input. Existing blocks are kept. Therefore, a
+killed stage can be resumed, and several processes can share a stage with `--shard`. The settings and corpora of a
+folder are recorded in retro.json; a build with other settings or corpora is rejected.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from mega.core.text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
 QUERIES = 1000
-"""Number of chunks per search, which bounds memory."""
+"""Number of chunks per search, to limit the use of memory."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The blocks of one process: every `count`-th block, starting with block `index`."""
+    """The share of one process in a stage: every `count`-th block, starting with block `index`."""
 
     index: int = 0
     count: int = 1
@@ -50,12 +50,12 @@ class Share:
         return self.count == 1
 
     def of(self, all_blocks: Sequence[tuple[Block, Path]]) -> list[tuple[Block, Path]]:
-        """The blocks of this share that do not exist yet."""
+        """Return the blocks of this share that do not exist yet."""
         return [each for each in all_blocks[self.index :: self.count] if not is_built(each[1])]
 
 
 def begin(folder: Path, manifest: DatabaseManifest) -> None:
-    """Write the manifest, or compare it with the existing one. Errors: ValueError naming the difference."""
+    """Write the manifest, or compare it with the existing manifest. Errors: ValueError naming the difference."""
     path = folder / DatabaseManifest.NAME
     if path.exists():
         DatabaseManifest.read(folder).check(manifest, folder)
@@ -74,7 +74,8 @@ def build_chunks(
     share: Share,
     report: Report,
 ) -> None:
-    """Build the chunks. Phase 1: cut blocks of documents into chunks. Phase 2, if not sharded: merge these blocks."""
+    """Build the chunks. Phase 1 cuts blocks of documents into chunks. Phase 2, which is skipped if sharded, merges
+    these blocks."""
     for source in corpora:
         document_blocks = list(individual(folder, source, manifest.doc_block_size))
         for block, path in share.of(document_blocks):
@@ -87,7 +88,7 @@ def build_chunks(
 
 
 def vector_blocks(folder: Path, chunks: int, size: int) -> list[tuple[Block, Path]]:
-    """The blocks of vectors and their paths."""
+    """Return the blocks of vectors, with their paths."""
     return [(block, folder / "index" / "train_emb" / "blocks" / block.name) for block in blocks(chunks, size, ".npy")]
 
 
@@ -139,15 +140,15 @@ def find_neighbours(
     share: Share,
     report: Report,
 ) -> None:
-    """Write the neighbours of all chunks of a dataset to query/NAME. search: returns the indices of the nearest
-    vectors."""
+    """Write the neighbours of all chunks of a dataset to query/NAME. search: function that returns the indices of the
+    nearest vectors."""
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     each = (len(dataset[0]) - 1) // manifest.chunk_length
     rows = len(dataset) * each
     query_blocks = [
         (block, folder / "query" / name / block.name) for block in blocks(rows, manifest.block_size, ".npy")
     ]
-    # Reject a --saved that differs from existing blocks before the first search.
+    # Reject a value of --saved that differs from existing blocks before the first search.
     for block, path in query_blocks:
         width = read_neighbours(path, block.rows, len(database)).shape[1] if is_built(path) else saved
         if width != saved:
@@ -170,7 +171,7 @@ def find_neighbours(
 
 
 def chunk_ids(dataset: DocumentedDataset, numbers: range, each: int, length: int) -> Iterator[list[int]]:
-    """Yield the tokens of the chunks with these numbers. Each sample is read once."""
+    """Yield the tokens of the chunks with indices `numbers`. Each sample is read once."""
     for sample, rows in groupby(numbers, lambda number: number // each):
         tokens = dataset[sample]
         for row in rows:

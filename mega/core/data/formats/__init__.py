@@ -1,4 +1,4 @@
-"""Files of labelled questions: mnli.py and qqp.py (glue.py reads their files), race.py.
+"""Read files of labelled questions: MNLI and QQP (whose files glue.py reads), and RACE.
 
 A format is a module named after its --task, with a `FORMAT` (data/labelled.py). `LABELLED` in the config lists each
 format with the head that it needs. A format is imported when it is first used.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def format_of(task: str) -> Format:
-    """The format of the files of a task. Errors: KeyError if the task has no labels."""
+    """Return the file format of a task. Errors: KeyError if the task has no labels."""
     if task not in LABELLED:
         raise KeyError(task)
     labelled_format: Format = importlib.import_module(f"{__name__}.{task}").FORMAT

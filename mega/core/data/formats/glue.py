@@ -1,4 +1,4 @@
-"""GLUE's files (Wang et al. 2018): tab-separated columns, one header line, no quoting."""
+"""Read GLUE's files (Wang et al. 2018), which have tab-separated columns, one header line, and no quoting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Lines = Iterator[tuple[str, list[str]]]
 
 
 def table(flag: str, path: Path) -> tuple[list[str], Lines]:
-    """The column names in the header, and (location, columns) of every other line.
+    """Return the column names in the header, and (location, columns) of every other line.
 
     Errors: ValueError if the file is empty, not UTF-8, or has only a header.
     """

@@ -1,4 +1,4 @@
-"""MNLI (Williams et al. 2018) in GLUE's files: whether the second sentence follows from the first.
+"""Read MNLI (Williams et al. 2018) in GLUE's format, which labels whether the second sentence follows from the first.
 
 Tab-separated, one header line, no quoting. Column 0 is the row number, columns 8 and 9 are the sentences, and the last
 column is the label. A file with 10 columns has no labels.
@@ -17,7 +17,7 @@ UNLABELLED = 10
 
 
 def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
-    """Errors: ValueError naming file and line if a column is missing, empty or unknown."""
+    """Read the questions of MNLI. Errors: ValueError naming file and line if a column is missing, empty or unknown."""
     header, lines = table(flag, path)
     if len(header) < UNLABELLED or [name.strip() for name in header[8:10]] != ["sentence1", "sentence2"]:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""QQP (Quora 2017) in GLUE's files: whether two questions have the same meaning.
+"""Read QQP (Quora 2017) in GLUE's format, which labels whether two questions have the same meaning.
 
 Tab-separated, one header line, no quoting. A file has six columns: id, qid1, qid2, question1, question2, is_duplicate.
-A file without labels has three: id, question1, question2. The original files contain some rows with a different number
-of columns or with an empty question. These rows are skipped and counted.
+A file without labels has three columns: id, question1, question2. The original files contain some rows with a different
+number of columns or with an empty question. These rows are skipped and counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ LABELS = ("different", "duplicate")
 
 
 def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
-    """Errors: ValueError naming file and line if the header differs, or a label is neither 0 nor 1."""
+    """Read the questions of QQP. Errors: ValueError naming file and line if the header differs, or a label is neither 0
+    nor 1."""
     header, lines = table(flag, path)
     if len(header) not in (3, 6):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""RACE (Lai et al. 2017): which of four options answers a question about an article?
+"""Read RACE (Lai et al. 2017), in which one of four options answers a question about an article.
 
 The input is a folder, or the .tar.gz of the distribution. Every .txt file in the input has one JSON object per line,
 with the keys article, questions, options (four for each question) and answers (letters from A to D). If a question
@@ -21,7 +21,8 @@ FILE_BYTES = 1 << 26
 
 
 def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
-    """Errors: ValueError naming file and line of a question that does not have exactly four options."""
+    """Read the questions of RACE. Errors: ValueError naming file and line of a question that does not have exactly four
+    options."""
     uid = 0
     for location, line in _lines(flag, path):
         passage = parse_json(line, location)
@@ -46,7 +47,7 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
 
 
 def completed_question(question: str, option: str) -> str:
-    """The question with the option in place of the underscore, or followed by the option.
+    """Return the question with the option in place of the underscore, or followed by the option.
 
     >>> completed_question("Light is _ by things . ", "taken in"), completed_question("Why?", "It is . ")
     ('Light is taken in by things.', 'Why? It is.')

@@ -18,8 +18,8 @@ from mega.core.text.tokenizer import TokenizerIdentity
 def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = False, mixed: bool = False) -> Report:
     """Concatenate the pairs `prefixes` into the pair `output_prefix`. Documents keep their order.
 
-    overwrite: as in `preprocess`. mixed: accept pairs made with different tokenizers.
-    Raises ValueError naming a pair that is damaged, or whose dtype or tokenizer differs from that of the first pair.
+    overwrite: as in `preprocess`. mixed: whether to accept pairs made with different tokenizers.
+    Raises ValueError naming a pair that is damaged, or whose dtype or tokenizer differs from the first pair's.
     """
     if not prefixes:
         raise ValueError("--input: must be at least one prefix of a .bin/.idx pair")
@@ -46,10 +46,9 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = Fals
 
 
 def _common_tokenizer(prefixes: Sequence[str], mixed: bool, notes: list[str]) -> TokenizerIdentity | None:
-    """The tokenizer that made all pairs. If a pair does not record its tokenizer, the result is None and a note is
-    added.
+    """Return the tokenizer that made all pairs. If the tokenizer of a pair is not recorded, return None and add a note.
 
-    mixed: accept different tokenizers.
+    mixed: whether to accept different tokenizers.
     """
     tokenizers = {prefix: IndexedDataset(prefix).tokenizer for prefix in prefixes}
     recorded = {prefix: tokenizer for prefix, tokenizer in tokenizers.items() if tokenizer is not None}

@@ -1,4 +1,4 @@
-"""Convert plain text line by line: detokenize it, or encode it as token ids. These are the steps before fairseq's
+"""Detokenize plain text, or encode plain text as token ids, line by line. These are the steps before fairseq's
 binarization.
 
 Each input line gives one output line, so the output can be compared with fairseq's. `mega preprocess` writes token
@@ -24,7 +24,7 @@ _TOGETHER = 256
 
 
 def detokenize(inputs: Sequence[str], output: Path | None, name: str, *, overwrite: bool = False) -> int:
-    """Detokenize every line, and write it to `output` or standard output. Returns the number of lines.
+    """Detokenize every line, and write the lines to `output` or standard output. Return the number of lines.
 
     name: name of a detokenizer. Errors: ValueError naming the flag, or file and line.
     """
@@ -43,10 +43,10 @@ def encode(
     keep_empty: bool = False,
     overwrite: bool = False,
 ) -> tuple[int, int]:
-    """Write the token ids of each line, separated by blanks, one output per input. Returns the number of lines and the
-    number of empty lines.
+    """Write the token ids of each line, separated by spaces, to one output file per input file. Return the number of
+    lines and the number of empty lines.
 
-    White space at the ends of a line is removed. Empty lines are left out unless `keep_empty`.
+    White space at the ends of a line is removed. Empty lines are dropped unless `keep_empty`.
     Errors: ValueError naming the flag, or file and line.
     """
     if len(inputs) != len(outputs):

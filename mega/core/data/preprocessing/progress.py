@@ -1,4 +1,4 @@
-"""Progress of preprocessing, on stderr: a bar on a terminal, otherwise a line every few seconds."""
+"""Show the progress of preprocessing on stderr, as a bar on a terminal, otherwise as a line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextlib.contextmanager
 def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
-    """A callback for `preprocess` that shows its reports. `total` is the size of all input files in bytes."""
+    """Context manager for a callback for `preprocess` that shows the progress. total: size of all input files in
+    bytes."""
     begin = time.monotonic()
     if sys.stderr.isatty():
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,7 +30,7 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
         task = bar.add_task("", total=total)
 
         def draw(report: Report, read: int) -> None:
-            bar.start()  # starts a thread, so the bar must start after the workers are forked
+            bar.start()  # starts a thread, so the bar must be started after the workers have been forked
             bar.update(task, completed=read, description=_line(report, begin))
 
         try:

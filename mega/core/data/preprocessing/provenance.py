@@ -1,7 +1,8 @@
-"""Check for existing outputs. Output of the same work is kept. Output of other work is replaced only with --overwrite.
+"""Check whether outputs already exist. Output of the same work is kept. Output of other work is replaced only with
+--overwrite.
 
-The work is everything that an output depends on: names, sizes and times of the inputs, and the settings. A record of
-the work is stored next to the output. This module does not depend on the kind of settings.
+The "work" of an output is a hash of the names, sizes and modification times of the inputs, and of the settings. The
+work is recorded next to the output. This module does not interpret the settings.
 """
 
 from __future__ import annotations
@@ -19,26 +20,28 @@ from mega.core.untrusted import Json
 
 
 def work_of(settings: object, inputs: Sequence[Path]) -> str | None:
-    """A hash of settings (JSON values) and inputs; None if an input cannot be read twice."""
+    """Return a hash of settings (JSON values) and inputs; None if an input cannot be read twice."""
     if STDIN in inputs:
         return None
     return hashlib.sha256(json.dumps([settings, stamps(inputs)], sort_keys=True).encode()).hexdigest()
 
 
 def stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and time of every input. Files with equal stamps are assumed to have equal content."""
+    """Return path, size and modification time of every input. Files for which these are equal are assumed to have equal
+    content."""
     statuses = [(path, path.stat()) for path in paths if path != STDIN]
     return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in statuses]
 
 
 def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: bool) -> None:
-    """Errors: ValueError if one of `paths` would be replaced."""
+    """Check that none of `paths` would be replaced. Errors: ValueError."""
     if (existing := next((path for path in paths if path.is_file()), None)) is not None and not overwrite:
         raise ValueError(f"{flag} {value}: {existing} exists; name another place, or give --overwrite to replace it")
 
 
 def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
-    """The token files at all `prefixes` if the same work made all of them; otherwise [], and the work must be done.
+    """Return the token files at all `prefixes` if all of them exist and were made by the same work; otherwise []. Then
+    the work must be done.
 
     Interrupted work may have written only some of the files. value: the value of --output-prefix.
     Errors: ValueError if a pair of other work would be replaced.
@@ -47,7 +50,7 @@ def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwr
         return []
     pairs = []
     for prefix in filter(exists, prefixes):
-        with contextlib.suppress(ValueError):  # a damaged pair counts as other work
+        with contextlib.suppress(ValueError):  # a damaged pair is treated as other work
             pairs.append(IndexedDataset(prefix))
         if work is None or not pairs or pairs[-1].prefix != prefix or pairs[-1].note.get("work") != work:
             raise ValueError(
@@ -58,7 +61,7 @@ def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwr
 
 
 class WorkRecord:
-    """The record next to output files of any kind: `.made.json` with the work and the hashes of the files."""
+    """The record next to output files of any format: `.made.json`, with the work and the hashes of the files."""
 
     def __init__(self, paths: Sequence[Path], work: str | None) -> None:
         self._paths, self._work = paths, work

@@ -1,5 +1,5 @@
-"""Split documents into training, development and test files, by share and seed. The output is text lines, not
-tokens."""
+"""Split documents into training, development and test files, according to shares and a seed. The output is lines of
+text, not tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def split(
     *,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Write train.jsonl, valid.jsonl and test.jsonl into `directory`. Returns the number of documents in each file.
+    """Write train.jsonl, valid.jsonl and test.jsonl into `directory`. Return the number of documents in each file.
 
-    shares: in the form of --split, such as "98, 1, 1". The file of a document is a function of the document index, the
-    number of documents and the seed. Within each file the documents are in input order. Blank lines are dropped.
+    shares: shares in the format of --split, such as "98, 1, 1". The file to which a document is written depends only on
+    the document's index, the number of documents and the seed. Within each file the documents are in input order. Blank
+    lines are dropped.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed {seed}: must be 0 .. {2**32 - 1}")
@@ -65,7 +66,7 @@ def presplit(
     *,
     overwrite: bool = False,
 ) -> int:
-    """Split each document's text into one sentence per line, and keep the other keys. Returns the number of
+    """Split each document's text into one sentence per line, and keep the other keys. Return the number of
     documents."""
     from mega.core.text.sentences import splitter
 
@@ -79,7 +80,7 @@ def presplit(
     with whole_file(output) as file:
         for location, line in lines(inputs, [key]):
             try:
-                parsed(line)  # raises ValueError if preprocess could not read the line
+                parsed(line)  # raises ValueError for lines that `preprocess` could not read
                 document = json.loads(line)  # `parsed` rounds integers of more than 64 bits
                 document[key] = "\n".join(s for part in document[key].split("\n") for s in cut(part) if s.strip())
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -90,7 +91,7 @@ def presplit(
 
 
 def _check_not_input(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-    """Errors: ValueError if an output is also an input, which would be overwritten."""
+    """Check outputs. Errors: ValueError if an output is also an input, which would be overwritten."""
     output_paths = {os.path.realpath(path) for path in outputs}
     for path in inputs:
         if path != STDIN and os.path.realpath(path) in output_paths:

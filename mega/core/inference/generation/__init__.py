@@ -1,4 +1,4 @@
-"""`mega generate` and `mega chat`, with an engine in this process. This package does not depend on HTTP.
+"""Implement `mega generate` and `mega chat`, with an engine in this process. This package does not depend on HTTP.
 
 chat          a conversation at the terminal
 open_chat     open a model for a conversation

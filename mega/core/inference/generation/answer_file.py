@@ -1,9 +1,9 @@
-"""Write rows as they are computed, so that a killed run resumes after the last complete row.
+"""Write rows to a file as they are computed, so that a killed run can resume after the last complete row.
 
     FILE.partial    a line with a fingerprint of the settings, then the rows so far
     FILE            the rows, after all rows have been written
 
-This module depends on neither engines nor texts.
+This module does not depend on the engine, and does not interpret the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class AnswerFile:
             file.write(self._first)
 
     def _read(self) -> tuple[int, int]:
-        """Number of complete rows of an earlier process, and the offset of the end of the last row."""
+        """Return the number of complete rows that an earlier process has written, and the offset of the end of the last
+        row."""
         if not self._partial.is_file():
             return 0, 0
         with open(self._partial, "rb") as file:
@@ -57,7 +58,7 @@ class AnswerFile:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Finish: copy all rows to the final file, and remove the partial file."""
+        """Copy all rows to the final file, and remove the partial file."""
         with whole_file(self.path) as whole, open(self._partial, "rb") as file:
             file.readline()
             shutil.copyfileobj(file, whole, 1 << 20)

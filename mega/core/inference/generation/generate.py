@@ -1,5 +1,4 @@
-"""Generate tokens with an engine, and compute losses with a whole model. Ids in, ids out: this module does not depend
-on a tokenizer."""
+"""Generate tokens with an engine, and compute losses with a whole model. This module does not depend on a tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from mega.core.inference.request import SEEDS, Citation, Engine, Event, Request,
 
 @torch.no_grad()
 def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
-    """ids int64 [b, s] -> logits [b, s, vocab], without the vocabulary's padding."""
+    """Return logits [b, s, vocab], without padding of the vocabulary, for ids, int64 [b, s]."""
     prompt, model = family(stage.model).prompt, stage.architecture
     if prompt is None:
         kind = "with --retriever" if stage.model.retriever else f"of --family {model.family}"
@@ -34,12 +33,12 @@ def generate(
     adapter: str | None = None,
     cite: Callable[[Sequence[Citation]], None] = lambda cited: None,
 ) -> Generator[int, None, None]:
-    """Yield up to `tokens` ids that follow `prompt`, from an engine without other requests. End after an id of
-    `stop_ids`, which is yielded too. cite: receives the neighbours that the model reads, once for each chunk of the
-    text. If the generator is closed early, its request is cancelled.
+    """Yield up to `tokens` ids that follow `prompt`, from an engine without other requests. Stop after an id in
+    `stop_ids`, which is yielded too. cite: function called with the neighbours that the model reads, once for each
+    chunk of the text. If the generator is closed early, the request is cancelled.
 
-    When a text exceeds the model's positions, the model continues from the last part of the text, which at first fills
-    at most half of the positions. Errors: RequestError for an empty prompt.
+    When a text exceeds the model's positions, the beginning of the text is dropped, so that the remaining text fills at
+    most half of the positions. Errors: RequestError for an empty prompt.
     """
     ids, longest, chunk, seed = list(prompt), engine.limits.longest, engine.limits.chunk, how.seed
     dropped, last_cited = 0, -1
@@ -69,16 +68,17 @@ def generate(
                 engine.step()
             raise
         tokens -= room
-        # The same seed would repeat the draws of the previous part.
+        # With the same seed, the draws of the previous part would be repeated.
         seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]
         how = replace(how, seed=seed)
 
 
 def _dropped(length: int, longest: int, chunk: int) -> int:
-    """Number of tokens to drop from the start of a text, so that the rest fills at most half of `longest` positions.
+    """Return the number of tokens to drop from the start of a text, so that the remaining text fills at most half of
+    `longest` positions.
 
-    Whole chunks are dropped, so that the chunks of the rest are chunks of the text, unless a chunk is longer than half
-    of the positions.
+    Whole chunks are dropped, so that chunk boundaries do not change, unless a chunk is longer than half of the
+    positions.
 
     >>> _dropped(48, 48, 1), _dropped(48, 48, 4), _dropped(50, 48, 5), _dropped(8, 8, 8)
     (24, 24, 30, 4)
@@ -88,7 +88,7 @@ def _dropped(length: int, longest: int, chunk: int) -> int:
 
 
 def _numbered(cited: Sequence[Citation], chunk: int, dropped: int) -> list[Citation]:
-    """Citations of a text without its first `dropped` tokens, with the numbers of the chunks in the whole text.
+    """Renumber citations of a text without its first `dropped` tokens, so that chunk indices refer to the whole text.
 
     >>> _numbered([Citation(1, 7, "corpus", 0, "text")], 4, 24)[0].chunk
     7
@@ -103,7 +103,7 @@ def check_answered(event: Event) -> None:
 
 
 def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:
-    """-ln p of every id except the first, [len(ids) - 1], in nats.
+    """Return -ln p of every id except the first, [len(ids) - 1], in nats.
 
     A long text is split into windows of the model's maximum length, so the first ids of a window have little context.
     """

@@ -1,4 +1,4 @@
-"""Open a model for a conversation on one rank: its engine, tokenizer, template and end tokens."""
+"""Open a model, with engine, tokenizer, template and end tokens, for a conversation on one rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def open_chat(place: Path, talk: ChatOptions, engine: EngineOptions, adapters: M
 
 
 def template(opened: OpenedModel, tokenizer: Tokenizer, asked: str | None = None) -> ChatFormat | None:
-    """The template that --chat-template names, else the model's template; None if the model has no template."""
+    """Return the template that --chat-template selects, else the model's template; None if the model has no
+    template."""
     if asked is not None:
         for line in chosen_template("serve", opened, opened.path, asked).notes:
             print(f"mega: {line}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Read the pooling of a sentence-transformers model from `modules.json` and `1_Pooling/config.json`.
 
-Both files are in the model's folder, or are attachments of a checkpoint that was converted from the folder. This file
-only reads JSON; inference/embedding.py does the pooling.
+Both files are in the model's folder, or are attachments of a checkpoint that was converted from the folder. This module
+only reads JSON; inference/embedding.py implements the pooling.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from mega.core.checkpoint.own.store import CheckpointError
 from mega.core.untrusted import Json, parse_json, read_limited
 
 _FLAGS: dict[str, Literal["mean", "cls"]] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-"""Keys that older versions set to true."""
+"""Keys that older versions of sentence-transformers set to true."""
 _MODES: dict[str, Literal["mean", "cls"]] = {"mean": "mean", "cls": "cls"}
-"""Values of `pooling_mode`, which newer versions write: one of them, or a list of one."""
+"""Values of `pooling_mode`, which newer versions write as a string, or as a list with one string."""
 _MODULES = ("Transformer", "Pooling", "Normalize")
 (_POOLING,) = NESTED
 _BYTES = 1 << 16
-"""Maximum size of either file in bytes."""
+"""Maximum size in bytes of either file."""
 
 
 def declared_pooling(files: Mapping[str, Path]) -> Literal["mean", "cls"] | None:
-    """The pooling that the files of a sentence-transformers model declare; None if they declare no pooling.
+    """Return the pooling that the files of a sentence-transformers model specify; None if they do not specify pooling.
 
     files: the files that came with the weights, by name. Errors: CheckpointError naming file and value, for any other
     pooling.
@@ -48,8 +48,8 @@ def declared_pooling(files: Mapping[str, Path]) -> Literal["mean", "cls"] | None
 
 
 def check_modules(files: Mapping[str, Path]) -> None:
-    """Check modules.json, if `files` has it. Errors: CheckpointError for a module that changes the vectors, as Dense
-    does."""
+    """Check modules.json, if it is in `files`. Errors: CheckpointError for a module that changes the vectors, such as
+    Dense."""
     path = files.get("modules.json")
     if path is None:
         return

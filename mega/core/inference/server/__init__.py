@@ -1,4 +1,4 @@
-"""The HTTP server: one process accepts requests, one of its threads drives the engine, other ranks follow the engine.
+"""The HTTP server. One process accepts requests, a thread of this process runs the engine, other ranks run its steps.
 
 app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and those below
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api, Megatron-LM's

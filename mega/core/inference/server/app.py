@@ -1,4 +1,5 @@
-"""The routes, built with FastAPI. Each route reads a body, queries the engine and returns its own format.
+"""Define the server's routes with FastAPI. Each route reads a body, queries the engine and returns the answer in the
+route's format.
 
 The fields of each route are in openai_api.py, embeddings_api.py and megatron_api.py; gate.py checks access.
 """
@@ -53,7 +54,7 @@ _GONE = 499
 
 
 def make_app(service: Service) -> Gate:
-    """The server as an ASGI application."""
+    """Return the server as an ASGI application."""
     from fastapi import FastAPI
 
     app = FastAPI(title="mega", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -74,7 +75,7 @@ def make_app(service: Service) -> Gate:
 def _body(
     kind: type[Body], *statuses: int, streams: bool = False, valid: Mapping[str, Sequence[Json]] | None = None
 ) -> dict[str, Json]:
-    """The OpenAPI description of a route's body and of its statuses. streams: whether the route can answer with
+    """Return the OpenAPI description of a route's body and statuses. streams: whether the route can answer with
     server-sent events. valid: field -> valid values, for fields whose valid values depend on this server."""
     responses: dict[str, Json] = {}
     if streams:
@@ -110,7 +111,7 @@ _STATUS = {
 
 
 def status_of(error: Exception) -> tuple[int, str]:
-    """The HTTP status of an error, and the error's type in OpenAI's API."""
+    """Return the HTTP status of an error, and the type of the error in OpenAI's API."""
     if isinstance(error, BadField):
         return error.status, "invalid_request_error"
     if isinstance(error, AnswerFailed):
@@ -125,7 +126,7 @@ def status_of(error: Exception) -> tuple[int, str]:
 
 
 def error_body(error: Exception) -> dict[str, Json]:
-    """An error in OpenAI's format."""
+    """Return the body of an error response in OpenAI's format."""
     kind = status_of(error)[1]
     code = "model_not_found" if isinstance(error, BadField) and error.status == 404 else None
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
@@ -141,7 +142,7 @@ def _add_errors(app: FastAPI) -> None:
     for kind in (BadField, QueueFull, EngineLost, TooLong, ClientGone, AnswerFailed):
         app.add_exception_handler(kind, handle)
 
-    async def failed(request: Request, error: Exception) -> Response:  # gate.py prints the error
+    async def failed(request: Request, error: Exception) -> Response:  # the error is printed by gate.py
         return JSONResponse(failure_body(500, FAILED), 500)
 
     app.add_exception_handler(Exception, failed)
@@ -177,7 +178,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     async def answer(request: Request, asked: openai_api.ParsedRequest) -> Response:
         if not asked.fields.stream:
             return JSONResponse(await _until_gone(service, request, openai_api.answer(service, asked)))
-        running = await openai_api.start(service, asked)  # an invalid request gets an error status, not a stream
+        running = await openai_api.start(service, asked)  # an invalid request must get an error status, not a stream
         return StreamingResponse(_stream(service, asked, running), media_type="text/event-stream")
 
     async def completions(request: Request) -> Any:
@@ -197,7 +198,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         ("/v1/chat/completions", chat, openai_api.Chat),
     ):
         handler.__annotations__["request"] = (
-            Request  # FastAPI resolves annotations outside of this function, where Request is not defined
+            Request  # FastAPI resolves annotations outside this function, where Request is not defined
         )
         description = _body(kind, 404, streams=True, valid={"model": service.names})
         app.add_api_route(path, handler, methods=["POST"], openapi_extra=description)
@@ -219,7 +220,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def _refuse(app: FastAPI, routes: Mapping[str, str], reason: str) -> None:
-    """Make the routes that the model cannot serve answer with the reason, each in its own error format."""
+    """Make the routes that the model cannot serve answer with `reason`, each in the error format of the route."""
     from fastapi.responses import JSONResponse
 
     async def refused() -> object:
@@ -253,7 +254,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
 async def _stream(
     service: Service, asked: openai_api.ParsedRequest, running: Sequence[Continuation]
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; an error is sent as the last one. If the client disconnects, the sequences are cancelled."""
+    """Yield server-sent events; an error is sent as the last event. If the client disconnects, the sequences are
+    cancelled."""
     finished = False
     try:
         async with (

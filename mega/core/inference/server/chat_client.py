@@ -1,4 +1,4 @@
-"""A client of POST /v1/chat/completions, of mega or another server, which streams the next turn of a conversation.
+"""Stream the next turn of a conversation from POST /v1/chat/completions of mega or another server.
 
 This process does not load a model.
 """
@@ -21,8 +21,8 @@ DEFAULTS = Sampling()
 
 @dataclass(frozen=True)
 class ServerAnswers:
-    """Answers from a server. url: HOST:PORT, or the complete address. name: the model to request; None: the server's
-    default."""
+    """Answers conversations with a server. url: HOST:PORT, or the complete address. name: the model to request; None
+    for the server's default."""
 
     url: str
     name: str | None = None
@@ -31,7 +31,8 @@ class ServerAnswers:
         self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
         """Stream the text of the answer. A sampling field that is not in `given` and has its default value is not sent,
-        so the server's default applies. Errors: ValueError with the server's message; OSError if no server answers.
+        so that the server's default applies. Errors: ValueError with the server's message; OSError if no server
+        answers.
         """
         body: dict[str, object] = {"messages": list(messages), "stream": True}
         body |= {} if tokens is None else {"max_tokens": tokens}
@@ -55,7 +56,7 @@ class ServerAnswers:
             connection.close()
 
     def _texts(self, event: object) -> Iterator[str]:
-        """The reasoning text and the answer text of one event."""
+        """Yield the reasoning text and the answer text of one event."""
         if not isinstance(event, dict) or "error" in event:
             raise ValueError(f"--url {self.url}: {message_of(event)}")
         choices = event.get("choices")

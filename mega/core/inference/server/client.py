@@ -1,4 +1,4 @@
-"""A client of PUT /api of a mega or Megatron-LM server, for one prompt or for prompts typed at a terminal.
+"""Send PUT /api requests to a mega or Megatron-LM server, for one prompt or for prompts typed at a terminal.
 
 This process does not load a model.
 """
@@ -19,8 +19,8 @@ WAIT_SECONDS = 600.0
 
 
 def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
-    """The prompt and its continuation. url: HOST:PORT, or the complete address of a server. fields: more request
-    fields.
+    """Return the prompt and its continuation. url: HOST:PORT, or the complete address of a server. fields: additional
+    request fields.
 
     Errors: ValueError for an invalid address, and with the server's message; OSError if no server answers.
     """
@@ -47,8 +47,8 @@ def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] 
 
 
 def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float | None) -> dict[str, Json]:
-    """The given flags of `mega generate` as fields of PUT /api, some of which must be floats. The server chooses the
-    other fields.
+    """Convert the given flags of `mega generate` to fields of PUT /api, some of which must be floats. For the other
+    fields, the server uses its defaults.
 
     >>> fields_of({"temperature": 0.0, "seed": 0}, 0, None)
     {'top_k': 1}
@@ -61,7 +61,7 @@ def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float |
         return {"top_k": 1}
     fields: dict[str, Json] = {}
     for name, value in sampling.items():
-        if value or name not in ("top_p_decay", "top_p_bound"):  # Megatron-LM refuses 0 in these fields
+        if value or name not in ("top_p_decay", "top_p_bound"):  # Megatron-LM rejects 0 in these fields
             fields["random_seed" if name == "seed" else name] = float(value) if name.startswith("top_p") else value
     return fields
 
@@ -73,7 +73,7 @@ def _whole(text: str) -> int:
 
 
 def connected(url: str, route: str) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
-    """A connection to a server, the path of a route, and headers. Errors: ValueError for an invalid address."""
+    """Return a connection to a server, the path of a route, and headers. Errors: ValueError for an invalid address."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         host, port = parts.hostname, parts.port
@@ -110,7 +110,7 @@ def _put(url: str, body: Mapping[str, object]) -> object:
 
 
 def message_of(found: object) -> str:
-    """The message of an error in Flask's, OpenAI's or Megatron-LM's format."""
+    """Return the message in an error in Flask's, OpenAI's or Megatron-LM's format."""
     if isinstance(found, dict):
         found = found.get("error", found)
         found = found.get("message", found) if isinstance(found, dict) else found

@@ -1,7 +1,7 @@
-"""Fields that clients of vLLM and llama.cpp send in addition to OpenAI's: other names of a field, constraints in other
-forms, and fields that are accepted only with a value that has no effect.
+"""Define the fields that clients of vLLM and llama.cpp send in addition to OpenAI's fields: other names of a field,
+constraints in other formats, and fields that are accepted only with a value that has no effect.
 
-Source: vLLM's and llama.cpp's documentation of their servers. This module does not depend on routes.
+Source: documentation of vLLM's and llama.cpp's servers. This module does not depend on routes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _METACHARACTERS = re.compile(r"([\\.+*?()|\[\]{}^$])")
 
 
 class ClientFields(Body):
-    """Fields of vLLM's and llama.cpp's clients. `resolved` translates those with an effect."""
+    """Additional fields of clients of vLLM and llama.cpp. `resolved` converts the fields that have an effect."""
 
     n_predict: int | None = Field(None, ge=-1, le=1 << 62, description="the same as max_tokens; -1: as many as fit")
     repeat_penalty: float | None = Field(
@@ -69,7 +69,8 @@ Fields = TypeVar("Fields", bound=ClientFields)
 
 
 def resolved(fields: Fields) -> Fields:
-    """The fields with `max_tokens`, `repetition_penalty` and `response_format` in place of their other names.
+    """Return the fields with the values of other names moved to `max_tokens`, `repetition_penalty` and
+    `response_format`.
 
     Errors: BadField if a field is given under two names.
     """
@@ -89,12 +90,12 @@ def resolved(fields: Fields) -> Fields:
 
 
 def constraint(fields: ClientFields) -> str:
-    """The name of the field that constrains the answer, as the request gives it."""
+    """Return the name of the field that constrains the answer, as given in the request."""
     return next((name for name in _GUIDES if getattr(fields, name) is not None), "response_format")
 
 
 def _response_format(name: str, value: object) -> dict[str, Json]:
-    """Convert a constraint in vLLM's or llama.cpp's form to a response_format. Errors: BadField."""
+    """Convert a constraint in vLLM's or llama.cpp's format to a response_format. Errors: BadField."""
     if isinstance(value, dict):
         return {"type": "json_schema", "json_schema": {"schema": value}}
     if isinstance(value, str):

@@ -1,4 +1,5 @@
-"""Limits on uvicorn's connections: their number, the time for headers and bodies, and clients that stop reading."""
+"""Limit the number of uvicorn's connections and the time for headers and bodies, and disconnect clients that stop
+reading."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
-else:  # uvicorn is part of an extra, so `protocol` adds the base class at run time
+else:  # uvicorn is part of an extra, so `protocol` adds the base class at runtime
     H11Protocol = object
 
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -19,7 +20,7 @@ _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\n
 _BROKEN = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _FULL = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
 _LINGER = 2.0
-"""Seconds that a refused client has to read the reason."""
+"""Seconds that a rejected client has for reading the reason."""
 
 
 @dataclass(eq=False)
@@ -32,14 +33,14 @@ class OpenConnections:
 
 
 def protocol(limits: ServerLimits) -> type:
-    """A subclass of uvicorn's protocol that enforces `limits`."""
+    """Return a subclass of uvicorn's protocol that enforces `limits`."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     return type("Connection", (BoundedConnection, H11Protocol), {"others": OpenConnections(limits)})
 
 
 class BoundedConnection(H11Protocol):
-    """One client connection."""
+    """A client connection."""
 
     others: OpenConnections
     _timer: asyncio.TimerHandle | None = None
@@ -76,7 +77,7 @@ class BoundedConnection(H11Protocol):
             self._restart(self.others.limits.body_seconds, self._check_body)
 
     def on_response_complete(self) -> None:
-        """Limit the time until the next request, or until the rest of a body that the route did not read."""
+        """Limit the time until the next request, or until the end of a body that the route has not read completely."""
         super().on_response_complete()
         if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
             self.others.waiting[self] = None
@@ -96,7 +97,8 @@ class BoundedConnection(H11Protocol):
         super().resume_writing()
 
     def _check_body(self) -> None:
-        """If the body is incomplete, abort the connection in 5 s, when the route has answered 408."""
+        """If the body is incomplete, abort the connection after 5 s, so that the route can first answer with status
+        408."""
         if self.cycle is not None and self.cycle.more_body:
             self._restart(5.0, self.transport.abort)
 
@@ -115,8 +117,8 @@ class BoundedConnection(H11Protocol):
             self._writing = None
 
     def _end(self, answer: bytes) -> None:
-        """Send `answer`, which is the reason, and close a connection that has no request in progress. For `_LINGER`
-        seconds its input is discarded, because a client whose connection is reset while it writes cannot read the
+        """Send `answer`, which contains the reason, and close a connection without a request in progress. For `_LINGER`
+        seconds, input is discarded, because a client whose connection is reset while it writes cannot read the
         reason."""
         self.others.waiting.pop(self, None)
         if self._ended or self.transport.is_closing():
@@ -126,7 +128,7 @@ class BoundedConnection(H11Protocol):
         self._restart(_LINGER, self.transport.abort)
         if answer:
             self.transport.write(answer)
-        if answer in (b"", _FULL):  # a new client needs the place now
+        if answer in (b"", _FULL):  # close immediately, because a new client needs the connection
             self.transport.close()
         else:
             self.transport.write_eof()

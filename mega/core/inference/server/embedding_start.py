@@ -29,11 +29,11 @@ from mega.core.text.tokenizer import Tokenizer
 _ENGINE = ("cache_tokens", "batch_invariant", "cuda_graph", "fp8_weights", "speculate")
 _ANSWERS = ("max_tokens_to_oom", "temperature", "top_k", "top_p", "seed", "parse_special_tokens", "legacy_status")
 _MODEL = ("adapter", "chat_template")
-"""Options for generated text. They are refused, because an embedding does not depend on them."""
+"""Options for generated text. They are rejected, because they have no effect on embeddings."""
 
 
 def gives_embeddings(model: ModelConfig) -> bool:
-    """Whether a server of this model answers /v1/embeddings, which is the case for a BERT."""
+    """Whether a server of this model answers /v1/embeddings, that is, whether the model is a BERT."""
     return FAMILY_DEFAULTS[model.family].classifies
 
 
@@ -76,10 +76,10 @@ def start_embedding_engine(
     dtype: torch.dtype,
     pooling: Pooling | None,
 ) -> EmbeddingEngine | None:
-    """Rank 0's engine; other ranks follow it until it closes, and then return None.
+    """Return the engine on rank 0. Other ranks run its steps until the engine closes, and then return None.
 
-    pooling: [the pooling that the model's files declare, else mean]. Errors: CheckpointError naming file or tensor;
-    LostRank.
+    pooling: default: the pooling that the model's files specify, else mean. Errors: CheckpointError naming file or
+    tensor; LostRank.
     """
     check_modules(opened.attachments)
     pooling = pooling or declared_pooling(opened.attachments) or "mean"
@@ -104,7 +104,7 @@ _POOLED = {
 
 
 def embedding_lines(engine: EmbeddingEngine) -> list[str]:
-    """The lines about embeddings that a server prints before it listens."""
+    """Return the lines about embeddings that a server prints before it listens."""
     limits = engine.limits
     return [
         f"embeddings of {engine.vectors.width} numbers: of each text {_POOLED[engine.pooling]}",

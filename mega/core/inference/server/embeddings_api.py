@@ -1,6 +1,7 @@
-"""/v1/embeddings: requests and answers in OpenAI's format. A vector is the pooled last states of a text, normalized.
+"""Parse and answer requests to /v1/embeddings in OpenAI's format. An embedding is the pooled and normalized last hidden
+states of a text.
 
-Source: OpenAI's API reference; `normalize` is vLLM's.
+Source: OpenAI's API reference; vLLM's documentation for `normalize`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _INPUT: list[JsonValue] = [
     {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _IDS},
 ]
 _MANY = 1 << 14
-"""An answer of more numbers is rendered on the text thread instead of the event loop's."""
+"""Answers with more numbers than this are rendered on the text thread instead of the event loop's thread."""
 _RETRY_SECONDS = 0.01
-"""Seconds that a request with many texts waits before it tries again to enter the queue."""
+"""Seconds that a request with many texts waits before the next attempt to enter the queue."""
 
 
 class EmbeddingFields(Body):
@@ -53,7 +54,7 @@ class EmbeddingFields(Body):
 
 
 async def answer(service: Service, body: object) -> bytes:
-    """The complete answer, as JSON. Errors: BadField, QueueFull, EngineLost, AnswerFailed."""
+    """Return the complete answer, as JSON. Errors: BadField, QueueFull, EngineLost, AnswerFailed."""
     fields = read(body, EmbeddingFields)
     service.adapter(fields.model)
     width = service.options.vector_width
@@ -71,8 +72,8 @@ async def answer(service: Service, body: object) -> bytes:
 
 
 def _rendered(vectors: Sequence[NDArray[np.float32]], tokens: int, name: str, fields: EmbeddingFields) -> bytes:
-    """The answer as JSON. Each vector is encoded on its own: json.dumps of them all would hold the interpreter's lock,
-    and so the event loop, until its end."""
+    """Return the answer as JSON. Each vector is encoded by a separate call of json.dumps, because a single call for all
+    vectors would hold the interpreter's lock, and thus block the event loop, for its whole duration."""
     parts = [b'{"object":"list","data":[']
     for index, vector in enumerate(vectors):
         unit = vector / max(float(np.linalg.norm(vector)), 1e-12) if fields.normalize else vector
@@ -95,7 +96,8 @@ def _encoded(vector: NDArray[np.float32], form: str) -> Json:
 
 
 async def _rows(service: Service, given: str | list[object]) -> list[tuple[int, ...]]:
-    """One row of ids per input. A text is put between [CLS] and [SEP]; ids are used unchanged. Errors: BadField."""
+    """Return one row of ids per input. A text is placed between [CLS] and [SEP]; ids are used unchanged. Errors:
+    BadField."""
     if isinstance(given, list) and not given:
         raise BadField("input", "input: must not be empty")
     texts = given if isinstance(given, list) and not isinstance(given[0], int | float) else [given]
@@ -117,7 +119,8 @@ async def _rows(service: Service, given: str | list[object]) -> list[tuple[int, 
 
 
 async def _vectors(service: Service, rows: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
-    """The vector of each row. A request may have more rows than fit into the queue, so they are queued in parts."""
+    """Return the vector of each row. A request may have more rows than fit into the queue, so rows are queued in
+    parts."""
     part, vectors = service.driver.engine.limits.requests, list[NDArray[np.float32]]()
     for first in range(0, len(rows), part):
         requests = [Request(prompt=row, tokens=0) for row in rows[first : first + part]]
@@ -130,8 +133,8 @@ async def _vectors(service: Service, rows: Sequence[tuple[int, ...]]) -> list[ND
 
 
 async def _queued(service: Service, requests: Sequence[Request], *, wait: bool) -> list[Ticket]:
-    """Queue requests. wait: wait until they fit into the queue, for the later parts of a request. Errors: QueueFull;
-    EngineLost."""
+    """Queue requests. wait: whether to wait until the requests fit into the queue, for the later parts of a request.
+    Errors: QueueFull; EngineLost."""
     while True:
         try:
             return await service.add(requests)

@@ -1,6 +1,6 @@
-"""Request bodies as pydantic models, from which checks, error messages and OpenAPI schemas are derived.
+"""Define request bodies as pydantic models, from which checks, error messages and OpenAPI schemas are derived.
 
-Unknown fields, and values that would have no effect, are refused. This module does not depend on routes.
+Unknown fields, and values that would have no effect, are rejected. This module does not depend on routes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TYPES = {
 
 
 class BadField(ValueError):
-    """A request field is invalid. field: name of the field; None: the whole request."""
+    """Raised for an invalid request. field: name of the invalid field; None for the whole request."""
 
     def __init__(self, field: str | None, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -58,12 +58,13 @@ def read(body: object, kind: type[Asked]) -> Asked:
 
 
 def _with_effect(kind: type[Body]) -> list[str]:
-    """The fields that accept more than one value. The descriptions of all other fields begin with "only"."""
+    """Return the fields that accept more than one value. The descriptions of all other fields begin with "only"."""
     return [name for name, each in kind.model_fields.items() if not (each.description or "").startswith("only ")]
 
 
 def _whole(value: object, kind: type[Body], name: str) -> object:
-    """Convert numbers such as 16.0 in integer fields to integers, because JSON Schema counts them as integers."""
+    """Convert numbers such as 16.0 in integer fields to integers, because JSON Schema counts such numbers as
+    integers."""
     types = (kind.model_fields[name].annotation, *get_args(kind.model_fields[name].annotation))
 
     def whole(one: object) -> object:
@@ -75,8 +76,8 @@ def _whole(value: object, kind: type[Body], name: str) -> object:
 
 
 def _refused(found: Sequence[ErrorDetails], kind: type[Body]) -> BadField:
-    """An error that names the first invalid field, its value and the rule. A field without effect accepts only one
-    value, which the pydantic model expresses as equal bounds or as a length of 0."""
+    """Return an error that names the first invalid field, the field's value and the violated rule. A field without
+    effect accepts only one value, which the pydantic model expresses as equal bounds or as a length of 0."""
     name, value_text = str(found[0]["loc"][0]), repr(found[0]["input"])[:60]
     match found[0]["type"]:
         case "missing":
@@ -90,14 +91,14 @@ def _refused(found: Sequence[ErrorDetails], kind: type[Body]) -> BadField:
             if least == most:
                 return BadField(name, f"{name} {value_text}: is not supported; valid: {most}")
             rule = f"at least {least}" if most is None else f"from {least} to {most}"
-        case _:  # pydantic reports one error for each accepted type
+        case _:  # pydantic reports a separate error for each accepted type
             types = dict.fromkeys(_TYPES.get(each["type"], "integer") for each in found if each["loc"][0] == name)
             rule = f"of type {' or '.join(types)}"
     return BadField(name, f"{name} {value_text}: must be {rule}")
 
 
 def schema(kind: type[Body]) -> dict[str, Json]:
-    """The JSON schema of a body. Optional fields also accept null."""
+    """Return the JSON schema of a body. Optional fields also accept null."""
     body_schema = kind.model_json_schema()
     for name, property_schema in body_schema["properties"].items():
         if name not in body_schema.get("required", ()) and "type" in property_schema:
@@ -108,7 +109,7 @@ def schema(kind: type[Body]) -> dict[str, Json]:
 
 
 class SamplingFields(Body):
-    """Sampling fields. The server's options are the defaults."""
+    """Fields for sampling. The server's options are the defaults."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 selects the most likely token")
     top_p: float | None = Field(

@@ -1,6 +1,6 @@
-"""Check a request before its route, and count it afterwards. The checks are the token, the Host header, the size of the
-body, and whether the server still accepts requests. The gate is an ASGI application that wraps another; it does not
-depend on the fields of routes.
+"""Check every request before its route is called, and count the request afterwards. Checked are the token, the Host
+header, the size of the body, and whether the server still accepts requests. The gate is an ASGI application that wraps
+another application; it does not depend on the fields of routes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Receive = Callable[[], Awaitable[Mapping[str, object]]]
 Send = Callable[[Mapping[str, object]], Awaitable[None]]
 
 OPEN = ("/", "/index.html", "/health", "/v1/health")
-"""Paths that do not need a token: the page, which holds no data, and the health check."""
+"""Paths that do not need a token: the page, which contains no data, and the health check."""
 FAILED = "the server has failed"
 _WATCHED = ("/health", "/v1/health", "/metrics")
 """Paths that are answered while draining."""
@@ -34,8 +34,8 @@ _PAGE = (
 
 
 class Gate:
-    """Passes permitted requests to `inside`. routes: paths that are counted under their own names; all other paths are
-    counted as "other"."""
+    """Passes permitted requests to the application `inside`. routes: paths that are counted separately; all other paths
+    are counted as "other"."""
 
     def __init__(
         self, inside: Callable[[Any, Any, Any], Awaitable[None]], service: Service, routes: frozenset[str]
@@ -74,7 +74,7 @@ class Gate:
                 service.metrics.whole.observe(time.monotonic() - began)
 
     def _refused(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and message if the request is refused; None if it is permitted."""
+        """Return status and message if the request is rejected; None if it is permitted."""
         headers, path = {name: value for name, value in scope["headers"]}, scope["path"]
         token = self._service.options.token
         if token is None and not _is_local(headers.get(b"host", b"").decode("latin-1")):
@@ -97,8 +97,8 @@ class Gate:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a Host header is localhost or an IP address. Other names are suspect, because the owner of a web site
-    could let its name resolve to this machine.
+    """Whether a Host header is localhost or an IP address. Other names are not accepted, because the owner of a web
+    site could let the site's name resolve to this machine.
 
     >>> [_is_local(host) for host in ("localhost:5000", "127.0.0.1", "[::1]:5000", "evil.example:5000")]
     [True, True, True, False]
@@ -114,7 +114,7 @@ def _is_local(host: str) -> bool:
 
 
 def failure_body(status: int, text: str) -> dict[str, Json]:
-    """An error in OpenAI's format."""
+    """Return the body of an error response in OpenAI's format."""
     kind = {401: "authentication_error", 503: "server_error", 500: "server_error"}.get(status, "invalid_request_error")
     return {"error": {"message": text, "type": kind, "param": None, "code": None}}
 
@@ -131,7 +131,7 @@ async def _send(send: Send, status: int, text: str) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The type of an exception, and the line that raised the exception."""
+    """Return the type of an exception, and the line that raised the exception."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

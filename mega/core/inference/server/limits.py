@@ -1,4 +1,4 @@
-"""All limits on requests and connections. This module does not depend on routes, and does not import torch."""
+"""Define all limits on requests and connections. This module does not depend on routes, and does not import torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_PROMPTS = 128
 routes."""
 
 MOST_INPUTS = 2048
-"""Maximum number of inputs in one request to /v1/embeddings; this is OpenAI's limit."""
+"""Maximum number of inputs in one request to /v1/embeddings, as in OpenAI's API."""
 
 MOST_STOPS, STOP_CHARACTERS = 16, 256
-"""Maximum number of stop strings in a request, and of characters in each."""
+"""Maximum number of stop strings in a request, and of characters in each stop string."""
 
 MOST_BIASES = 1024
 """Maximum number of tokens in a request's logit_bias."""
@@ -27,12 +27,12 @@ GRAMMAR_BYTES = 1 << 16
 """Maximum size in bytes of a JSON schema or a regular expression, written as JSON."""
 
 HEADER_BYTES = 1 << 16
-"""Maximum size in bytes of the request line and the headers together."""
+"""Maximum size in bytes of the request line together with the headers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits(VerbSection):
-    """Limits on requests, connections and times."""
+    """Limits on requests, connections and durations."""
 
     title: ClassVar[str] = "Limits"
 
@@ -50,10 +50,10 @@ class ServerLimits(VerbSection):
     bodies: int = 256 << 20
     """Maximum number of bytes of all bodies that are being read at the same time."""
     header_seconds: float = 10.0
-    """Seconds that a client has to send the headers of a request."""
+    """Time in seconds that a client has for sending the headers of a request."""
     body_seconds: float = 30.0
-    """Seconds that a client has to send the body of a request."""
+    """Time in seconds that a client has for sending the body of a request."""
     write_seconds: float = 30.0
-    """A client that reads nothing for this many seconds is disconnected."""
+    """Seconds after which a client that does not read its answer is disconnected."""
     idle_seconds: float = 60.0
-    """A connection without a request is closed after this many seconds."""
+    """Seconds after which a connection without a request is closed."""

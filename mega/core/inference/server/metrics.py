@@ -1,4 +1,4 @@
-"""The server's metrics for Prometheus. This module depends on neither routes nor the engine."""
+"""Collect the server's metrics for Prometheus. This module depends on neither routes nor the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Metrics:
-    """The metrics of one server."""
+    """The metrics of a server."""
 
     def __init__(self) -> None:
         every = self._registry = CollectorRegistry()
@@ -30,7 +30,7 @@ class Metrics:
         Gauge(name, about, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
-        """The metrics in Prometheus's exposition format 0.0.4."""
+        """Return the metrics in Prometheus's exposition format 0.0.4."""
         return generate_latest(self._registry)
 
     def _seconds(self, name: str, about: str) -> Histogram:
