@@ -1,5 +1,5 @@
-"""Choose which files of a repository to fetch, by their names alone. Files that could run code when opened, such as
-pickles, are never chosen."""
+"""Choose which files of a repository to fetch, based only on their names. Files that could run code when opened, such
+as pickles, are never chosen."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TOKENIZER = re.compile(r"(tokenizer.*|vocab.*|merges.*|special_tokens.*|added_to
 ROWS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".txt")
 PACKED = ("", ".gz", ".zst", ".xz", ".bz2")
 DESCRIBES = ("dataset_info.json", "dataset_infos.json", "state.json", "requirements.txt", "license.txt")
-"""JSON and text files in a data set's folder that do not hold rows."""
+"""JSON and text files in a data set's folder that do not contain rows."""
 
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Split -> the words in a file's path by which the Hub recognises the split."""
+"""Split -> words in a file's path by which the Hub recognises the split."""
 
 
 def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
-    """Return those of a repository's `files` that are to be fetched.
+    """Return the files to fetch. files: all files of the repository.
 
-    Errors: ValueError if no file is suitable; its message continues the repository's name.
+    Errors: ValueError if no file is suitable. The message is a phrase to follow the repository's name.
     """
     if kind == "dataset":
         return _rows(files, name.part)
@@ -49,7 +49,7 @@ def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
             raise ValueError("holds no tokenizer: no tokenizer.json, tokenizer.model, vocab.json or vocab.txt")
         return tokenizer_files
     weights = [file for file in top if file.endswith(".safetensors")]
-    if any(file.startswith("model") for file in weights):  # consolidated.* holds the same weights in Meta's format
+    if any(file.startswith("model") for file in weights):  # consolidated.* contains the same weights in Meta's format
         weights = [file for file in weights if not file.startswith("consolidated")]
     if not weights:
         ggufs = [file for file in top if file.endswith(".gguf")]
@@ -61,7 +61,8 @@ def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
 
 
 def _rows(files: Collection[str], part: str | None) -> list[str]:
-    """Return the files with a data set's rows: those of one split or pattern, or of the training split."""
+    """Return the files with a data set's rows. part: a split or a pattern of file names; default: the training
+    split."""
     row_files = [file for file in sorted(files) if _holds_rows(file)]
     if not row_files:
         raise ValueError(f"holds no rows: no {', '.join(ROWS)}, alone or packed")
@@ -80,7 +81,8 @@ def _rows(files: Collection[str], part: str | None) -> list[str]:
             f"has no rows in {part}; valid after the colon: {', '.join((*splits, 'a pattern of its files'))}"
         )
     tables = [file for file in selected if file.endswith((".parquet", ".arrow"))]
-    # A data set with one folder per configuration (languages, subsets) has no default, so the user must choose one.
+    # A data set with one folder per configuration (languages, subsets) has no default configuration, so the user must
+    # choose one.
     folders = {file.partition("/")[0] for file in selected if "/" in file} - {"data"}
     if part is None and len(folders) > 1 and len(selected) == sum("/" in file for file in selected):
         raise ValueError(f"has several parts; choose one by a colon: {', '.join(sorted(folders)[:12])}")
@@ -95,7 +97,7 @@ def _holds_rows(file: str) -> bool:
 
 
 def _of_split(file: str, words: Collection[str]) -> bool:
-    """Whether a path contains one of the words between punctuation or at an end, which is the Hub's rule.
+    """Whether a path contains one of the words, delimited by punctuation or by the path's ends. This is the Hub's rule.
 
     >>> _of_split("data/train-00000-of-00001.parquet", ("train",)), _of_split("constraint.jsonl", ("train",))
     (True, False)

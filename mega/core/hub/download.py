@@ -1,11 +1,11 @@
-"""Fetch a repository's files into the cache that the Hub's own tools use, so that no tool fetches a file twice.
+"""Fetch a repository's files into the cache that the Hub's tools use, so that no file is fetched twice.
 
-    1 list      list the revision's files and sizes; list cached files if the Hub is out of reach or HF_HUB_OFFLINE=1
+    1 list      list the revision's files and sizes; list cached files if the Hub is unreachable or HF_HUB_OFFLINE=1
     2 check     report how many bytes are missing, and check that they fit on the disk
     3 fetch     fetch large files into partial files, resuming an interrupted fetch; check the hash, then rename
     4 place     huggingface_hub fetches the small files and links all files of the revision into one folder
 
-huggingface_hub reads HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT, with their usual meanings.
+The environment variables HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT have their usual effect on huggingface_hub.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 
 LARGE = 1 << 20
-"""Size in bytes from which the fetch of a file can be resumed after an interruption."""
+"""Minimum size in bytes of a file whose transfer can be resumed after an interruption."""
 SPARE = 64 << 20
 """Number of bytes to leave free on the disk."""
 TRIES, PAUSE = 8, 1.0
-"""Number of attempts in a row without progress after which a fetch fails, and seconds between attempts."""
+"""Maximum number of consecutive attempts without progress, and the seconds between attempts."""
 
 
 class Fetched(NamedTuple):
-    """The cached files of a name. folder: the revision's folder, which may also hold files that were not requested."""
+    """The cached files for a name. folder: the revision's folder, which may also contain files that were not
+    requested."""
 
     folder: Path
     files: list[Path]
 
 
 def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: None) -> Fetched:
-    """Fetch the files of a name that the option `flag` gave.
+    """Fetch the files for a name. flag: the option whose value is `name`, for errors.
 
     report: receives messages for the user. Errors: ValueError and OSError, as for `explained`.
     """
@@ -60,7 +61,7 @@ def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: 
         raise ValueError(f"{flag} {name}: {message}: {needs_library()}") from None
     if not sys.stderr.isatty():
         disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # this module reports the same events itself
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # this module reports the same events
     with explained(flag, name):
         files, commit = _listed(flag, name, kind, report)
         missing = [file for file in files if not _is_cached(name, kind, file.path, commit)]
@@ -87,13 +88,13 @@ def _repository_kind(kind: Kind) -> str:
 
 
 def _literally(path: str) -> str:
-    """A pattern that matches only this path."""
+    """Return a pattern that matches only `path`."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)
 
 
 def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[RepoFile], str | None]:
-    """Return the files to fetch and the revision's commit, as the Hub lists them. If the Hub is out of reach, return
-    the files from the cache, and None for the commit."""
+    """Return (files to fetch, commit of the revision), as listed by the Hub. If the Hub is unreachable, the files are
+    listed from the cache, and the commit is given as None."""
     from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree
     from huggingface_hub.hf_api import RepoFile
 
@@ -106,7 +107,7 @@ def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[
         tree = HfApi().list_repo_tree(repository, recursive=True, revision=commit, repo_type=repository_kind)
         listed = [file for file in tree if isinstance(file, RepoFile)]
     except (errors.HTTPError, ConnectionError) as error:
-        # The Hub refused access or does not have the repository; cached files must not hide this error.
+        # If the Hub refuses access or lacks the repository, cached files must not hide the error.
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
             raise
         detail = " ".join(str(error).split())[:200] or type(error).__name__
@@ -139,7 +140,8 @@ def _is_cached(name: HubName, kind: Kind, path: str, commit: str | None) -> bool
 
 
 def _check_room(flag: str, name: HubName, kind: Kind, missing: Sequence[RepoFile], report: Report) -> None:
-    """Report how many bytes are to be fetched. Errors: ValueError if the disk has too little free space."""
+    """Report the number of bytes to fetch, and check that they fit on the disk. Errors: ValueError if the disk has too
+    little free space."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -161,7 +163,7 @@ def _on_disk(name: HubName, kind: Kind, file: RepoFile) -> int:
 
 
 def _in_cache(name: HubName, kind: Kind, digest: str) -> tuple[Path, Path]:
-    """The cache's paths for a large file: the complete file and the partial file."""
+    """Return the paths in the cache for a large file: (complete file, partial file)."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -181,9 +183,9 @@ def format_size(count: int) -> str:
 
 
 def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Report) -> None:
-    """Fetch a large file into the cache under its hash, so that huggingface_hub finds the file.
+    """Fetch a large file into the cache. Its name there is the file's hash, so that huggingface_hub finds the file.
 
-    Errors: OSError if the hash differs from the Hub's; the damaged file is then removed.
+    Errors: OSError if the hash differs from the Hub's hash; the damaged file is removed.
     """
     from huggingface_hub import hf_hub_url
 
@@ -191,7 +193,7 @@ def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Repor
     blob, part = _in_cache(name, kind, file.lfs.sha256)
     blob.parent.mkdir(parents=True, exist_ok=True)
     with _alone(part) as stream:
-        if blob.exists():  # another process was faster
+        if blob.exists():  # another process has fetched the file
             return
         url = hf_hub_url(name.repository, file.path, repo_type=_repository_kind(kind), revision=commit)
         _pull(url, file, stream, report)
@@ -205,7 +207,7 @@ def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Repor
 
 @contextlib.contextmanager
 def _alone(part: Path) -> Iterator[BufferedRandom]:
-    """Open a partial file under a lock; other processes wait for the lock."""
+    """Open a partial file with an exclusive lock, for which other processes wait."""
     while True:
         with part.open("ab+") as stream:
             while not locked_alone(stream.fileno()):
@@ -216,7 +218,7 @@ def _alone(part: Path) -> Iterator[BufferedRandom]:
 
 
 def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> None:
-    """Append the missing bytes of a file; reconnect whenever the connection is cut."""
+    """Append the missing bytes of a file. Reconnect whenever the connection is lost."""
     from huggingface_hub import errors
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
@@ -224,7 +226,7 @@ def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> N
     tries = 0
     while True:
         start = stream.seek(0, os.SEEK_END)
-        # A partial file that is longer than the file belongs to other content.
+        # A partial file that is longer than the complete file has wrong content.
         if start > file.size:
             stream.truncate(0)
             start = 0

@@ -1,4 +1,4 @@
-"""Turn errors of the Hub and of the network into one line that names the repository and a remedy."""
+"""Convert errors of the Hub and of the network into one-line messages that name the repository and a remedy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ def needs_library() -> ValueError:
 
 @contextlib.contextmanager
 def explained(flag: str, name: HubName) -> Iterator[None]:
-    """Raise ValueError for errors that the user can correct, OSError for errors of the network or the disk."""
+    """Convert errors raised in the `with` block: ValueError for errors that the user can correct, OSError for errors of
+    the network or the disk."""
     from huggingface_hub import constants, errors
 
     endpoint, subject = constants.ENDPOINT, f"{flag} {name}"
     try:
         yield
-    # GatedRepoError is a subclass of RepositoryNotFoundError, so it must come first.
+    # GatedRepoError must be tested first, because it is a subclass of RepositoryNotFoundError.
     except errors.GatedRepoError:
         raise ValueError(
             f"{subject}: access is granted on its page at {endpoint}/{name.repository}; then give HF_TOKEN"

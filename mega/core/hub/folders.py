@@ -1,4 +1,4 @@
-"""Fetch the files that options name on the Hub, and replace these names with local folders."""
+"""Fetch the files for names of the Hub in options, and replace the names with local folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from mega.core.hub.names import Kind, hub_name
 
 
 def local_place(flag: str, place: str, report: Callable[[str], None] = lambda line: None) -> str:
-    """Return the local folder or file of a model on the Hub; return any other path unchanged.
+    """Fetch a model if `place` is a name of the Hub, and return the local folder or file. Return any other path
+    unchanged.
 
     report: receives messages for the user. Errors: ValueError, OSError.
     """
@@ -17,8 +18,9 @@ def local_place(flag: str, place: str, report: Callable[[str], None] = lambda li
 
 
 def local_paths(flag: str, place: str, kind: Kind, report: Callable[[str], None]) -> list[str]:
-    """Return the local paths for a name of the Hub: the folder of a model or tokenizer, the one file that the name
-    selects, or the files of a part of a data set. Return any other path unchanged. Errors: ValueError, OSError."""
+    """Fetch the files for a name of the Hub, and return local paths: the folder of a model or tokenizer, the single
+    file that the name selects, or the files of a data set's split. Return any other path unchanged. Errors: ValueError,
+    OSError."""
     name = hub_name(place)
     if name is None:
         return [place]
@@ -32,9 +34,10 @@ def local_paths(flag: str, place: str, kind: Kind, report: Callable[[str], None]
 def with_folders(
     values: Mapping[str, object], options: Iterable[Entry], report: Callable[[str], None] = lambda line: None
 ) -> dict[str, object]:
-    """Return `values` with each name of the Hub replaced with the folder into which its files were fetched.
+    """Return a copy of `values` in which names of the Hub are replaced with the folders of the fetched files.
 
-    A value that equals --save is not replaced, because the directory may not exist yet. Errors: ValueError, OSError.
+    A value equal to --save is not replaced, because it is a directory that may not exist yet. Errors: ValueError,
+    OSError.
     """
     replaced = dict(values)
     for entry in options:

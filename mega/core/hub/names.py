@@ -1,4 +1,4 @@
-"""Recognise names of the Hub. This module imports no library, so every verb can use it."""
+"""Recognise names of the Hub. This module imports no library, so that every command can import it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 Kind = Literal["model", "tokenizer", "dataset"]
-"""What to fetch from a repository: a model with its tokenizer, only the tokenizer, or a data set's rows."""
+"""What to fetch from a repository: a model including its tokenizer, only the tokenizer, or a data set's rows."""
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _FILE = re.compile(
@@ -18,9 +18,9 @@ _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][\w./-]*))?(?::([^:]+))?"
 
 
 class HubName(NamedTuple):
-    """A repository: OWNER/NAME, a branch, tag or commit, and a selection of its files.
+    """The name of a repository: OWNER/NAME; a branch, tag or commit; and a selection of files.
 
-    part: for a model, a .gguf file; for a data set, a split such as test, or a pattern of file names.
+    part: for a model, the name of a .gguf file; for a data set, a split such as test, or a pattern of file names.
     """
 
     repository: str
@@ -36,7 +36,8 @@ class HubName(NamedTuple):
 
 
 def cached_name(place: str | Path) -> HubName | None:
-    """Return the repository whose folder in the cache of huggingface_hub is `place`; None for any other path.
+    """Return the name of the repository if `place` is its folder in the cache of huggingface_hub; None for any other
+    path.
 
     >>> str(cached_name("hub/models--meta-llama--Llama-3.2-1B/snapshots/0f1e2d"))
     'meta-llama/Llama-3.2-1B'
@@ -47,8 +48,8 @@ def cached_name(place: str | Path) -> HubName | None:
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """Parse `place` as a name. Return None if it is a path, that is, if it or its first folder exists, or it has a
-    file's suffix.
+    """Parse `place` as a name of the Hub. Return None for a path, that is, if `place` or its first folder exists, or
+    `place` has the suffix of a file.
 
     >>> hub_name("meta-llama/Llama-3.2-1B@main")
     HubName(repository='meta-llama/Llama-3.2-1B', revision='main', part=None)

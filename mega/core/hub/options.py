@@ -13,7 +13,7 @@ from mega.core.config.option import VerbSection, option
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions(VerbSection):
-    """Which files of a repository are fetched, and where they are put."""
+    """Which files of a repository are fetched, and where they are stored."""
 
     title: ClassVar[str] = "Download"
 
@@ -25,7 +25,7 @@ class DownloadOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(VerbSection):
-    """The repository that a model is uploaded to."""
+    """The repository to which a model is uploaded."""
 
     title: ClassVar[str] = "Push"
 

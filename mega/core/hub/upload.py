@@ -22,7 +22,7 @@ MODEL = re.compile(r"(.*config|params|model.*|sentencepiece.*|spiece.*|modules)\
 
 
 def repository(name: str) -> HubName:
-    """Parse the name of a repository. Errors: ValueError if it is not such a name, or has a revision or a part."""
+    """Parse the name of a repository. Errors: ValueError if the name is invalid, or has a revision or a part."""
     parsed = hub_name(name)
     if parsed is None or parsed.revision is not None or parsed.part is not None:
         raise ValueError(f"NAME {name}: must be OWNER/NAME, and no path that exists")
@@ -30,7 +30,7 @@ def repository(name: str) -> HubName:
 
 
 def pushed_files(folder: Path) -> list[str]:
-    """Return the names of the files to upload. Errors: ValueError if none of them holds weights."""
+    """Return the names of the files to upload. Errors: ValueError if no file contains weights."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and _of_model(path.name))
     if not any(name.endswith(WEIGHTS) for name in names):
         raise ValueError(f"DIRECTORY {folder}: holds no .safetensors and no .gguf, and nothing else is uploaded")
@@ -44,7 +44,7 @@ def _of_model(name: str) -> bool:
 
 
 def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *, task: str | None) -> str:
-    """Return the text of a model card. table: rows of its table. task: the Hub's name for the model's task.
+    """Return the text of a model card. table: rows of the card's table. task: the Hub's name for the model's task.
 
     >>> print(model_card(HubName("me/toy"), {"layers": "2"}, PushOptions(), task=None))  # doctest: +ELLIPSIS
     ---
@@ -79,7 +79,8 @@ def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *,
 
 
 def check_push(name: HubName) -> None:
-    """Check that an upload is possible, before preparing the files. Errors: ValueError if it is not possible."""
+    """Check that an upload is possible. Call this before preparing the files. Errors: ValueError with the reason if it
+    is not possible."""
     try:
         from huggingface_hub import constants, get_token
     except ImportError:
@@ -91,7 +92,8 @@ def check_push(name: HubName) -> None:
 
 
 def check_temporary_room(directory: Path, size: int) -> None:
-    """Check that $TMPDIR has room for `directory` in Hugging Face form, `size` bytes. Errors: ValueError."""
+    """Check that $TMPDIR has enough free space for `directory` in Hugging Face's format. size: required bytes. Errors:
+    ValueError."""
     temporary = Path(tempfile.gettempdir())
     free = shutil.disk_usage(temporary).free
     if size + SPARE > free:
@@ -102,8 +104,8 @@ def check_temporary_room(directory: Path, size: int) -> None:
 
 
 def push(folder: Path, name: HubName, options: PushOptions, card: str, report: Callable[[str], None]) -> str:
-    """Upload the files of `folder` and return the URL of the commit. A model card that the repository already has is
-    kept, unless --card names another card. Errors: ValueError, OSError."""
+    """Upload the files of `folder`, and return the URL of the commit. An existing model card in the repository is kept
+    unless --card is given. Errors: ValueError, OSError."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
 

@@ -1,5 +1,5 @@
-"""Compare the logits of a converted checkpoint with those of its original, by one forward pass of each model. Both
-models run one block at a time in fp32, so memory holds only one block and the embeddings of each model.
+"""Compare the logits of a converted model with those of the original, with one forward pass of each. Both models run in
+fp32, one block at a time, so only one block and the embeddings of each model are in memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BOUND = 1e-4
 """Largest allowed difference of a logit in fp32, relative to the largest logit (or to 1 if that is larger)."""
 
 TOKENS = (2, 64)
-"""Number of rows and columns of the random tokens."""
+"""Shape [b, s] of the random tokens."""
 
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """largest: max |a - b| over all logits. scale: max |a|. same: share of tokens for which both models have the same
-    most likely next token."""
+    """The difference between the logits a and b of two models. largest: max |a - b|. scale: max |a|. same: fraction of
+    positions at which both models predict the same most likely next token."""
 
     largest: float
     scale: float
@@ -47,7 +47,8 @@ class LogitComparison:
 
     @property
     def bound(self) -> float:
-        """The limit for `largest`. The limit grows with the logits, like the rounding error of their sums."""
+        """Upper limit for `largest`. The limit is proportional to the largest logit, like the rounding error of the
+        sums."""
         return BOUND * max(1.0, self.scale)
 
     @property
@@ -65,23 +66,24 @@ def check_transformers() -> None:
 
 
 def continues_text(one: Path, other: Path) -> bool:
-    """Whether the mega checkpoint among the two paths holds a model that continues text, so that logits can be
-    compared."""
+    """Whether logits can be compared, that is, whether the mega checkpoint among the two paths contains a model that
+    continues text."""
     checkpoint = locate(one if form_at(one) is OWN else other)
     return family(model_of(checkpoint.meta, str(checkpoint.path))).prompt is not None
 
 
 @torch.no_grad()
 def compare_logits(one: Path, other: Path) -> LogitComparison:
-    """Compare a Hugging Face folder and a checkpoint, in either order, on random tokens, both in fp32.
+    """Compare the logits of a Hugging Face folder and a mega checkpoint on random tokens in fp32. The paths may be in
+    either order.
 
-    Errors: ValueError if the Hugging Face folder is missing or transformers is not installed.
+    Errors: ValueError if neither path is a Hugging Face folder, or transformers is not installed.
     """
     check_transformers()
     folder, load = (other, one) if form_at(one) is OWN else (one, other)
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
-    converted = opened_own(load)  # merges and rounds adapters as in an export
+    converted = opened_own(load)  # adapters are merged and rounded as in an export
     model = architecture(converted.model)
     rows, columns = TOKENS
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +94,8 @@ def compare_logits(one: Path, other: Path) -> LogitComparison:
 
 
 def not_finite(one: Path, other: Path) -> str | None:
-    """The first weight with a NaN or an infinity in the mega checkpoint among the two paths; None if all are finite."""
+    """Return the name of the first weight with NaN or infinity in the mega checkpoint among the two paths; None if all
+    weights are finite."""
     source = OwnSource(locate(one if form_at(one) is OWN else other))
     for name, (shape, dtype) in source.tensors.items():
         for box in blocks(whole_box(shape), dtype.itemsize):
@@ -103,10 +106,11 @@ def not_finite(one: Path, other: Path) -> str | None:
 
 @torch.no_grad()
 def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """[b, s, vocab] in fp32, computed by transformers from a Hugging Face folder for token ids [b, s].
+    """Return the logits [b, s, vocab] in fp32 that transformers computes for a Hugging Face folder. ids: token ids [b,
+    s].
 
-    The model is first built with one block of each kind. Each actual block is built and filled when it is called, and
-    freed after the call.
+    The model is first built with one block of each kind of layer. Each actual block is built, filled with weights and
+    called during the forward pass, and then freed.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -122,7 +126,8 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     backbone = model.base_model
     stem = "h" if hasattr(backbone, "h") else "layers"
     block: Any = type(getattr(backbone, stem)[0])
-    # Only the construction must see fewer layers, because blocks read their number and kind from the whole config.
+    # Only the construction uses the reduced number of layers, because blocks read the layer count and kinds from the
+    # full config.
     config.num_hidden_layers = count
     if kinds is not None:
         config.layer_types = kinds
@@ -150,19 +155,19 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _prefix(model: Any, tensors: Collection[str]) -> str:
-    """The prefix of the folder's tensor names; empty if the model was saved without its head."""
+    """Return the prefix of the folder's tensor names; "" if the model was saved without a head."""
     prefix = f"{model.base_model_prefix}."
     return prefix if any(name.startswith(prefix) for name in tensors) else ""
 
 
 def _stored(name: str, source: Source) -> str:
-    """The name of a tensor in the folder: transformers saves the head of GPT-NeoX under its old name."""
+    """Return the name of a tensor in the folder. transformers saves the head of GPT-NeoX under an old name."""
     return "embed_out.weight" if name == "lm_head.weight" and "embed_out.weight" in source.tensors else name
 
 
 @torch.no_grad()
 def logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
-    """[b, s, vocab] in fp32 for token ids [b, s]."""
+    """Return the logits [b, s, vocab] in fp32 that mega computes for a checkpoint. ids: token ids [b, s]."""
     return _logits(model_of(checkpoint.meta, str(checkpoint.path)), OwnSource(checkpoint), ids)
 
 
@@ -179,7 +184,7 @@ def _logits(model: ModelConfig, source: Source, ids: torch.Tensor) -> torch.Tens
 
 
 def _stages(model: ModelConfig, source: Source) -> Iterator[Any]:
-    """Yield each unit as a separate stage, with its weights loaded."""
+    """Yield each unit of the model as a separate stage with weights loaded."""
     for unit in units(model):
         factory = ParameterFactory({}, torch.float32, torch.device("cpu"))
         stage = family(model).stage(model, [unit], factory, ALONE).eval()

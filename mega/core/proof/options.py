@@ -1,4 +1,4 @@
-"""The section of `mega parity`: which layouts the command compares, and the file for the rows. Does not import
+"""The options of `mega parity`: which layouts the command compares, and the file for the rows. Does not import
 torch."""
 
 from __future__ import annotations

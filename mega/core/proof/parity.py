@@ -1,7 +1,7 @@
 """Train one small model from one seed in many layouts, and compare losses and gradients by logical tensor.
 
-The reference is the same code on one rank. Losses and whole gradients are compared at selected steps, with the bounds
-below; `Measure` defines how far the gradient of a tensor may be from the reference gradient.
+The reference is a run of the same code on one rank. Losses and assembled gradients are compared at selected steps.
+`LOSS_BOUND` and `GRADIENT_BOUND` are the tolerances, and `Measure` computes the error of a tensor's gradient.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from mega.core.training.wire import build_mesh, build_state
 
 LOSS_BOUND = {"fp64": 1e-12, "fp32": 2e-6}
 GRADIENT_BOUND = {"fp64": {1: 1e-10, 10: 1e-10}, "fp32": {1: 1e-5, 10: 2e-4}}
-"""dtype -> step -> bound; all steps after the first have the bound of step 10."""
+"""dtype -> step -> bound. All steps after the first use the bound for step 10."""
 GRADIENT_FLOOR = 1e-6
-"""Errors are relative to the tensor's largest element, or to this share of the global norm if that is larger."""
+"""Errors are relative to the largest element of the reference gradient, or to this fraction of the global gradient norm
+if that is larger."""
 ROUNDING = 4
-"""An error against fp64 counts as rounding up to this multiple of the reference's own error. A different order of sums
-causes errors of up to 2 times, ring attention of up to 2.8 times (GPT's key bias), because its backward pass computes
-the sums of softmax from the rounded output, as flash attention does."""
+"""A layout's error against fp64 may be up to this multiple of the reference's error against fp64. A different order of
+summation causes up to 2 times the reference's error. Ring attention causes up to 2.8 times (GPT's key bias), because
+its backward pass, like that of flash attention, computes the softmax sums from the rounded output."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Results of one step of one layout: loss, gradient norm and whole gradients by logical name."""
+    """Results of one step in one layout: loss, gradient norm, and assembled gradients by logical name."""
 
     loss: float
     grad_norm: float
@@ -54,19 +55,20 @@ class StepDifference:
     gradient: float
     """Relative error of the gradient of the worst tensor."""
     share: float
-    """That error as a share of the allowed error."""
+    """Error of the worst tensor's gradient as a fraction of the allowed error."""
     tensor: str
     """Name of the worst tensor."""
 
 
 class Measure:
-    """Compares gradients of one tensor with the reference's gradient.
+    """Computes the error of a tensor's gradient relative to the reference gradient.
 
-    The error is the largest difference of an element, divided by the tensor's largest element, or by `floor` if that is
-    larger. The error may be up to `bound`. If the reference itself is rounding noise, no such bound is meaningful. For
-    example, the gradient of a key bias is zero in theory, and its fp32 value depends on the order of sums. So with
-    `exact`, the gradient in fp64, a tensor also passes if its distance to `exact` is at most `ROUNDING` times the
-    reference's distance. For an accurate reference this second rule is stricter than the first and has no effect.
+    The error is the largest difference of an element, divided by the largest element of the reference, or by `floor` if
+    that is larger. The error may be up to `bound`. This bound is not meaningful if the reference is only rounding
+    noise. For example, the gradient of a key bias is zero in theory, and its fp32 value depends on the order of
+    summation. With `exact`, the gradient in fp64, a gradient therefore also passes if its distance to `exact` is at
+    most `ROUNDING` times the reference's distance to `exact`. For an accurate reference, this second rule is stricter
+    than the first and has no effect.
     """
 
     def __init__(self, reference: torch.Tensor, exact: torch.Tensor | None, bound: float, floor: float):
@@ -75,8 +77,8 @@ class Measure:
         self.rounding = 0.0 if exact is None else float((reference - exact).abs().max())
 
     def __call__(self, gradient: torch.Tensor, start: Sequence[int] | None = None) -> tuple[float, float]:
-        """(error, share of the allowed error) of the whole tensor's gradient, or of a rectangle that begins at
-        `start`."""
+        """Return (error, fraction of the allowed error) for a whole gradient, or for a rectangle of the gradient that
+        begins at `start`."""
         error = float((gradient - _cut(self.reference, start, gradient)).abs().max()) / self.scale
         share = error / self.bound
         if self.exact is not None and self.rounding > 0:
@@ -92,12 +94,12 @@ def _cut(whole: torch.Tensor, start: Sequence[int] | None, like: torch.Tensor) -
 
 
 def synthetic_batch(run: RunConfig, samples: torch.Tensor) -> Batch:
-    """A batch of the run's family that depends on the sample numbers alone. samples: int64 [b]."""
+    """Return a batch for the run's family that depends only on the sample indices. samples: int64 [b]."""
     return family.synthetic_batch(run, samples, seed=run.runtime.seed, documents=run.data.reset_attention)
 
 
 def own_samples(run: RunConfig, mesh: Mesh, consumed: int) -> Iterator[torch.Tensor]:
-    """Sample numbers of this data rank's microbatches in the step that starts at sample `consumed`."""
+    """Yield the sample indices of this data rank's microbatches in the step that starts at sample `consumed`."""
     size = run.batch.micro_batch
     for number in range(microbatches(run, mesh.world)):
         first = consumed + (number * mesh.dp.size + mesh.dp.index) * size
@@ -107,8 +109,8 @@ def own_samples(run: RunConfig, mesh: Mesh, consumed: int) -> Iterator[torch.Ten
 def train_layout(
     groups: Groups, rank: int, run: RunConfig, world: int, steps: Sequence[int]
 ) -> list[tuple[float, float, list[Piece]]]:
-    """The job of one rank: train to the last of `steps`; returns loss, gradient norm and this rank's pieces for each of
-    `steps`."""
+    """Train on one rank up to the last of `steps`. Return (loss, gradient norm, this rank's pieces of gradients) for
+    each of `steps`."""
     mesh = build_mesh(run, rank, world, groups)
     device = Device.choose(run.runtime.device, rank)
     state, results = build_state(run, mesh, device), []
@@ -119,7 +121,7 @@ def train_layout(
         batches = [synthetic_batch(run, rows.to(device.torch)) for rows in own_samples(run, mesh, consumed)]
         sums = backward(state, batches)
         pieces = []
-        if step in steps:  # copied here, because the optimizer's step overwrites gradients
+        if step in steps:  # copied now, because the optimizer step overwrites gradients
             pieces = [
                 Piece(piece.key, piece.whole, piece.start, piece.tensor.detach().cpu().clone())
                 for piece in state.gradient_pieces()
@@ -134,7 +136,7 @@ def train_layout(
 
 
 def snapshots(pool: Pool, run: RunConfig, world: int, steps: Sequence[int]) -> list[Snapshot]:
-    """Train `run` on `world` ranks of the pool; return one snapshot per listed step."""
+    """Train `run` on `world` ranks of the pool, and return one snapshot for each of `steps`."""
     ranks = pool.run(train_layout, run, world, tuple(steps), world=world)
     return [
         Snapshot(at_step[0][0], at_step[0][1], assemble(piece for _, _, pieces in at_step for piece in pieces))
@@ -145,7 +147,7 @@ def snapshots(pool: Pool, run: RunConfig, world: int, steps: Sequence[int]) -> l
 def assemble(pieces: Iterator[Piece]) -> dict[str, torch.Tensor]:
     """Assemble whole tensors from the pieces of all ranks.
 
-    Errors: RuntimeError if replicas are not bitwise equal, or if no rank holds some element.
+    Errors: RuntimeError if replicas are not bitwise equal, or if an element is missing on all ranks.
     """
     whole: dict[str, torch.Tensor] = {}
     filled: dict[str, torch.Tensor] = {}
@@ -174,7 +176,8 @@ def compare(
     other: Sequence[Snapshot],
     exact: Sequence[Snapshot] | None = None,
 ) -> list[StepDifference]:
-    """The relative difference of losses and the worst gradient at each step; `exact` is the reference in fp64."""
+    """Return the differences between `other` and `reference` at each step. exact: the reference in fp64, if `dtype` is
+    fp32."""
     differences = []
     for number, (step, expected, actual) in enumerate(zip(steps, reference, other, strict=True)):
         if expected.gradients.keys() != actual.gradients.keys():
@@ -201,5 +204,5 @@ def gradient_bound(dtype: str, step: int) -> float:
 
 
 def within(dtype: str, difference: StepDifference) -> bool:
-    """Whether a difference is within the bounds of its dtype; NaN is always outside."""
+    """Whether a difference is within the bounds for `dtype`. NaN is never within the bounds."""
     return difference.loss <= LOSS_BOUND[dtype] and difference.share <= 1

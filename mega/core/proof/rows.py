@@ -1,5 +1,5 @@
-"""The loop over layouts, which yields one row of results per layout, and the file of rows from which an interrupted
-loop resumes. This module does not depend on particular layouts.
+"""Compare layouts with one rank, one after the other, and store a row of results per layout in a file, from which an
+interrupted comparison resumes. This module does not depend on particular layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """The difference between one layout and one rank."""
+    """The result of comparing one layout with one rank."""
 
     family: str
     layout: str
@@ -32,22 +32,22 @@ class Row:
     fine: bool
     """Whether all differences are within the bounds."""
     loss: float | None = None
-    """Largest relative difference of the loss."""
+    """Largest relative difference of the loss over `STEPS`."""
     gradients: tuple[float, ...] = ()
     """Error of the worst tensor at each of `STEPS`."""
     shares: tuple[float, ...] = ()
-    """Those errors as shares of the allowed errors."""
+    """The errors in `gradients` as fractions of the allowed errors."""
     tensors: tuple[str, ...] = ()
-    """Names of the worst tensors."""
+    """Name of the worst tensor at each of `STEPS`."""
     problem: str | None = None
     """The error message if the comparison failed."""
     commit: str = ""
-    """The commit of the code."""
+    """The commit of the code that was tested."""
     date: str = ""
 
 
 def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
-    """Train every case on local ranks, and yield its row when it is done."""
+    """Train every case on local ranks, and yield the row of each case when it is finished."""
     from mega.core.processes.pool import Pool
     from mega.core.proof.parity import compare, snapshots, within
 
@@ -83,8 +83,8 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
 def _reference(
     pool: Pool, model: str, depth: tuple[int, ...], rule: str, dtype: ParityDtype
 ) -> tuple[list[Snapshot], list[Snapshot] | None]:
-    """Snapshots of training on one rank, with one sample per microbatch; for fp32 also the snapshots in fp64, with the
-    same learning rate."""
+    """Return (snapshots of training on one rank with one sample per microbatch, for fp32 also snapshots in fp64 with
+    the same learning rate)."""
     from mega.core.proof.parity import snapshots
 
     expected = snapshots(pool, reference_run(model, depth, dtype, rule=rule), 1, STEPS)
@@ -97,7 +97,8 @@ def _reference(
 
 
 def code() -> str:
-    """The commit of the running code, with a mark if the work tree has changes; else the version of the package."""
+    """Return the commit of the running code, with a suffix if the work tree has changes, or the version of the package
+    if there is no git repository."""
     folder = Path(mega.__file__).parent
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
@@ -108,7 +109,7 @@ def code() -> str:
 
 
 def read_rows(path: str, commit: str) -> list[Row]:
-    """Read the rows that `append` wrote for this commit. Errors: ValueError if the file has other lines."""
+    """Read the rows that `append` wrote for this commit. Errors: ValueError if the file contains other lines."""
     if not os.path.exists(path):
         return []
     try:
@@ -120,7 +121,7 @@ def read_rows(path: str, commit: str) -> list[Row]:
 
 
 def append(path: str, row: Row, commit: str) -> Row:
-    """Append a row of this commit, synced to the disk; returns the row with commit and date."""
+    """Append a row to the file and sync the file to disk. Return the row with commit and date added."""
     row = dataclasses.replace(row, commit=commit, date=f"{datetime.now(UTC):%Y-%m-%d}")
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(dataclasses.asdict(row)) + "\n")

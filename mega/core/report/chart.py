@@ -1,6 +1,6 @@
-"""Curves as SVG: axes, ticks, a legend, and the values under the pointer; without scripts or external files.
+"""Draw curves as SVG with axes, ticks, a legend, and tooltips with values, without scripts or external files.
 
-All plots are drawn here: those of a report, of `mega plot`, of a sweep of learning rates and of a server under load.
+This module draws the plots of reports, of `mega plot`, of learning-rate sweeps and of server benchmarks.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from typing import NamedTuple
 from mega.core.report.read import Series
 
 Charts = Mapping[str, Mapping[str, Series]]
-"""Title of a chart -> name of a curve -> its points."""
+"""Title of a chart -> name of a curve -> points of the curve."""
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 26, 14, 30
 MOST_POINTS = 1200
-"""Maximum number of points of a drawn curve; of a longer curve, only the extremes of its parts are drawn."""
+"""Maximum number of points drawn per curve. A longer curve is divided into intervals, and only the extremes of each
+interval are drawn."""
 COLOURS = 6
-"""Number of colours: classes c0 to c5 in the style of the page."""
+"""Number of colours, which are the classes c0 to c5 in the page's style sheet."""
 PALETTE = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
-"""The colours of the classes c0 to c5 in a separate SVG file."""
+"""The colours of the classes c0 to c5, for a separate SVG file."""
 
 
 class Scale(NamedTuple):
     """The axes of a chart."""
 
     log: bool = False
-    """Whether the axis of values is logarithmic, if all values are greater than 0."""
+    """Whether the y axis is logarithmic, if all values are greater than 0."""
     log_x: bool = False
-    """Whether the axis of x is logarithmic."""
+    """Whether the x axis is logarithmic."""
     over: str = "step"
-    """Name of x in the text under the pointer."""
+    """Name of x in tooltips."""
     names: Sequence[str] = ()
-    """Labels of x = 0, 1, ..., in place of numbers."""
+    """Labels for x = 0, 1, ..., used instead of numbers."""
 
 
 LINEAR = Scale()
 
 
 def chart(curves: Mapping[str, Series], unit: str = "", scale: Scale = LINEAR) -> str:
-    """Several curves in one SVG, with a legend."""
+    """Return an SVG with several curves and a legend."""
     drawable = {name: curve for name, curve in curves.items() if any(math.isfinite(y) for _, y in curve)}
     if not drawable:
         return '<p class="none">no finite value</p>'
@@ -68,7 +69,7 @@ def chart(curves: Mapping[str, Series], unit: str = "", scale: Scale = LINEAR) -
 
 
 def svg(charts: Charts, scale: Scale = LINEAR, title: str = "") -> str:
-    """All charts in one SVG file, one below the other."""
+    """Return one SVG file with all charts, one below the other."""
     style = "".join(f".c{n}{{stroke:{PALETTE[n]}}}circle.c{n}{{fill:{PALETTE[n]}}}" for n in range(COLOURS))
     style += (
         "polyline{fill:none;stroke-width:1.6}.grid{stroke:#ccc}.hit{opacity:0}text{font:12px sans-serif;stroke:none}"
@@ -100,7 +101,7 @@ def _curve(name: str, curve: Series, axes: tuple[_Axis, _Axis], colour: int, wor
     parts = [f'<polyline class="c{colour}" points="{" ".join(run)}"/>' for run in runs if len(run) > 1]
     finite = [(x, y) for x, y in curve if math.isfinite(y)]
     marked = finite if len(finite) <= 60 else finite[:: -(-len(finite) // 60)]
-    for x, y in marked:  # points with a text under the pointer
+    for x, y in marked:  # points with tooltips
         text = escape(f"{name}, {x_name} {x:g}: {short(y)} {unit}".rstrip())
         radius = 2.2 if len(finite) <= 60 else 5
         hidden = "" if len(finite) <= 60 else " hit"
@@ -112,7 +113,7 @@ def _curve(name: str, curve: Series, axes: tuple[_Axis, _Axis], colour: int, wor
 
 
 def thinned(curve: Series, most: int = MOST_POINTS) -> Series:
-    """Reduce a curve to about `most` points. The extremes of every part are kept, so spikes stay visible."""
+    """Reduce a curve to about `most` points. The extremes of each interval are kept, so that spikes stay visible."""
     if len(curve) <= most:
         return list(curve)
     size, points = -(-len(curve) // (most // 2)), []
@@ -127,7 +128,7 @@ def thinned(curve: Series, most: int = MOST_POINTS) -> Series:
 
 
 class _Axis:
-    """Maps values to pixels."""
+    """One axis of a chart, which maps values to pixels."""
 
     def __init__(self, low: float, high: float, begin: float, end: float, log: bool = False):
         if low == high:
@@ -141,7 +142,7 @@ class _Axis:
         return self.begin + (value - low) / (high - low) * (self.end - self.begin)
 
     def ticks(self, count: int) -> Sequence[float]:
-        """Round numbers within the axis."""
+        """Return about `count` round numbers within the range of the axis."""
         if self.log and self.high / self.low > 20:
             powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
             powers_of_ten = [10.0**power for power in powers]

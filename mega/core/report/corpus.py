@@ -1,4 +1,5 @@
-"""The steps of a corpus as a page: kept and dropped documents with reasons, lengths, languages, domains, examples."""
+"""The page about the steps of preparing a corpus: kept and dropped documents with reasons, lengths, languages, domains,
+examples."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _TITLES = {"characters": "Length in characters, up to", "language": "Languages",
 
 
 def corpus_body(record: CorpusRecord) -> str:
-    """The body of the page."""
+    """Return the body of the page."""
     parts = [_section("Steps", _steps(record))]
     for step in record.steps:
         counts = step["counts"]
@@ -50,7 +51,7 @@ def _steps(record: CorpusRecord) -> str:
 
 
 def _bars(values: Mapping[str, int], whole: int, *, by_name: bool = False) -> str:
-    """A table of shares, with the largest share first."""
+    """Return a table of shares, with the largest share first."""
     ranked = sorted(values.items(), key=lambda item: (int(item[0]) if by_name else -item[1], item[0]))
     rows = []
     for name, count in ranked[:MOST_ROWS]:

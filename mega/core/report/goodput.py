@@ -1,9 +1,9 @@
-"""Account for a run's time over all of its starts: steps that count, repeated steps, saves, evaluations, starts, the
-time between the end of a process and the start of the next one, and idle time.
+"""Account for a run's time over all its processes: productive steps, repeated steps, saves, evaluations, startup, the
+time between the end of a process and the start of the next process, and idle time.
 
-The input is the rows of steps and the events next to them (training/metrics/meters.py): "begin" (a process starts),
-"end", "started" (seconds until the first step), "save" and "evaluation" (their seconds), and events of guards, whose
-`to` is the step that a rollback returned to.
+The input is the rows of the metrics file and the events of the events file (training/metrics/meters.py): "begin" (a
+process starts), "end", "started" (with the seconds until the first step), "save" and "evaluation" (with their seconds),
+and events of guards, whose `to` is the step to which a rollback returned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypedDict
 
 
 class StepRow(TypedDict, total=False):
-    """The fields of a row of metrics that are read here."""
+    """The fields of a row of metrics that this module reads."""
 
     step: int
     skipped: int
@@ -22,7 +22,7 @@ class StepRow(TypedDict, total=False):
 
 
 class EventRow(TypedDict, total=False):
-    """The fields of an event; each kind of event has some of them."""
+    """The fields of an event. Each kind of event has some of these fields."""
 
     event: str
     step: int
@@ -40,29 +40,29 @@ class EventRow(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went, in seconds."""
+    """An account of a run's time, in seconds."""
 
     total: float
     productive: float
-    """Time of steps that were applied and are part of the run."""
+    """Time of steps whose updates were applied and were not rolled back."""
     lost: float
-    """Time of steps that were repeated after a resume, and of steps that were left out."""
+    """Time of steps that were lost, because they were repeated after a resume, skipped or rolled back."""
     starts: float
     saves: float
     evaluations: float
     down: float
-    """Time between processes."""
+    """Time during which no process was running."""
     restarts: int
     """Number of restarts."""
 
     @property
     def idle(self) -> float:
-        """The rest of the total time."""
+        """The total time minus all other parts."""
         accounted = self.productive + self.lost + self.starts + self.saves + self.evaluations + self.down
         return max(0.0, self.total - accounted)
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Rows of a table: name and text."""
+        """Yield the rows of a table: (name, text)."""
         yield "time since the begin", _duration(self.total)
         parts = {
             "productive": self.productive,
@@ -79,8 +79,8 @@ class Goodput:
 
 
 def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float = 0.0) -> Goodput | None:
-    """The goodput of a run from its rows of steps and its events, in the order in which they were written; None if
-    there are no events. written: time of the newest row, at which the account ends if the run has not ended.
+    """Compute the goodput of a run. steps, events: rows and events in the order in which they were written. written:
+    time of the newest row, at which the account ends if the run has not ended. Return None if there are no events.
 
     >>> begin: EventRow = {"event": "begin", "step": 0, "at": 100.0}
     >>> again: EventRow = {"event": "begin", "step": 1, "at": 120.0, "lost_seconds": 4.0, "last_at": 112.0}
@@ -101,7 +101,7 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float
     down, last = 0.0, begins[0]["at"]
     for event in events:
         if event["event"] == "begin":
-            # A killed process writes no "end"; the next "begin" holds the time of the last row of that process.
+            # A killed process writes no "end". The next "begin" contains the time of the killed process's last row.
             last = max(last, event.get("last_at", 0.0))
             down += max(0.0, event["at"] - last)
         last = max(last, event["at"])
@@ -124,7 +124,7 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float
 
 
 def _undone(events: Sequence[EventRow]) -> set[int]:
-    """The steps of the run that rollbacks have undone.
+    """Return the steps that rollbacks have undone and that were not repeated.
 
     >>> begin, back = {"event": "begin", "step": 0, "at": 0.0}, {"event": "nan", "step": 5, "to": 3, "at": 1.0}
     >>> _undone([begin, back]), _undone([begin, back, {**begin, "step": 4}])

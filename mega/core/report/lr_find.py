@@ -1,8 +1,9 @@
-"""Find the highest usable learning rate by one sweep over rates (Smith 2017, section 3.3), and plot the sweep.
+"""Find the highest usable learning rate with one sweep over learning rates (Smith 2017, section 3.3), and plot the
+sweep.
 
-The sweep is an ordinary run whose rate grows by a constant factor each step. The suggested rate is the one at which the
-loss falls fastest per factor; the rate at which the loss begins to rise is the limit. This module does not import
-torch; it reads the run's metrics.
+The sweep is an ordinary run in which the learning rate grows by a constant factor each step. The suggested rate is the
+rate at which the loss falls fastest with respect to the logarithm of the rate. The rate at which the loss begins to
+rise is the upper limit. This module reads the run's metrics, and does not import torch.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from mega.core.files import whole_file
 from mega.core.report.chart import Scale, svg
 
 FIRST, LAST, STEPS = 1e-7, 1.0, 100
-"""Defaults of a sweep: its first and last rate, and its number of steps."""
+"""Defaults of a sweep: first learning rate, last learning rate, number of steps."""
 SMOOTHING = 0.9
 """Weight of the previous value in the smoothed loss."""
 RISEN = 4.0
-"""The sweep is over when the loss has risen by this many times its fall so far."""
+"""The sweep ends when the loss has risen by this multiple of its previous decrease."""
 LEAST_POINTS = 3
-"""Minimum number of steps of a curve."""
+"""Minimum number of steps in a sweep."""
 
 
 class Point(NamedTuple):
-    """One step: its rate, its loss, and the smoothed loss."""
+    """One step of a sweep: learning rate, loss, and smoothed loss."""
 
     lr: float
     loss: float
@@ -36,15 +37,16 @@ class Point(NamedTuple):
 
 
 class Suggestion(NamedTuple):
-    """rate: the rate at which the loss falls fastest. least: the rate with the lowest loss, above which training
-    diverges."""
+    """The result of a sweep. rate: the learning rate at which the loss falls fastest. least: the learning rate with the
+    lowest loss, above which training diverges."""
 
     rate: float
     least: float
 
 
 def sweep(options: Options) -> Options:
-    """Options of a sweep, which neither saves nor validates. The run's length and its options for saving are ignored.
+    """Return the options for a sweep, which neither saves nor validates. The run's length and options for saving are
+    ignored.
 
     Errors: ValueError naming a flag that a sweep excludes.
     """
@@ -64,13 +66,13 @@ def sweep(options: Options) -> Options:
 
 
 def read(metrics: Path) -> list[Point]:
-    """Read a sweep from a file of metrics, up to the step at which the loss has risen for good."""
+    """Read a sweep from a metrics file, up to the step at which the loss has diverged."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return smoothed([(row["lr"], row["loss"]) for row in rows if "lr" in row and math.isfinite(row["loss"])])
 
 
 def smoothed(losses: Sequence[tuple[float, float]]) -> list[Point]:
-    """Smooth the losses of a sweep, up to the step at which they have risen for good. losses: (rate, loss) of every
+    """Smooth the losses of a sweep, up to the step at which the loss has diverged. losses: (rate, loss) of every
     step."""
     points: list[Point] = []
     mean, least = 0.0, math.inf
@@ -88,12 +90,12 @@ def smoothed(losses: Sequence[tuple[float, float]]) -> list[Point]:
 
 
 def has_risen(points: Sequence[Point]) -> bool:
-    """Whether a sweep went beyond its lowest loss, which means that the high rate ended the sweep."""
+    """Whether the loss rose after its minimum, which means that the sweep ended because of a high learning rate."""
     return len(points) >= LEAST_POINTS and points[-1].smoothed > min(point.smoothed for point in points)
 
 
 def suggest(points: Sequence[Point]) -> Suggestion:
-    """The suggestion of a sweep of at least three steps. Errors: ValueError if the loss never falls.
+    """Return the suggestion from a sweep of at least three steps. Errors: ValueError if the loss never falls.
 
     >>> falls = [(10.0**-k, loss) for k, loss in ((5, 4.0), (4, 3.9), (3, 3.0), (2, 2.8), (1, 9.0))]
     >>> suggest([Point(lr, loss, loss) for lr, loss in falls])
@@ -111,9 +113,10 @@ def suggest(points: Sequence[Point]) -> Suggestion:
 
 
 def draw(points: Sequence[Point], found: Suggestion, path: Path) -> None:
-    """Write the sweep as an SVG: loss over the logarithm of the rate, and the two rates as vertical lines.
+    """Write the sweep as an SVG: loss over the logarithm of the learning rate, and the two rates of `found` as vertical
+    lines.
 
-    A diverged loss is drawn at the upper edge; at its true height all other losses would look equal.
+    A diverged loss is drawn at the upper edge, because a larger scale would make all other losses look equal.
     """
     least, first = min(point.smoothed for point in points), points[0].smoothed
     ends = least, min(max(point.smoothed for point in points), 2 * first - least)

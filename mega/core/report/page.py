@@ -1,4 +1,4 @@
-"""One self-contained page of HTML: charts, events, samples and settings of a run, or the figures of an evaluation."""
+"""Make one self-contained HTML page: charts, events, samples and settings of a run, or the figures of an evaluation."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ KNOWN = {
     "seconds": "Seconds per step",
     "batch": "Global batch",
 }
-"""Metric -> title of its chart, in order; charts of other metrics follow by name."""
+"""Metric -> title of the metric's chart, in order. Charts of other metrics follow, sorted by name."""
 UNITS = {"tokens_per_second_per_device": "tokens/s per device", "memory": "GiB", "seconds": "s"}
 PLAIN = ("consumed", "skipped", "finite")
-"""Counters that no chart shows."""
+"""Counters that are not shown in charts."""
 SHARES = {"largest_share": "largest share of an expert", "dropped_share": "dropped choices of experts"}
-"""Shares that a mixture of experts reports -> title; the summary shows the last and the largest value."""
+"""Metric of a mixture of experts -> title. The summary shows the last and the largest value."""
 OF_EXPERT = "tokens_of_expert_"
-"""Prefix of the metrics with the load of an expert."""
+"""Prefix of the metrics for the load of each expert."""
 MOST_EVENTS, MOST_SAMPLES = 500, 50
 
 
 def page(record: RunRecord | EvaluationRecord | CorpusRecord) -> str:
-    """The whole page, as HTML."""
+    """Return the whole page as HTML."""
     if isinstance(record, CorpusRecord):
         body = corpus_body(record)
     else:
@@ -133,7 +133,7 @@ def _charts(run: RunRecord) -> Iterable[str]:
 
 
 def _spread(curves: Sequence[Series]) -> dict[str, Series]:
-    """Largest, mean and smallest value of each step, over the curves of all experts."""
+    """Return curves of the largest, mean and smallest value over all experts at each step."""
     steps = [(points[0][0], [y for _, y in points]) for points in zip(*curves, strict=False)]
     folds: dict[str, Callable[[list[float]], float]] = {"most": max, "mean": mean, "least": min}
     return {name: [(step, fold(values)) for step, values in steps] for name, fold in folds.items()}
@@ -188,7 +188,7 @@ def _evaluation(record: EvaluationRecord) -> str:
 
 
 def _flat(value: object, name: str = "") -> Iterable[tuple[str, str]]:
-    """Nested settings as rows with names such as `a.b`."""
+    """Yield nested settings as rows with names such as `a.b`."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _flat(each, f"{name}.{key}" if name else str(key))

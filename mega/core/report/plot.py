@@ -14,18 +14,18 @@ from mega.core.report.chart import PALETTE, Charts, short
 from mega.core.report.read import RunRecord, Series, read
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of the dots of a Braille letter: rows from top to bottom, each with its left and right dot."""
+"""Bits of the dots in a Braille character: rows from top to bottom, each with the left and right dot."""
 
 ANSI = (34, 33, 32, 31, 35, 36)
-"""Colours of a terminal, in the order of `PALETTE`."""
+"""Terminal colours, in the order of `PALETTE`."""
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""Letters that mark the curves, instead of dots, if colours are off."""
+"""Letters that mark the curves instead of dots if colours are disabled."""
 
 
 def charts_of(runs: Sequence[Path], metrics: Sequence[str]) -> Charts:
-    """The curves of `metrics` for `runs`; if `metrics` is empty, those of the training and validation loss. Errors:
-    ValueError naming the run, or a metric that no run has.
+    """Return the curves of `metrics` for `runs`. Default: the training and validation loss. Errors: ValueError naming
+    the run, or a metric that no run has.
     """
     records: dict[str, RunRecord] = {}
     for path in runs:
@@ -44,7 +44,7 @@ def charts_of(runs: Sequence[Path], metrics: Sequence[str]) -> Charts:
 
 
 def smoothed(curve: Series, weight: float) -> Series:
-    """Exponential moving average; values that are not finite are skipped.
+    """Return the exponential moving average of a curve. Values that are not finite are skipped.
 
     >>> smoothed([(1, 4.0), (2, 2.0)], 0.5)
     [(1, 4.0), (2, 3.0)]
@@ -58,8 +58,8 @@ def smoothed(curve: Series, weight: float) -> Series:
 
 
 def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: int = 14, colour: bool = False) -> str:
-    """The curves of one metric in `width` x `height` letters, with a legend. colour: draw dots in colours of the
-    terminal; otherwise several curves are drawn as letters."""
+    """Draw the curves of one metric in `width` x `height` characters, with a legend. colour: whether to draw dots in
+    terminal colours; otherwise several curves are drawn with letters."""
     points = [(x, y) for curve in curves.values() for x, y in curve if math.isfinite(y)]
     if not points:
         return f"{name}: no finite value"
@@ -74,7 +74,7 @@ def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: i
             for x, y in curve
             if math.isfinite(y)
         ]
-        # A letter holds 2 x 4 dots. Where curves overlap, the whole letter belongs to the last curve.
+        # A character has 2 x 4 dots. Where curves overlap, the whole character shows the last curve.
         for column, row in _joined(dots):
             position = row // 4, column // 2
             owner, bits = cells.get(position, (number, 0))
@@ -94,7 +94,7 @@ def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: i
 
 
 def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the (column, row) of dots, and of the dots on the lines between them.
+    """Yield the (column, row) of the given dots, and of the dots on the lines between them.
 
     >>> list(_joined([(0, 0), (3, 6), (3, 0)]))
     [(0, 0), (1, 2), (2, 4), (3, 6), (3, 0)]
@@ -107,7 +107,7 @@ def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:
-    """The letter of one cell. cell: index of the curve, and bits of its dots; None means a blank."""
+    """Return the character for one cell. cell: (index of the curve, bits of the dots); None means a blank."""
     if cell is None:
         return " "
     number, bits = cell
@@ -116,7 +116,7 @@ def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:
 
 
 def png(charts: Charts, path: Path, log: bool = False) -> None:
-    """Draw into `path`. Errors: ValueError naming the extra if matplotlib is absent."""
+    """Draw the charts to a PNG at `path`. Errors: ValueError naming the extra to install if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

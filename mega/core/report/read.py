@@ -1,7 +1,6 @@
 """Read the data of a report: a run's metrics and the status of its checkpoints, or the JSON of an evaluation.
 
-Rows that are incomplete because the run was killed are counted, not shown. This module uses the names of metrics, but
-no HTML.
+Rows that are incomplete because the run was killed are counted, but not shown. This module does not depend on HTML.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from mega.core.untrusted import read_limited
 
 MOST_BYTES = 1 << 31
 Series = list[tuple[float, float]]
-"""(step, value) in order; the value is NaN for a missing number."""
+"""A curve: (step, value) in the order of steps, with NaN for a missing value."""
 
 
 class RunEvent(NamedTuple):
-    """A notable event at a step, as text."""
+    """An event at a step, as text."""
 
     step: int
     text: str
@@ -41,18 +40,18 @@ class RunRecord:
     """Names of the validation sets."""
     events: list[RunEvent] = field(default_factory=list)
     samples: list[RunEvent] = field(default_factory=list)
-    """Texts that the model generated, with their steps."""
+    """Texts that the model generated, with the steps at which they were generated."""
     config: str = ""
-    """run.toml of the newest checkpoint, or ""."""
+    """Content of run.toml of the newest checkpoint, or ""."""
     broken: int = 0
-    """Number of lines that are not rows."""
+    """Number of lines in the metrics file that are not valid rows."""
     goodput: Goodput | None = None
-    """None if the run has no file of events."""
+    """The account of the run's time; None if the run has no events file."""
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """An evaluation's JSON, as `mega eval` writes it."""
+    """The JSON of an evaluation, as written by `mega eval`."""
 
     name: str
     content: Mapping[str, Any]
@@ -60,19 +59,21 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """The records of a corpus's steps, in order, each with name, settings and counts, as `mega corpus` writes them."""
+    """The records of the steps that prepared a corpus, in order, as written by `mega corpus`. Each record has a name,
+    settings and counts."""
 
     name: str
     steps: list[Mapping[str, Any]]
 
 
 CORPUS_RECORD = ".corpus.json"
-"""Name, or suffix, of the record that a step of `mega corpus` writes in or next to its output."""
+"""Name, or suffix, of the record file that a step of `mega corpus` writes in its output folder or next to its output
+file."""
 
 
 def corpus_records(place: Path) -> list[Path]:
-    """Paths of the records of an output folder, of all output folders inside a folder, or of an output file. Numbers in
-    names are sorted by value."""
+    """Return the paths of the records for an output folder, for all outputs inside a folder, or for an output file.
+    Numbers in names are sorted by value."""
     if not place.is_dir():
         path_of_file = place.with_name(f".{place.name}{CORPUS_RECORD}")
         return [path_of_file] if path_of_file.is_file() else []
@@ -103,7 +104,8 @@ def _corpus(place: Path, records: list[Path]) -> CorpusRecord:
 
 
 def read(place: Path) -> RunRecord | EvaluationRecord | CorpusRecord:
-    """A run's directory or file of metrics, an evaluation's JSON, or a corpus. Errors: ValueError naming the file."""
+    """Read the data for a report. place: a run's directory or metrics file, an evaluation's JSON, or a corpus. Errors:
+    ValueError naming the file."""
     if records := corpus_records(place):
         return _corpus(place, records)
     if place.is_dir():
@@ -131,7 +133,7 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
     record = RunRecord(directory.resolve().name or str(directory))
     rows = list(_rows(metrics, record))
     if not rows:
-        if record.broken > 1:  # a single broken line may be a first row that is still being written
+        if record.broken > 1:  # a single invalid line may be a first row that is still being written
             raise ValueError(f"{metrics}: is neither a run's metrics nor an evaluation's JSON")
         raise ValueError(f"{metrics}: holds no row of metrics; the run has not come to its first step")
     for row in rows:
@@ -171,7 +173,8 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
 
 
 def _read_events(metrics: Path) -> Iterable[EventRow]:
-    """Yield the events of a run from the file next to its metrics, which training/metrics/meters.py writes."""
+    """Yield the events of a run from the events file next to the metrics file. training/metrics/meters.py writes this
+    file."""
     path = metrics.with_suffix(f".events{metrics.suffix}")
     if not path.is_file():
         return
@@ -183,7 +186,7 @@ def _read_events(metrics: Path) -> Iterable[EventRow]:
 
 
 def _guard_events(happened: list[EventRow]) -> Iterable[RunEvent]:
-    """Yield events of guards and resumes."""
+    """Yield report events for guards and resumes."""
     for row in happened:
         if row["event"] in ("nan", "spike"):
             first, end = row.get("samples", (0, 0))
@@ -200,8 +203,8 @@ def _guard_events(happened: list[EventRow]) -> Iterable[RunEvent]:
 
 
 def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
-    """Yield the validation set of each row of validation. Such a row begins with the loss of its set; the names of
-    other losses in the row may also end in `_loss`."""
+    """Yield the name of the validation set for each row with validation results. The first metric in such a row is the
+    loss on the validation set; names of other losses in the row may also end in `_loss`."""
     for row in rows:
         first = next((name for name in row if name != "step"), "")
         if "loss" not in row and first.endswith("_loss"):
@@ -209,7 +212,7 @@ def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
 
 
 def _change_events(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iterable[RunEvent]:
-    """Yield changes between consecutive rows, without steps that guards have reported."""
+    """Yield report events for changes between consecutive rows, except steps that guards have reported."""
     last: dict[str, Any] = {}
     guarded = {row["step"] for row in happened if row["event"] in ("nan", "spike")}
     for row in rows:
@@ -226,7 +229,7 @@ def _change_events(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iter
 
 
 def _checkpoint_events(directory: Path) -> Iterable[RunEvent]:
-    """Yield the saved checkpoints, with their status."""
+    """Yield report events for saved checkpoints, with their verdicts."""
     try:
         verdicts = json.loads((directory / "verdicts.json").read_bytes())["steps"]
     except (OSError, ValueError, KeyError, TypeError):
