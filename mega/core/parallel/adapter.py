@@ -100,8 +100,8 @@ class Adapter(LowRank):
     def _dropped(self, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
         if drop is None:
             return x
-        # The dropout kernels need whole tokens from column 0 on. In a row-parallel layer only the first tensor rank has
-        # column 0; the other ranks use the plain implementation.
+        # The dropout kernels need column 0, which in a row-parallel layer only the first tensor rank has.
+        # The other ranks use the plain implementation.
         return drop(x) if drop.first else self.down.ops.added(None, x, None, drop)
 
     def _part(self, h: torch.Tensor, number: int) -> torch.Tensor:

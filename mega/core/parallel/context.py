@@ -148,8 +148,8 @@ class RingState(NamedTuple):
         queries, keys = _halves(s), _halves(t)
         if mask.window is None and mask.kind == "full":
             return [RingBlock(slice(0, s), slice(0, t), mask)]
-        # With equal positions of queries and keys the three cases above need one block each: larger GEMMs than pairs of
-        # chunks, and no comparison of positions unless source is this rank.
+        # With equal positions of queries and keys, each of the three cases above needs only one block.
+        # So GEMMs are larger, and positions are compared only if `source` is this rank.
         if mask.window is None and mask.q_offset == 0 and s == t:
             if source == own_index:
                 return [RingBlock(slice(0, s), slice(0, t), mask)]

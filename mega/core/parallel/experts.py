@@ -178,8 +178,8 @@ class RowExchange:
         self._ep, local_experts = ep, len(sent) // ep.size
         sent = sent.view(ep.size, local_experts)
         received = sent if even else _swapped(sent, ep)
-        # Both are [ep, local experts]. sent[r]: number of rows for each expert of rank r. received[r]: number of rows
-        # from rank r for each expert of this rank.
+        # sent: [ep, local experts], number of rows for each expert of each rank.
+        # received: [ep, local experts], number of rows from each rank for each expert of this rank.
         if sent.is_meta:  # assume an even load
             self._there = self._back = [0] * ep.size
             self._meta = True
@@ -248,8 +248,9 @@ class ExpertRegion:
 
     Without sequence parallelism all tensor ranks have the same tokens. Either each rank holds a shard of every expert,
     or the ranks hold different experts; outputs are summed over the ranks. With sequence parallelism, or one tensor
-    rank, all ranks have different tokens. The tokens are gathered over the ranks that share experts (etp) and, if
-    `gathers`, also over the ranks that hold different experts (ep); if not `gathers`, rows are exchanged over ep.
+    rank, all ranks have different tokens. The tokens are gathered over the ranks that share experts (etp). If `gathers`
+    is set, they are also gathered over the ranks that hold different experts (ep); otherwise rows are exchanged over
+    ep.
     """
 
     def __init__(self, region: Region, axes: ExpertAxes, experts: int, *, gathers: bool):

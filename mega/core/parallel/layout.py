@@ -40,7 +40,7 @@ class ParameterSpec(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # the logical tensors stacked in the parameter
     elements: int  # number of elements on this rank
-    dtype: str  # name of its dtype
+    dtype: str  # name of the parameter's dtype
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class BucketSpec:
 
     reduction: Reduction
     dtype: str
-    parameters: tuple[int, ...]  # indices of its parameters, sorted so that parameters with weight decay come first
+    parameters: tuple[int, ...]  # indices of the bucket's parameters, those with weight decay first
     offsets: tuple[tuple[int, int], ...]  # [begin, end) of each parameter
     length: int  # number of elements, padding included
     shard: int  # number of elements that each data rank owns

@@ -87,7 +87,7 @@ class Groups:
 
     Every rank of the world must create every group, even groups without this rank, in the same order. A mesh creates
     groups in an order that depends only on its sizes and the model's inventory. (torch can create a group among its
-    members only, but then derives the group's name from each member's number of groups, which differs between the
+    members only. But the group's name would then depend on each member's number of groups, which differs between the
     first, middle and last stages.) timeout: timeout of every collective. It is passed to each group, because a new
     group would otherwise have torch's default timeout, not that of the first group.
     """
@@ -187,7 +187,7 @@ class Mesh:
         return Axis(purpose, everyone, self.everyone.index, self._groups.get(everyone, purpose))
 
     def coordinates(self, rank: int | None = None, *, experts: bool = False) -> dict[str, int]:
-        """Return a rank's index on each axis, by name. rank: default: this rank. experts: use the grid of experts."""
+        """Return the index of `rank` (default: this rank) on each axis, by name. experts: use the grid of experts."""
         rest, coordinates = self.rank if rank is None else rank, {}
         for name, size in (self._expert_sizes if experts else self.sizes).items():
             rest, coordinates[name] = divmod(rest, size)

@@ -224,7 +224,7 @@ def verified(
         2 map memory                                on all ranks or on none
         3 compare its sums with those of the group's collective
 
-    After each phase all ranks agree whether to continue. If not, a warning with the reason is logged.
+    After each phase all ranks agree whether to continue. If they do not continue, a warning with the reason is logged.
     """
     # Every rank takes part in every agreement below, even a rank that has failed; otherwise the other ranks would hang.
     small, problem = by_group(axis), None

@@ -273,8 +273,8 @@ class MappedPeers:
     def replay(self, count: int) -> None:
         if self._memory is None:
             return
-        # Our stream has waited for every block so far, and no rank writes before the all-reduce below, so the marks
-        # can be reset. Marks are int32, so the count wraps around.
+        # Reset the marks: our stream has waited for every block, and no rank writes before the all-reduce below.
+        # Marks are int32, so the count wraps around.
         marks = self._memory[self._mark(self.axis.index, 0, 0) - self._begins[self.axis.index] :].view(torch.int32)
         marks.fill_((count + 2**31) % 2**32 - 2**31)
         dist.all_reduce(self._meeting, group=self.axis.group)

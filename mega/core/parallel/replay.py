@@ -4,9 +4,9 @@ other tokens.
 The host takes about 2 ms to launch the kernels of a block, and a device that finishes a block sooner is idle. A graph
 needs only one launch.
 
-    the first step             runs without a graph: kernels are compiled and chosen, memory for exchanges is allocated
+    the first step             runs without a graph: kernels are compiled and chosen, exchanges allocate their memory
     each later microbatch      copy its tokens and loss scale into the graph's buffers; replay; read its sums
-    the last one of a step     runs without a graph under data parallelism, because buckets start their reduction as
+    a step's last microbatch   runs without a graph under data parallelism, because buckets start their reduction as
                                soon as their gradients are complete
 
 This module supports only pipelines of one stage and one chunk, because otherwise each microbatch in flight would need

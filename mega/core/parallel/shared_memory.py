@@ -2,7 +2,7 @@
 
     memory = SharedMemory(axis, size, device)     on all ranks together
     memory.bytes                                  the same `size` bytes on all ranks
-    memory.mark(number)                           a rank that sees the mark sees all earlier writes
+    memory.mark(number)                           a rank that reads this mark can read all earlier writes
     memory.wait(rank, number)                     wait until a rank's mark is `number` or more
 
 Marks are used because a message through a socket must wake a thread of the other process, which takes longer than a
@@ -39,7 +39,7 @@ PAUSES = (5e-5, 1e-3)
 """The short and the longer pause between polls, in seconds."""
 
 LOOK = 0.25
-"""Seconds between two checks whether the other process is still running."""
+"""Seconds between two checks of whether the other process is still running."""
 
 PATIENCE = 600.0
 """Timeout in seconds of a wait for a process that is still running."""

@@ -190,8 +190,9 @@ class _CrossEntropy(torch.autograd.Function):
 class _WithGradient(torch.autograd.Function):
     """The negative log-likelihood on one rank, together with its gradient.
 
-    The forward pass overwrites the logits with `scale` times the gradient. It returns the negative
-    log-likelihoods, which are not differentiable, and an empty tensor: the root at which the backward pass begins.
+    The forward pass overwrites the logits with `scale` times the gradient. The outputs are the negative
+    log-likelihoods, which are not differentiable, and an empty tensor, which is the root at which the backward pass
+    begins.
     """
 
     @staticmethod
@@ -219,7 +220,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """x [tokens, n] + bias [n]. The gradient of the bias is added to its main_grad, as for other weights."""
+    """Add bias [n] to x [tokens, n]. The gradient of the bias is added to its main_grad, as for other weights."""
 
     @staticmethod
     def forward(ctx: FunctionContext[Weight], x: torch.Tensor, bias: Weight) -> torch.Tensor:

@@ -112,8 +112,8 @@ def _plan(bucket: Bucket) -> _Plan:
             holders[block].append(rank)
     elements = [sum(prod(block.size) for block in holders if block.matrix == number) for number in range(len(names))]
     assert elements == [prod(shapes[name]) for name in names], f"{axis.name}: holds no whole matrices"
-    # (sender, owner) -> blocks. If several ranks hold a block and the owner is one of them, the owner sends the block
-    # to itself; otherwise the sender depends on the matrix, so that the ranks share the work.
+    # (sender, owner) -> blocks. An owner that holds a block sends this block to itself.
+    # Otherwise the sender depends on the matrix, so that the ranks share the work.
     table: dict[tuple[int, int], list[Rectangle]] = defaultdict(list)
     for block, ranks in holders.items():
         owner = owners[block.matrix]

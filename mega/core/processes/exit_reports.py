@@ -46,7 +46,7 @@ GRACE = 2.0
 """Seconds within which ranks with the same fault report that fault."""
 
 COMING = 5 * GRACE
-"""Like `GRACE`, but before the rendezvous is complete. Longer, because each rank first imports torch from a shared
+"""Like `GRACE`, but before the rendezvous is complete; longer, because each rank first imports torch from a shared
 disk."""
 
 LIMIT = 10 * GRACE

@@ -216,7 +216,7 @@ class Supervisor:
                 self._attempt(**order["start"])
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
-        """Phases 2 and 3: run the ranks of this host and report how the ranks ended."""
+        """Perform phases 2 and 3: run the ranks of this host and report how the ranks ended."""
         self._seat, self._restarts = seat, Restarts.from_message(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
             # This host has missed an attempt, in which other hosts may have saved newer copies.

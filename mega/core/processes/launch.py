@@ -1,8 +1,8 @@
 """Start local ranks for one job, and supervise them until the job ends.
 
     launch       run a function on N new local ranks; a failure of one rank ends all ranks
-    run_ranks    the same, on the ranks of a launcher if there is a launcher
-    run_attempt  the same in given environments; restarts.py may restart the ranks
+    run_ranks    run a function on the ranks of a launcher or, without a launcher, on new local ranks
+    run_attempt  run a function on new local ranks with given environments; restarts.py may restart the ranks
 
 New ranks are forked from a small server process that has already imported torch, so eight ranks start as fast as one.
 Ranks on one host use a file as their store, not a port, so two runs cannot conflict.
@@ -206,7 +206,7 @@ def lock_folder(folder: str) -> None:
     Also remove the folders of killed launchers."""
     _remove_abandoned(os.path.dirname(folder))
     mark = os.path.join(folder, _MARK)
-    owned = open(f"{mark}.tmp", "w")  # noqa: SIM115 - stays open and locked while this process lives
+    owned = open(f"{mark}.tmp", "w")  # noqa: SIM115 - stays open and locked while this process runs
     locked_alone(owned.fileno())
     owned.write(socket.gethostname())
     owned.flush()
@@ -367,7 +367,7 @@ def _server_ending() -> str | None:
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or not hasattr(os, "waitid"):
         return None
-    for _ in range(20):  # its pipes close shortly before the system reports its end
+    for _ in range(20):  # the server's pipes close shortly before the system reports its end
         with contextlib.suppress(ChildProcessError):
             # WNOWAIT, because multiprocessing must still be able to wait for the server.
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

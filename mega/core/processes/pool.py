@@ -122,8 +122,7 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
                 disconnect()
                 os.environ.update(environment)
                 _, _, groups = connect("cpu")
-                # Limit the threads even in a job for one rank, because threads that spin while they wait for each other
-                # are very slow on a busy machine.
+                # Limit threads even for one rank, because threads that spin are very slow on a busy machine.
                 torch.set_num_threads(threads(size))
                 meeting = environment[MEETING_FILE]
             pipe.send((True, job(groups, int(environment["RANK"]), *args)))

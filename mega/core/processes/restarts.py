@@ -32,7 +32,7 @@ from mega.core.processes.signals import handled_signals
 from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER
 
 PATIENCE = 0.2
-"""Seconds that ranks have to end after a peer has failed, before they are killed; their state is not needed."""
+"""Seconds that ranks have to end after a peer has failed, before the ranks are killed."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Restarts:
     saved: int = 0
     """The newest saved step at the newest restart."""
     best: int = 0
-    """The newest step at any restart that was saved, or that peers had in memory."""
+    """The newest step that was saved, or that peers had in memory, at any restart."""
     number: int = 0
     """Number of restarts since the launch."""
     without_progress: int = 0

@@ -169,7 +169,7 @@ class RollCall:
     # -- the thread
 
     def _watch(self) -> None:
-        """The main loop of the thread: answer questions, and ask if the main thread has not moved."""
+        """The main loop of the thread: answer questions, and ask all ranks if this rank's main thread has not moved."""
         try:
             if self._host is not None:
                 name, addresses = self._host

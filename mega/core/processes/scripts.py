@@ -42,7 +42,7 @@ def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run:
         if supervision.peer_copy_interval:
             interval = f"--peer-copy-interval {supervision.peer_copy_interval}"
             raise ValueError(f"{interval}: torchrun keeps no memory for its ranks; valid kinds: slurm, mpi, jobset")
-        return [*command, *(["--max-restarts", "0"] if supervision.max_restarts else [])]  # its agent restarts ranks
+        return [*command, *(["--max-restarts", "0"] if supervision.max_restarts else [])]  # the agent restarts ranks
     if supervision.max_restarts or kind in _CONTAINERS:
         command += ["--hosts", str(launch.hosts), "--nproc", str(launch.nproc)]
     return command

@@ -16,7 +16,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 the end of the terminal."""
 
 SAME_SIGNAL_SECONDS = 2.0
-"""A signal that arrives again within this time is the same request, delivered twice."""
+"""Seconds within which a signal that arrives again is the same request, delivered twice."""
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:

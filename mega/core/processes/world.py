@@ -114,8 +114,8 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
             raise ValueError(f"{inner}: contradicts {outer}; unset those of the launcher that did not start the ranks")
     if inner.world.size == 1 and inner.launcher.source != "torchrun":  # a single task, which may start local ranks
         return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
-    # Scripts copy the variables of mpirun or srun to RANK and WORLD_SIZE, and srun also sets PMI_*. Among launchers
-    # with the same rank, prefer a launcher that also gives the number of local ranks.
+    # Scripts copy the variables of mpirun or srun to RANK and WORLD_SIZE, and srun also sets PMI_*.
+    # Among launchers with the same rank, prefer a launcher that also gives the number of local ranks.
     same = [each for each in stated if (each.world.rank, each.world.size) == (inner.world.rank, inner.world.size)]
     with_local_size = (each for each in same if any(name in environ for name in each.launcher.local_size))
     return next(with_local_size, inner).world

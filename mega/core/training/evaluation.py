@@ -72,7 +72,7 @@ class Evaluation:
         terms = state.stages[0].terms
         means = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
         weights = dict(zip(state.pipeline.names, sums[:, 1].tolist(), strict=True))
-        for name in architecture(state.run.model).training_losses:  # these losses have weight 0 in evaluation
+        for name in architecture(state.run.model).training_losses:  # which have weight 0 in an evaluation
             if not weights.get(name, 1.0):
                 del means[name]
         terms = {name: coefficient for name, coefficient in terms.items() if name in means}

@@ -53,10 +53,10 @@ class Training:
     profiler: StepProfiler | None = None
     """The profiler on a rank that is profiled; None on other ranks."""
     last: dict[str, float] = field(default_factory=dict)
-    """The numbers of the newest step whose numbers were read."""
+    """The numbers of the newest step that the host has read."""
 
     def play(self) -> int:
-        """Train to the last step, then validate and test; always close all reporters.
+        """Train to the last step, then validate and test. All reporters are closed in any case.
 
         Returns the exit code: 0, or 128 + the signal that ended the run early. Errors: the fault of a rank, after all
         ranks have saved.
@@ -68,7 +68,7 @@ class Training:
                     self._train()
                 ACTIVITY.phase = "ending"
                 self._check_applied()
-            if not self.stop.requested and (self._at_end or not train):  # not if --exit-interval ended it
+            if not self.stop.requested and (self._at_end or not train):  # not if --exit-interval ended the run
                 self._announce("cutting the last validation short", ending=True)
                 if self.evaluation.last_validated != self.state.progress.step:
                     self.evaluation.validate()
@@ -173,7 +173,7 @@ class Training:
         """Start one step, whose numbers are read later. before: the previous step, if it is still running; this step's
         time then begins at the end of the previous step."""
         run, progress, device = self.state.run, self.state.progress, self.state.device
-        # Steps of a GPU are queued before earlier steps have ended.
+        # On a GPU, steps are queued before earlier steps have ended.
         self._announce(
             "finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}"
         )

@@ -2,7 +2,7 @@
 
     limits before a step      from median and spread of earlier steps; the device compares, so a step beyond the limits
                               is not applied [--on-spike skip, rollback]
-    after it                  every rank reads the same reduced numbers, so all ranks make the same decision without an
+    after a step              every rank reads the same reduced numbers, so all ranks make the same decision without an
                               exchange
     a skipped step            weights, moments, loss scale, schedule and limits are as if its batch had not been drawn;
                               only the step number and the data position advance
@@ -116,7 +116,7 @@ class GuardMemory:
     losses: deque[float] = field(init=False)
     """Losses of the newest applied steps."""
     norms: deque[float] = field(init=False)
-    """Gradient norms of the same steps."""
+    """Gradient norms of the newest applied steps."""
     left_out: list[LeftOut] = field(default_factory=list)
     rollbacks: int = 0
     """Number of rollbacks so far."""

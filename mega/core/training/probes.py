@@ -169,7 +169,7 @@ def first_broken(reports: Sequence[Mapping[str, Sequence[object]]]) -> BrokenTen
     """
     for kind, words in (("state", ""), ("batch", "the batch's ")):
         names = [[str(name) for name in one[kind]] for one in reports]
-        # Masters and moments sort before weights, which an update computes from them.
+        # Masters and moments are sorted before weights, because an update computes weights from them.
         candidates = [(name.startswith("weights/"), rank, name) for rank, broken in enumerate(names) for name in broken]
         if candidates:
             _, rank, name = min(candidates)

@@ -1,8 +1,8 @@
 """The load of experts: the number of tokens per expert over the whole batch of a step, and the bias that balances these
 numbers.
 
-Counts include the choices of all microbatches, before tokens are dropped, summed over all ranks. The bias, which
-affects only the choice of experts, then moves by a fixed amount towards an even load (Wang et al. 2024, arXiv
+Counts include the choices of all microbatches, before tokens are dropped, summed over all ranks. The bias affects only
+the choice of experts. After each step the bias moves by a fixed amount towards an even load (Wang et al. 2024, arXiv
 2408.15664), or is set to the quantiles of the logits at which the load would have been even.
 """
 

@@ -97,7 +97,7 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     guard: GuardMemory = field(default_factory=GuardMemory)
     probes: Probes | None = None
-    """Finds the origin of a NaN; None for a state outside of a training run."""
+    """Finds the origin of a NaN; None if the state does not belong to a training run."""
     injector: Damage | None = None
     """Injects faults on this rank, for tests."""
     copy: HostCopy | None = None

@@ -53,7 +53,7 @@ class StepReport:
     zeros: torch.Tensor | None = None
     """Share of zero gradients, if the run reports it."""
     tied: torch.Tensor | None = None
-    """`GradNorm.tied` of the optimizer."""
+    """The value of `GradNorm.tied` from the optimizer."""
     load: ExpertLoad | None = None
     """Load of the experts, if the model has experts."""
     broken: torch.Tensor | None = None

@@ -72,7 +72,7 @@ def broken_tensors(
 
 def check_tied(state: TrainState, step: int, differs: int, copy_hash: int) -> None:
     """After a skipped step, check that all stages hold equal gradients of tied tensors. This is a collective that all
-    ranks must call. differs, copy_hash: the parts of the step's `tied_difference`.
+    ranks must call. differs, copy_hash: the values that `tied_difference` returned for the step.
 
     Errors: FloatingPointError on every rank, naming step, tensor and ranks.
     """

@@ -5,7 +5,7 @@ Each fault is data (config/faults.py) that this module executes. This module doe
     before a step          damages weights, moments or batches; the rank sleeps, stops, or is killed
     in the forward pass    damages the output of a layer
     in the backward pass   damages a gradient before the gradient is reduced
-    after it               damages the last stage's reduced gradient of a tied tensor
+    after the backward     damages the last stage's reduced gradient of a tied tensor
     in a save              reports a full disk
 """
 

@@ -89,8 +89,8 @@ def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
 
 
 def _unit(state: TrainState) -> int | None:
-    """Return the number to a multiple of which the columns of microbatches are padded, so that few widths occur; None
-    if all microbatches must have the same shape."""
+    """Return n if microbatches are padded to a multiple of n columns, so that few widths occur; None if all
+    microbatches must have the same shape."""
     from mega.core.config.resolve import column_unit, records_graph
 
     if state.run.parallel.tp_overlap or (state.device.is_cuda and records_graph(state.run, state.mesh.world)):

@@ -127,7 +127,7 @@ class Trackers:
 
 
 def _noted(path: Path) -> dict[str, str]:
-    """Return the run's id before the resume for each service; empty if the file is absent or damaged."""
+    """Return, for each service, the run's id before the resume; empty if the file is absent or damaged."""
     try:
         ids = json.loads(path.read_bytes())
     except (OSError, ValueError):

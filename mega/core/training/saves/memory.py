@@ -153,7 +153,7 @@ class PeerCopies:
         self._error: Exception | None = None
 
     def restore(self, newest: int) -> bool:
-        """Phase 5: restore the state from a copy of a step after `newest`; returns whether there was such a copy."""
+        """Perform phase 5: restore the state from a copy of a step after `newest`; returns whether a copy was found."""
         while True:
             local_steps = self._files.steps()
             host_steps = [
@@ -172,8 +172,8 @@ class PeerCopies:
         return step is not None
 
     def take(self) -> None:
-        """Phases 1 to 4: copy the state. Errors: FloatingPointError if the state is not finite; errors of the previous
-        exchange."""
+        """Perform phases 1 to 4: copy the state. Errors: FloatingPointError if the state is not finite; errors of the
+        previous exchange."""
         state = self._state
         check_finite(state)
         self.wait()
@@ -201,7 +201,7 @@ class PeerCopies:
     # -- parts
 
     def _spread(self, file: StateFile, header: Mapping[str, Any]) -> None:
-        """Phases 2 and 3: exchange the copies, then write the headers."""
+        """Perform phases 2 and 3: exchange the copies, then write the headers."""
         try:
             text = json.dumps({**header, "crc": zlib.crc32(file.state.numpy())}).encode().ljust(HEADER)  # type: ignore[arg-type]
             new_header = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -44,8 +44,8 @@ LOCK_WAIT = 10.0
 """Seconds for which a run waits for the lock of its directory, because a run that was stopped may still be ending."""
 
 LEASE_WAIT = 150.0
-"""Seconds for which a run waits for the lock after a restart, because rank 0 may have been on a lost host, and a file
-server keeps that host's lock until the lease expires, which takes 90 seconds with NFS."""
+"""Seconds for which a run waits for the lock after a restart. If rank 0 was on a lost host, a file server keeps the
+host's lock until the lease expires, which takes 90 seconds with NFS."""
 
 
 def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: torch.device) -> None:
@@ -121,4 +121,4 @@ def _hold(until: contextlib.ExitStack, store: CheckpointStore) -> bool:
 
 def _remove_empty(directory: Path) -> None:
     with contextlib.suppress(OSError):
-        directory.rmdir()  # fails if it is not empty
+        directory.rmdir()  # fails if the directory is not empty

@@ -90,7 +90,7 @@ class Proving:
         """Put a step on trial. Called when the save of the step starts."""
         reason = f"it was saved while {self._blown_up}" if self._blown_up else ""
         self._trials[step] = Trial(self._sound, reason=reason)
-        self._known.pop(step, None)  # a verdict on the checkpoint that is replaced
+        self._known.pop(step, None)  # the verdict on the checkpoint that is replaced
 
     def published(self, step: int) -> None:
         """Record that the save of `step` is published, and remove trials of deleted checkpoints."""

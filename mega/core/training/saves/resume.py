@@ -109,7 +109,7 @@ def _continuing(tree: str, place: str) -> str:
 
 
 def _check_own_place(place: str) -> None:
-    """Check that a directory for both --load and --save contains no weights in a foreign format. Errors:
+    """Check that a directory for both --load and --save contains no weights of other programs. Errors:
     CheckpointError."""
     form = None if url_of(place) is not None else foreign_form(Path(place))
     if form is not None:
@@ -197,8 +197,8 @@ def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
 
 
 def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
-    """Return the names of tensors that start at their initial values, because the checkpoint does not have them:
-    tensors of a new head, of a head with a different number of classes, or of a new retriever.
+    """Return the names of tensors that are not in the checkpoint and start at their initial values. They belong to a
+    new head, to a head with a different number of classes, or to a new retriever.
 
     The result is empty for a run that resumes, because such a run must find all tensors.
     """

@@ -28,7 +28,7 @@ from mega.core.training.start.inputs import Inputs
 from mega.core.words import name_ranks
 
 CLOCKS_APART = 60.0
-"""A larger difference of clocks, in seconds, is reported, because times in logs and of files would be misleading."""
+"""Differences of clocks above this number of seconds are reported, because they make times in logs misleading."""
 
 LONGEST = 200
 """Maximum number of characters of a value in a message."""
@@ -58,7 +58,7 @@ def check_consistent(
     device: torch.device,
     report: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Phases 2 and 3: compare the values of all ranks. report: function that is called with a message for each
+    """Perform phases 2 and 3: compare the values of all ranks. report: function that is called with a message for each
     difference in `better`.
     Errors: ValueError on every rank."""
     numbers = torch.tensor(

@@ -89,7 +89,7 @@ _OF_BATCHES = "batch", "data", "masking"
 
 
 def resolve_run(options: Options, world: int) -> ResolvedRun:
-    """Check `options` for `world` ranks and derive the values that they leave open.
+    """Check `options` for `world` ranks and derive the values that `options` leaves open.
 
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
@@ -199,8 +199,8 @@ def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str])
 
 
 def _with_padding(options: Options, vocab: int) -> int:
-    """Return the size of a vocabulary whose padding counts as tokens: the size in the initial checkpoint, if that is
-    large enough for the tokenizer (so that the run can continue in any layout), else the padded size of this layout."""
+    """Return the size of a vocabulary whose padding counts as tokens. This is the size in the initial checkpoint if
+    that size is large enough for the tokenizer, so that the run can continue in any layout; else the padded size."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 

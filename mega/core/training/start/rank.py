@@ -91,7 +91,7 @@ class StartedRun:
     point: ResumePoint | None
     """The checkpoint from which the run starts; None for new weights."""
     saved: int
-    """The step of this checkpoint, or 0. The copies in memory may be newer."""
+    """The step of the checkpoint from which the run starts, or 0. Copies in memory may be newer."""
     copies: PeerCopies | None
     steps: int
     """Index of the last step."""
@@ -270,7 +270,7 @@ def _resume(state: TrainState, exchange: JsonExchange, report: Callable[[str], N
     """Restore the state from the checkpoint at which the run starts, if any. Errors: ValueError on all ranks."""
     point = find_resume_point(state.run, report, exchange)
     if point is not None:
-        together(partial(restore, state, point), exchange)  # an error of one rank is raised on all
+        together(partial(restore, state, point), exchange)  # an error of one rank is raised on all ranks
     return point
 
 
