@@ -71,8 +71,9 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
     equal on all ranks.
 
     Every rank searches, and the results are compared before any weight is read. In the directory of a run, the run
-    starts from the newest step that is complete and equal on all ranks (`CheckpointStore.find`). A message names the
-    ranks that do not trust a newer step, with the reason. A step that the user names is either used or refused.
+    starts from the newest step that all ranks trust and that is equal on all ranks (`CheckpointStore.find`). A message
+    names the ranks that do not trust a newer step, with the reason. A step that the user names is either used or
+    refused.
     Errors: ValueError on all ranks, if a named checkpoint is absent or damaged for any rank, or if there is no
     checkpoint that all ranks trust.
     """
