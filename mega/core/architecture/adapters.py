@@ -1,14 +1,14 @@
 """Low-rank adapters (LoRA; Hu et al. 2021) as logical tensors of a model: y = x W^T + scale (x A^T) B^T.
 
-With --lora-rank the tensors of the model are frozen, and each linear layer of the blocks in --lora-targets gets two
-more tensors:
+With --lora-rank the tensors of the model are frozen, and each linear layer named in --lora-targets gets two additional
+tensors:
 
     NAME.lora_A.weight   [rank, in]    N(0, 1 / 3 in), the variance of peft's initial values
     NAME.lora_B.weight   [out, rank]   zeros, so that training starts from the unchanged model
 
-Adapters are sharded like their linear layer. The matrix that contains the sharded dimension is sharded too; every
-tensor rank holds the other matrix whole, and has a partial gradient of this matrix. The adapters of an expert are on
-the ranks of the expert. Families need no code for adapters.
+An adapter is sharded like its linear layer: the matrix that contains the sharded dimension is sharded, and every tensor
+rank holds the other matrix whole and computes a partial gradient of this matrix. The adapters of an expert are on the
+ranks of the expert. Model families need no code for adapters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mega.core.architecture.tensor import Cut, Init, Partial, Tensor
 from mega.core.config.sections import ModelConfig, ModelOptions
 
 DOWN, UP = "lora_A", "lora_B"
-"""The names of the two matrices, as in peft."""
+"""The names of the two matrices of an adapter, as in peft."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class AdapterSpec:
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
-    """The model without its adapters."""
+    """Return `model` without adapters."""
     return with_adapters(model, ModelOptions())
 
 
 def with_adapters(model: ModelConfig, source: ModelOptions) -> ModelConfig:
-    """`model` with the adapter options of `source`."""
+    """Return `model` with the adapter options of `source`."""
     return replace(
         model,
         lora_rank=source.lora_rank,
@@ -52,7 +52,7 @@ def with_adapters(model: ModelConfig, source: ModelOptions) -> ModelConfig:
 
 
 def adapted(adapters: Adapters | None, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors of a model, with the tensors of each adapter after the adapter's linear layer.
+    """Yield the tensors of a model, with the tensors of each adapter after the adapter's linear layer.
 
     Errors: ValueError if a target is not a linear layer of the model.
     """
@@ -70,7 +70,7 @@ def adapted(adapters: Adapters | None, tensors: Iterable[Tensor]) -> Iterator[Te
 
 
 def adapter_specs(adapters: Adapters | None, tensors: Iterable[Tensor]) -> dict[str, AdapterSpec]:
-    """Name of a linear layer's weight -> its adapter. tensors: from `adapted`."""
+    """Return a map from the name of a linear layer's weight to the layer's adapter. tensors: from `adapted`."""
     if adapters is None:
         return {}
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -83,17 +83,17 @@ def adapter_specs(adapters: Adapters | None, tensors: Iterable[Tensor]) -> dict[
 
 
 def linear_names(tensors: Iterable[Tensor]) -> list[str]:
-    """The distinct names of the linear layers in blocks."""
+    """Return the distinct names of the linear layers in blocks."""
     return list(dict.fromkeys(_linear(tensor) for tensor in tensors if _is_linear(tensor)))
 
 
 def _is_linear(tensor: Tensor) -> bool:
-    """Whether a tensor is a matrix of a block that tensor ranks shard."""
+    """Return whether a tensor is a matrix in a block that is sharded over tensor ranks."""
     return len(tensor.shape) == 2 and isinstance(tensor.units[0], int) and tensor.cut() is not None
 
 
 def _linear(tensor: Tensor) -> str:
-    """The name of a linear layer within its block, for example q_proj."""
+    """Return the name of a linear layer within the block, for example q_proj."""
     return tensor.name.split(".")[-2]
 
 
@@ -103,6 +103,7 @@ def _pair(base: Tensor, rank: int) -> Iterator[Tensor]:
     rows, columns = ((cut,), ()) if cut.dim == 0 else ((), (Cut(1, cut.axis, cut.parts),))
     down, up = (f"{stem}{DOWN}.weight", (rank, ins), columns), (f"{stem}{UP}.weight", (outs, rank), rows)
     for (name, shape, cuts), init in ((down, Init(std=1 / sqrt(3 * ins))), (up, Init())):
-        # A replicated matrix is multiplied with each rank's own outputs (or inputs), so each gradient is partial.
+        # A replicated matrix is multiplied with different inputs (or outputs) on each rank, so each gradient is
+        # partial.
         partial: tuple[Partial, ...] = () if cuts else ("tp",)
         yield replace(base, name=name, shape=shape, init=init, cuts=cuts, partial=partial)

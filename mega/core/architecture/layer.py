@@ -1,13 +1,13 @@
-"""The architecture of one layer as values: branches on a residual stream, each a mixer with its norms.
+"""The architecture of one layer as frozen dataclasses: branches on a residual stream, each with a mixer and norms.
 
     Layer(branches=(
         Branch(mixer=Attention(heads=32, kv_heads=8, head_dim=128, ...), before=Norm("input_layernorm", ...), ...),
         Branch(mixer=Dense(width=14336, gated=True, activation="silu", ...), before=Norm(...), ...),
     ))
 
-A family creates these values from a model's options; the logical tensors, the modules, the estimate and the converters
-read these values. Names are relative to the layer. All values are final: None always means that the layer does not have
-the part. This module does not depend on torch, ranks or options.
+A family creates the architecture from a model's options; the logical tensors, the modules, the estimate and the
+converters are derived from the architecture. Names are relative to the layer. All values are final, so None always
+means that the layer does not have the component. This module does not depend on torch, ranks or options.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"]
 
 @dataclass(frozen=True)
 class Norm:
-    """A LayerNorm (with a bias) or an RMSNorm over the last dim."""
+    """A LayerNorm (with a bias) or an RMSNorm over the last dimension."""
 
     name: str
-    """The prefix of its tensors' names."""
+    """The prefix of the names of the norm's tensors."""
     kind: Literal["layernorm", "rmsnorm"]
     width: int
     eps: float
     offset: bool
-    """Whether the stored weight is the factor minus 1 (Gemma)."""
+    """Whether the weight is stored minus 1 (Gemma)."""
     rounds_last: bool = False
-    """Whether an RMSNorm is rounded to the dtype after multiplication by the weight (OLMo 2; always with `offset`)."""
+    """Whether an RMSNorm's result is rounded to the dtype after multiplication by the weight (OLMo 2), rather than
+    before. With `offset` the result is always rounded after the multiplication."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """The scaling of low rotary frequencies in Llama 3.1; see ops/rotary.py."""
 
-    factor: float  # divisor of the lowest frequencies
-    low: float  # frequencies with fewer rotations than this over `original` positions are divided
-    high: float  # frequencies with more rotations are unchanged
-    original: int  # number of positions before the scaling
+    factor: float  # divisor of low frequencies
+    low: float  # frequencies with fewer rotations than this over `original` positions are low
+    high: float  # frequencies with more rotations than this are unchanged
+    original: int  # maximum sequence length before the scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +49,27 @@ class YarnScaling:
     """The scaling of rotary frequencies in YaRN (Peng et al. 2023); see ops/rotary.py."""
 
     factor: float
-    """Divisor of the slow frequencies."""
+    """Divisor of low frequencies."""
     original: int
     """Positions before the scaling."""
     beta_fast: float
     """Frequencies with more rotations than this over `original` positions are unchanged."""
     beta_slow: float
-    """Frequencies with fewer rotations than this are divided by `factor`."""
+    """Frequencies with fewer rotations than this over `original` positions are divided by `factor`."""
     truncate: bool
-    """Whether the bounds of the partially interpolated frequencies are rounded outwards to integers."""
+    """Whether the bounds between unchanged and divided frequencies are rounded outwards to integers."""
     magnitude: float
     """Factor of cosines and sines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongScaling:
-    """The scaling of rotary frequencies in LongRoPE (Ding et al. 2024): each frequency has its own divisor."""
+    """The scaling of rotary frequencies in LongRoPE (Ding et al. 2024): each frequency has a separate divisor."""
 
     short: tuple[float, ...]
-    """Divisors for rows of at most `original` tokens."""
+    """Divisors of the frequencies in rows of at most `original` tokens."""
     long: tuple[float, ...]
-    """Divisors for longer rows."""
+    """Divisors of the frequencies in rows of more than `original` tokens."""
     original: int
     """Positions before the scaling."""
     magnitude: float
@@ -81,7 +82,7 @@ class Rope:
 
     base: float
     width: int
-    """Number of channels of each head that are rotated."""
+    """Number of rotated channels per head."""
     interpolation: float = 1.0
     """Divisor of positions."""
     scaling: RopeScaling | YarnScaling | LongScaling | None = None
@@ -92,13 +93,13 @@ class AuxiliaryLoss:
     """A loss that a mixer adds to the loss of the model's head, such as a loss that balances the load of experts."""
 
     name: str
-    """The name in the log. If several mixers use the same name, the log has one value, the mean over their layers."""
+    """The name in the log. If several mixers have a loss of the same name, the mean over these mixers is logged."""
     coefficient: float
-    """Factor of each layer's loss."""
+    """Factor of each layer's loss in the total loss."""
     mean_over: Literal["tokens", "sequences", "microbatches"]
-    """The divisor of the loss's total over the global batch: the number of tokens that the layer reads (with padding),
-    of sequences, or of microbatches of all data ranks. Only the number of microbatches depends on the micro batch
-    size."""
+    """The divisor of the loss's total over the global batch: the number of the layer's input tokens (including
+    padding), of sequences, or of microbatches of all data ranks. Only the number of microbatches depends on the micro
+    batch size."""
 
 
 class _Mixer:
@@ -115,17 +116,18 @@ class Attention(_Mixer):
     """Attention with grouped heads (Ainslie et al. 2023)."""
 
     name: str
-    """The prefix of its linear layers' names."""
+    """The prefix of the names of the mixer's linear layers."""
     site: str
-    """The name of its dropout. The name is hashed into the masks, so a different name gives different masks."""
+    """The name of the mixer's dropout. Masks depend on a hash of the name, so a different name gives different
+    masks."""
     heads: int
     kv_heads: int
     head_dim: int
     qkv_bias: bool
     out_bias: bool
     source: Literal["self", "memory", "neighbours", "reader"]
-    """The source of keys and values: "self", the layer's own tokens; "memory", the output of another stack;
-    "neighbours", the encoded neighbours of a token's chunk; "reader", in that encoder, the chunk of the text."""
+    """The source of keys and values: "self", the layer's tokens; "memory", the output of another stack; "neighbours",
+    the encoded neighbours of a token's chunk; "reader", in the encoder of neighbours, the chunk of the text."""
     causal: bool
     """Whether a token attends only to itself and earlier tokens."""
     padding: Literal["masked", "uniform", "zero"]
@@ -143,17 +145,17 @@ class Attention(_Mixer):
     dropout: float
     """Dropout probability for attention weights."""
     score_multiplier: float = 1.0
-    """Factor of the scores, in addition to 1 / sqrt(head_dim)."""
+    """Factor of the attention scores, in addition to 1 / sqrt(head_dim)."""
     softcap: float | None = None
-    """Scores s become softcap x tanh(s / softcap) before the softmax (Gemma 2)."""
+    """Bound of attention scores: the softmax is applied to softcap x tanh(score / softcap) (Gemma 2)."""
 
     @property
     def width(self) -> int:
-        """Number of channels of all heads together, which is the width of the queries and of the output."""
+        """Number of channels in all heads together, which is the width of the queries and of the output."""
         return self.heads * self.head_dim
 
     def most_keys(self, length: int) -> int:
-        """The maximum number of keys that any token attends to in a row of `length` keys."""
+        """Return the maximum number of keys that a token attends to in a row of `length` keys."""
         if self.window is None:
             return length
         return min(length, self.window if self.causal else 2 * self.window - 1)
@@ -161,7 +163,8 @@ class Attention(_Mixer):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(_Mixer):
-    """A feed-forward network: up, activation, down. Gated (Shazeer 2020): activation(gate) x up."""
+    """A feed-forward network: down(activation(up(x))), or, if gated, down(activation(gate(x)) x up(x)) (Shazeer
+    2020)."""
 
     name: str
     site: str
@@ -175,7 +178,7 @@ class Dense(_Mixer):
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of experts: a token first chooses groups, then experts within these groups (DeepSeek-V3, 2024)."""
+    """Groups of experts. A token's experts are chosen from the groups with the best scores (DeepSeek-V3, 2024)."""
 
     count: int
     chosen: int
@@ -185,33 +188,34 @@ class ExpertGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """The choice of experts for each token, and the factors of their outputs."""
+    """The choice of experts for each token, and the factors of the experts' outputs."""
 
     score: Literal["softmax", "sigmoid", "sqrt-softplus"]
-    """The function from logits to scores."""
+    """The function that maps logits to scores."""
     normalize: bool
-    """Whether the scores of the chosen experts are normalized to sum to 1. If not, softmax covers all experts."""
+    """Whether the scores of the chosen experts are normalized to a sum of 1. If not, the softmax is over all
+    experts."""
     scale: float
-    """Factor of the probabilities."""
+    """Factor of the probabilities of the chosen experts."""
     choice: Literal["largest", "sinkhorn", "quantile"]
-    """The rule of choice: "largest" chooses the largest scores; the others balance the load over a microbatch."""
+    """The rule of choice: "largest" selects the largest scores; the other rules balance the load over a microbatch."""
     groups: ExpertGroups | None
     bias: bool
     """Whether the router's linear layer has a bias."""
     balance_rate: float | None
-    """The change per step of the bias that balances the load. Only the choice reads this bias. None if the router has
-    no such bias."""
+    """The change per step of the bias that balances the load, which affects only the choice of experts. None if the
+    router has no such bias."""
     quantile_ema: float
     """For the choice "quantile": the decay of the moving average of the experts' thresholds."""
     dtype: Literal["fp32", "fp64"] | None
-    """The dtype of its linear layer, the probabilities and the weighted sum; None for the dtype of the activations."""
+    """The dtype of the router's linear layer, probabilities and weighted sum; None for the dtype of the activations."""
     jitter: float
-    """The router's input is multiplied by random factors in [1 - jitter, 1 + jitter]."""
+    """Range of noise: the router's input is multiplied by random factors in [1 - jitter, 1 + jitter]."""
     losses: tuple[AuxiliaryLoss, ...]
 
     @property
     def counts(self) -> bool:
-        """Whether the choice reads a bias for each expert that is set from counts at each step."""
+        """Whether the choice depends on a bias per expert that each step updates from counts."""
         return self.balance_rate is not None or self.choice == "quantile"
 
     def loss(self, name: str) -> AuxiliaryLoss | None:
@@ -220,19 +224,20 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCapacity:
-    """The maximum number of tokens of a microbatch for each expert."""
+    """The limit on the number of tokens per expert in a microbatch."""
 
     factor: float
-    """The limit, as a multiple of the even share."""
+    """The limit as a multiple of an even share."""
     policy: Literal["probs", "position"]
-    """The tokens that are kept: the tokens with the largest probability, or the first tokens."""
+    """The tokens that an expert keeps: those with the largest probabilities, or the first ones."""
     padded: bool
-    """Whether rows are padded so that each expert gets exactly the maximum number of rows."""
+    """Whether rows are padded so that the number of rows of each expert equals the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(_Mixer):
-    """A mixture of feed-forward networks; a router chooses some of them for each token (Shazeer et al. 2017)."""
+    """A mixture of feed-forward networks (experts), some of which a router chooses for each token (Shazeer et al.
+    2017)."""
 
     name: str
     site: str
@@ -243,7 +248,7 @@ class Experts(_Mixer):
     expert: Dense
     """The network of each expert, whose tensors are named NAME.NUMBER."""
     shared: Dense | None
-    """An additional network that is applied to every token."""
+    """An additional network that is applied to every token; None if the mixture has only chosen experts."""
     shared_gate: bool
     """Whether the shared network's output is multiplied by a gate: the sigmoid of a linear function of the input."""
     router: Router
@@ -261,7 +266,7 @@ class NeighbourAttention(_Mixer):
 
     The text is split into chunks, and each chunk has neighbours, which are retrieved texts. The last token of a chunk,
     and all but the last token of the next chunk, attend to the chunk's neighbours. Tokens before the last token of the
-    first chunk attend to nothing.
+    first chunk attend to no neighbours.
     """
 
     attention: Attention
@@ -283,7 +288,7 @@ class NeighbourAttention(_Mixer):
 
 
 Mixer = Attention | Dense | Experts | NeighbourAttention
-"""The function that a branch computes."""
+"""The main function of a branch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,18 +300,18 @@ class Branch:
     after alone, of the "sum":       norm(x + f(x))                  Vaswani et al. 2017, BERT
     before and after, of "branch":   x + after(f(before(x)))         Gemma 2 and 3
     after alone, of the "branch":    x + after(f(x))                 OLMo 2
-    no norm:                         x + f(x)                        in a parallel layer that has its own norm
+    no norm:                         x + f(x)                        in a parallel layer with one shared norm
     """
 
     mixer: Mixer
     before: Norm | None
-    """The norm of the input."""
+    """The norm of the branch's input."""
     after: Norm | None
-    """The norm of the output."""
+    """The norm after the branch."""
     after_of: Literal["sum", "branch"]
-    """The tensor that `after` normalizes: the sum of stream and branch, or the branch."""
+    """The input of the norm `after`: the sum of stream and branch, or the branch alone."""
     onto: Literal["stream", "normed"]
-    """The tensor that the branch is added to: the stream, or its norm."""
+    """The tensor to which the branch is added: the stream, or the normalized stream."""
     dropout: float
     """Dropout probability for the branch's output."""
     multiplier: float = 1.0
@@ -333,11 +338,11 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Branches that run one after the other, or in parallel on the same stream."""
+    """A layer, whose branches run one after the other, or in parallel on the same stream."""
 
     branches: tuple[Branch, ...]
     parallel: bool = False
-    """Whether all branches read the layer's input, and their outputs are summed (GPT-J, GPT-NeoX)."""
+    """Whether all branches have the layer's input as input, and branch outputs are summed (GPT-J, GPT-NeoX)."""
     before: Norm | None = None
     """A norm of the layer's input that all parallel branches share, instead of a norm per branch (GPT-J)."""
 
@@ -348,7 +353,7 @@ class Layer:
 
     @property
     def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
-        """The losses of all its mixers. A loss that several mixers compute is listed several times."""
+        """The losses of all mixers in the layer. A loss that several mixers compute is listed several times."""
         return tuple(loss for branch in self.branches for loss in branch.mixer.auxiliary_losses)
 
     @property
@@ -392,5 +397,5 @@ class Layer:
 
     @property
     def norm_placement(self) -> Literal["pre", "post"]:
-        """Whether the layer's norms are before or after its branches."""
+        """Whether the layer's norms are before or after the branches."""
         return "post" if self.branches[0].before is None and self.before is None else "pre"

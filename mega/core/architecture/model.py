@@ -1,10 +1,10 @@
-"""The architecture of a whole model as values: an input, stacks of layers one after the other, an output.
+"""The architecture of a whole model as frozen dataclasses: an input, a sequence of stacks of layers, and an output.
 
     Architecture(hidden=4096, input=Input(vocab=32000, ...), stacks=(Stack(layers=(Layer(...), ...)),), output=...)
 
-Layers are numbered through all stacks. A unit is a part that one pipeline stage holds whole: a layer, identified by its
-number, or an end of a stack, identified by its name. The units of a model with one stack are "embedding", 0, 1, ...,
-"head". This module does not depend on torch, ranks or options.
+Layers are numbered consecutively over all stacks. A unit is a part of the model that is never split between pipeline
+stages: a layer, identified by a number, or an end of a stack, identified by a name. The units of a model with one stack
+are "embedding", 0, 1, ..., "head". This module does not depend on torch, ranks or options.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mega.core.architecture.tensor import Tensor, Unit, padded
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """The embedding: the sum of rows of tables."""
+    """The embedding, which is a sum of rows of tables."""
 
     vocab: int
     """Number of rows of the token table, without padding."""
     vocab_multiple: int
-    """The token table is padded to a multiple of this number times the number of tensor ranks."""
+    """The number of rows of the token table is padded to a multiple of this number times the number of tensor ranks."""
     scale: float
     """Factor by which token rows are multiplied."""
     rounds_scale: bool
-    """Whether the factor is first rounded to the dtype of the rows."""
+    """Whether `scale` is first rounded to the dtype of the rows."""
     learned_positions: int
     """Number of rows of a learned table of positions; 0 if the model has no such table."""
     learned_from: int
-    """The row of the first position."""
+    """The row of the table of learned positions that belongs to the first position."""
     sinusoid_from: int | None
     """The first sinusoidal position; None if positions are not sinusoidal."""
     types: int
@@ -41,31 +41,31 @@ class Input:
     dropout: float
 
     def rows(self, tp: int) -> int:
-        """Number of rows of the token table, with padding, over all `tp` tensor ranks together."""
+        """Return the number of rows in the token table, with padding, on all `tp` tensor ranks together."""
         return padded(self.vocab, tp, self.vocab_multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Layers on one residual stream."""
+    """A stack of layers on one residual stream."""
 
     name: str
-    """The prefix of its tensors' names."""
+    """The prefix of the names of the stack's tensors."""
     opens: str
-    """The unit in front of its first layer, which holds its embedding."""
+    """The unit before the stack's first layer, which holds the stack's embedding."""
     first: int
-    """The number of its first layer."""
+    """The number of the stack's first layer."""
     layers: tuple[Layer, ...]
     norm: Norm | None
     """The norm after the last layer. This norm belongs to the unit that follows."""
 
     @property
     def numbers(self) -> range:
-        """The numbers of its layers, counted through all stacks."""
+        """The numbers of the stack's layers, counted over all stacks."""
         return range(self.first, self.first + len(self.layers))
 
     def prefix(self, number: int) -> str:
-        """The prefix of the tensor names of layer `number`."""
+        """Return the prefix of the tensor names of layer `number`."""
         return f"{self.name}.layers.{number - self.first}."
 
 
@@ -80,7 +80,7 @@ class Words:
     divisor: float = 1.0
     """Divisor of logits."""
     softcap: float | None = None
-    """Logits l, after the division, become softcap x tanh(l / softcap) (Gemma 2)."""
+    """Bound of logits: after the division, logits are replaced with softcap x tanh(logits / softcap) (Gemma 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,30 +99,31 @@ class Rows:
     classes: int
     """Number of outputs per row."""
     choices: int
-    """For multiple choice, the number of rows from which one row is chosen, with a single output per row; 1 if each row
-    is classified separately."""
+    """Number of rows from which one row is chosen (multiple choice), with a single output per row; 1 if each row is
+    classified separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """A layer that predicts one token later than the previous prediction (DeepSeek-V3, section 2.2).
+    """A layer of multi-token prediction, which predicts the token after the previous prediction (DeepSeek-V3, section
+    2.2).
 
-    A linear layer joins the norms of the previous stream and of the embedding of the previously predicted token.
+    The input is a linear layer of two norms: of the previous prediction's stream and of the previous token's embedding.
     """
 
     name: str
-    """The prefix of its tensors' names."""
+    """The prefix of the names of the layer's tensors."""
     token_norm: Norm
-    """The norm of the embedding."""
+    """The norm of the previous token's embedding."""
     stream_norm: Norm
-    """The norm of the previous stream."""
+    """The norm of the previous prediction's stream."""
     layer: Layer
     norm: Norm
     """The norm of the output."""
     loss: str
-    """The name of its loss in the log."""
+    """The name of the layer's loss in the log."""
     coefficient: float
-    """Factor of the loss."""
+    """Factor of the layer's loss in the total loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ class Output:
 
     words: Words | None
     ahead: tuple[Ahead, ...] = ()
-    """Layers that predict tokens after the next token; each reads the stream of the previous layer."""
+    """Layers that predict tokens after the next token. The input of each includes the stream of the previous layer."""
     pooler: bool
     """Whether a dense layer and tanh are applied to the first token of a row."""
     rows: Rows | None
@@ -150,16 +151,16 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """Factor of the product of the two matrices."""
+        """Factor of the product of an adapter's two matrices."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model: everything that determines its tensors and its computation."""
+    """The architecture of a model, which determines all tensors and the whole computation."""
 
     family: str
-    """The name in messages and on disk. Code that depends on the family belongs in core/family.py."""
+    """Name of the model family in messages and on disk. Code that depends on the family belongs in core/family.py."""
     hidden: int
     """Width of the residual stream."""
     positions: int
@@ -170,10 +171,10 @@ class Architecture:
     init_std: float
     """Standard deviation of the initial values of matrices and tables."""
     out_std: float
-    """As `init_std`, for the last linear layers of branches."""
+    """Standard deviation of the initial values of the last linear layers of branches."""
     adapters: Adapters | None
     extra: tuple[Tensor, ...] = ()
-    """Tensors of a family in addition to the tensors of the parts above."""
+    """Additional tensors of a family, not implied by the other fields."""
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -198,31 +199,31 @@ class Architecture:
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
-        """The kinds of rotary positions in the model's layers."""
+        """The distinct types of rotary positions in the model's layers."""
         layers = dict.fromkeys((*self.layers, *self.encoder))
         ropes = (attention.rope for layer in layers for attention in layer.attentions)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @cached_property
     def reading(self) -> tuple[int, ...]:
-        """Numbers of the layers that read neighbours."""
+        """Numbers of the layers that attend to neighbours."""
         return tuple(number for number, layer in enumerate(self.layers) if layer.neighbours is not None)
 
     @cached_property
     def encoder(self) -> tuple[Layer, ...]:
-        """The layers of the encoder of neighbours; () if the model has none."""
+        """The layers of the neighbours' encoder; () if the model has no such encoder."""
         first = self.layers[self.reading[0]].neighbours if self.reading else None
         return () if first is None else first.encoder
 
     @property
     def long_from(self) -> int | None:
-        """The number of tokens above which LongRoPE's long factors apply; None if one set of factors always applies."""
+        """The number of tokens above which LongRoPE's long factors apply; None if the factors never change."""
         scalings = [rope.scaling for rope in self.ropes if isinstance(rope.scaling, LongScaling)]
         return scalings[0].original if scalings and scalings[0].original < self.positions else None
 
     @cached_property
     def auxiliary_losses(self) -> dict[AuxiliaryLoss, tuple[int, ...]]:
-        """Loss of the model's layers -> the number of mixers in each stack that compute this loss.
+        """Each loss of the model's layers -> the number of mixers in each stack that compute this loss.
 
         Errors: ValueError if two different losses have the same name.
         """
@@ -256,8 +257,7 @@ class Architecture:
 
     @property
     def cached(self) -> Attention:
-        """The attention that determines the shape of the key/value cache and the soft cap, which must be the same for
-        all layers.
+        """An attention with the key/value cache shape and the soft cap of all layers, which must be equal.
 
         Errors: ValueError if layers differ in these properties.
         """
@@ -274,6 +274,6 @@ class Architecture:
         return self.output.words is not None and self.output.words.tied
 
     def ends(self, stack: Stack) -> str:
-        """The unit after a stack's last layer."""
+        """Return the unit after a stack's last layer."""
         following = self.stacks.index(stack) + 1
         return self.stacks[following].opens if following < len(self.stacks) else "head"

@@ -1,4 +1,4 @@
-"""The description of one logical tensor. This module does not depend on torch, ranks or the way layers fuse tensors."""
+"""Descriptions of logical tensors. This module does not depend on torch, on ranks or on how layers fuse tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from math import ceil, prod
 from typing import Literal
 
 Unit = int | str
-"""A part of the model that one pipeline stage holds whole: a layer's number, or a name such as "embedding"."""
+"""A part of the model that is never split between pipeline stages: a layer's number, or a name such as "embedding"."""
 
 Partial = Literal["tp", "sequence"]
-"""When the gradient on a tensor rank is partial: "tp" always (norms of a rank's own heads), "sequence" if the tensor
-ranks split the sequence (norms and row biases then get the gradient of the rank's own tokens)."""
+"""The condition under which the gradient on a tensor rank is partial. "tp": always (norms of heads, because a rank has
+only some of the heads). "sequence": if tensor ranks split the sequence (other norms and biases of row-parallel layers,
+because a rank has only some of the tokens)."""
 
 TENSOR_AXES = {"dp": "tp", "edp": "etp"}
 """Data axis of a tensor -> the axis of the tensor ranks that shard or replicate it."""
@@ -19,14 +20,14 @@ TENSOR_AXES = {"dp": "tp", "edp": "etp"}
 
 @dataclass(frozen=True)
 class Cut:
-    """`dim` is sharded over `axis` in equal ranges of whole parts (heads, columns, vocabulary rows)."""
+    """The sharding of dimension `dim` over `axis`, in equal ranges of whole parts (heads, columns, vocabulary rows)."""
 
     dim: int
     axis: str
     parts: int
-    """The number of parts that must not be split, for example heads."""
+    """The number of parts, none of which may be split, for example heads."""
     multiple: int = 0
-    """0 if the axis size must divide `parts`. Otherwise the dim is first padded to a multiple of `multiple x axis
+    """0 if the axis size must divide `parts`. Otherwise the dimension is first padded to a multiple of `multiple x axis
     size`, and the last ranks hold padding."""
 
 
@@ -57,22 +58,22 @@ class Tensor:
     """The units that use the tensor; several for a tied tensor."""
     init: Init
     cuts: tuple[Cut, ...] = ()
-    """How the tensor is sharded. Each cut has a different dim and a different axis."""
+    """The sharding of the tensor. Each cut has a different dimension and a different axis."""
     partial: tuple[Partial, ...] = ()
-    """When the gradient on a tensor rank is partial."""
+    """Conditions under which the gradient on a tensor rank is partial."""
     data: str = "dp"
-    """The data axis, over which the gradient is summed: ranks that hold copies of the tensor and have different tokens
+    """The data axis over which the gradient is summed, whose ranks hold copies of the tensor and have different tokens
     ("edp" for a tensor of an expert)."""
     trainable: bool = True
     """Whether the tensor gets gradients. A frozen tensor has no bucket, no moments and no master copy."""
     share: float = 1.0
-    """The fraction of the layer's tokens with which the tensor is multiplied (for an expert, the tokens that choose the
-    expert)."""
+    """The fraction of the layer's tokens that are multiplied by the tensor; for an expert, of the tokens that choose
+    the expert."""
     member: Member | None = None
     """The expert's index, for a tensor of one of several experts; otherwise None."""
     counted: bool = False
-    """Whether the tensor has no gradient, but is set from counts in each step, in fp32 at least. Checkpoints store it
-    like trained tensors."""
+    """Whether each step sets the tensor from counts, in fp32 or wider, instead of from a gradient. Checkpoints store
+    such a tensor like trained tensors."""
 
     @property
     def learned(self) -> bool:
@@ -81,12 +82,13 @@ class Tensor:
 
     @property
     def tensor_axis(self) -> str:
-        """The axis of the tensor ranks that shard or replicate it."""
+        """The axis of the tensor ranks that shard or replicate the tensor."""
         return TENSOR_AXES[self.data]
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies. As in Megatron, biases and other one-dimensional tensors do not decay."""
+        """Whether weight decay applies to the tensor. As in Megatron-LM, one-dimensional tensors such as biases do not
+        decay."""
         return len(self.shape) > 1
 
     @property
@@ -99,12 +101,12 @@ class Tensor:
         return prod(self.shape)
 
     def cut(self) -> Cut | None:
-        """How tensor ranks shard the tensor; None if each rank holds it whole."""
+        """Return the cut that shards the tensor over tensor ranks; None if each tensor rank holds the whole tensor."""
         return next((cut for cut in self.cuts if cut.axis == self.tensor_axis), None)
 
 
 def padded(parts: int, size: int, multiple: int) -> int:
-    """`parts` rounded up to a multiple of `multiple x size`.
+    """Return `parts` rounded up to a multiple of `multiple x size`.
 
     >>> padded(50257, 1, 128), padded(50257, 8, 128)
     (50304, 51200)

@@ -1,9 +1,8 @@
-"""Every logical tensor of a model, once, from one walk over its architecture: name, shape, cuts, initial values, units.
+"""Generate every logical tensor of a model in one walk over the architecture: name, shape, cuts, initial values, units.
 
 Tensors that exist in Llama have Hugging Face's names for Llama. Weights are [out, in]. The walk goes from the tables of
-the first stack to the output, and within a layer from the first branch to the last. All code that must agree about a
-model reads these tensors: layers, initialisation, gradient norms and reductions, optimizer spans, checkpoints,
-converters, the estimate.
+the first stack to the output, and within a layer from the first branch to the last. These tensors are the single source
+for layers, initialisation, gradient norms and reductions, optimizer spans, checkpoints, converters and the estimate.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from mega.core.architecture.tensor import Cut, Init, Member, Partial, Tensor, Un
 
 
 def tensors(model: Architecture) -> Iterator[Tensor]:
-    """All tensors except the tensors of adapters."""
+    """Yield all tensors of a model except the tensors of adapters."""
     yield from _input(model)
     for stack in model.stacks:
         for number, layer in zip(stack.numbers, stack.layers, strict=True):
@@ -30,8 +29,8 @@ def tensors(model: Architecture) -> Iterator[Tensor]:
 
 
 def layer_tensors(model: Architecture, layer: Layer, unit: Unit) -> Iterator[Tensor]:
-    """The tensors of a layer, with names relative to the layer. unit: the layer's number, or the unit that contains the
-    layer."""
+    """Yield the tensors of a layer, with names relative to the layer. unit: the layer's number, or the unit that
+    contains the layer."""
     if layer.before is not None:
         yield from norm(layer.before, unit, "sequence")
     for branch in layer.branches:
@@ -51,7 +50,7 @@ def layer_tensors(model: Architecture, layer: Layer, unit: Unit) -> Iterator[Ten
 
 
 def norm(value: Norm, unit: Unit, partial: Partial) -> Iterator[Tensor]:
-    """The weight of a norm, and the bias of a LayerNorm."""
+    """Yield the weight of a norm, and the bias if it is a LayerNorm."""
     ones = Init(constant=0.0 if value.offset else 1.0)
     yield Tensor(f"{value.name}.weight", (value.width,), (unit,), ones, partial=(partial,))
     if value.kind == "layernorm":
@@ -59,18 +58,18 @@ def norm(value: Norm, unit: Unit, partial: Partial) -> Iterator[Tensor]:
 
 
 def whole_linear(model: Architecture, name: str, outs: int, partial: tuple[Partial, ...] = ()) -> Iterator[Tensor]:
-    """The tensors of a linear layer of the head: weight and bias, which every rank holds whole."""
+    """Yield the weight and the bias of a linear layer of the head, which every rank holds whole."""
     yield Tensor(f"{name}.weight", (outs, model.hidden), ("head",), Init(std=model.init_std), partial=partial)
     yield Tensor(f"{name}.bias", (outs,), ("head",), Init(), partial=partial)
 
 
 def vocabulary_rows(model: Architecture) -> tuple[Cut, ...]:
-    """The cut of a table of tokens: rows over the tensor ranks."""
+    """Return the cut of an embedding table of tokens, whose rows are sharded over tensor ranks."""
     return (Cut(0, "tp", model.input.vocab, multiple=model.input.vocab_multiple),)
 
 
 def _input(model: Architecture) -> Iterator[Tensor]:
-    """Tables that the stacks share with each other and with a tied output. Only the first stack has token types and a
+    """Yield the embedding tables, which all stacks and a tied output share. Only the first stack has token types and a
     norm."""
     table, normal = model.input, Init(std=model.init_std)
     embeddings = tuple(stack.opens for stack in model.stacks)
@@ -87,7 +86,7 @@ def _input(model: Architecture) -> Iterator[Tensor]:
 
 
 def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterator[Tensor]:
-    """Query, key, value and output; heads are sharded over tp."""
+    """Yield the tensors of query, key, value and output projections, whose heads are sharded over tp."""
     name = attention.name
     for projection, heads in (("q", attention.heads), ("k", attention.kv_heads), ("v", attention.kv_heads)):
         outs = heads * attention.head_dim
@@ -99,7 +98,7 @@ def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterato
 
 
 def _neighbour_attention(model: Architecture, mixer: NeighbourAttention, unit: Unit) -> Iterator[Tensor]:
-    """The tensors of the encoder's layers, then the tensors of the attention."""
+    """Yield the tensors of the encoder's layers, then the tensors of the attention."""
     for number, layer in enumerate(mixer.encoder):
         for tensor in layer_tensors(model, layer, unit):
             yield replace(tensor, name=f"{mixer.prefix}.layers.{number}.{tensor.name}")
@@ -107,8 +106,8 @@ def _neighbour_attention(model: Architecture, mixer: NeighbourAttention, unit: U
 
 
 def _head_norm(attention: Attention, value: Norm, unit: Unit) -> Iterator[Tensor]:
-    """The norm of queries or keys. A norm per head is replicated; a norm over the whole projection is sharded like the
-    heads."""
+    """Yield the tensors of a norm of queries or keys. A norm per head is replicated; a norm over the whole projection
+    is sharded like the heads."""
     for tensor in norm(value, unit, "tp"):
         if value.width == attention.head_dim:
             yield tensor
@@ -117,14 +116,14 @@ def _head_norm(attention: Attention, value: Norm, unit: Unit) -> Iterator[Tensor
 
 
 def _dense(model: Architecture, dense: Dense, unit: Unit) -> Iterator[Tensor]:
-    """Gate, up and down; the hidden layer is sharded over tp."""
+    """Yield the tensors of gate, up and down projections, whose hidden layer is sharded over tp."""
     for projection in ("gate", "up") if dense.gated else ("up",):
         yield from _column(model, f"{dense.name}.{projection}_proj", unit, dense.width, dense.width, dense.bias)
     yield from _row(model, f"{dense.name}.down_proj", unit, dense.width, dense.width, dense.bias)
 
 
 def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tensor]:
-    """The router (which every tensor rank holds whole), the matrices of each expert, and the matrices of the shared
+    """Yield the tensors of the router (which every tensor rank holds whole), of each expert, and of the shared
     expert."""
     gate, normal = f"{experts.name}.gate", Init(std=model.init_std)
     partial_tokens: tuple[Partial, ...] = ("sequence",)
@@ -138,8 +137,8 @@ def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tens
         member, share = Member("ep", number, experts.count), min(1.0, experts.chosen / experts.count)
         for tensor in _dense(model, network, unit):
             cuts = tuple(replace(cut, axis="etp") for cut in tensor.cuts)
-            # Only one tensor rank adds the bias of the last linear layer, before the sum, so the bias's gradient is
-            # partial.
+            # Only one tensor rank adds the bias of the last linear layer, before the sum over ranks, so the bias's
+            # gradient is partial.
             partial: tuple[Partial, ...] = () if cuts else ("tp",)
             yield replace(tensor, cuts=cuts, partial=partial, data="edp", member=member, share=share)
     if experts.shared is not None:
@@ -150,7 +149,8 @@ def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tens
 
 
 def _column(model: Architecture, name: str, unit: Unit, outs: int, parts: int, bias: bool) -> Iterator[Tensor]:
-    """A column-parallel linear layer, sharded by rows of the weight: every rank computes its own outputs."""
+    """Yield the tensors of a column-parallel linear layer. Rows of the weight are sharded, so each rank computes some
+    of the outputs."""
     cuts = (Cut(0, "tp", parts),)
     yield Tensor(f"{name}.weight", (outs, model.hidden), (unit,), Init(std=model.init_std), cuts)
     if bias:
@@ -158,8 +158,8 @@ def _column(model: Architecture, name: str, unit: Unit, outs: int, parts: int, b
 
 
 def _row(model: Architecture, name: str, unit: Unit, ins: int, parts: int, bias: bool) -> Iterator[Tensor]:
-    """A row-parallel linear layer, sharded by columns of the weight: outputs are summed over ranks, then the bias is
-    added."""
+    """Yield the tensors of a row-parallel linear layer. Columns of the weight are sharded, so outputs are summed over
+    ranks before the bias is added."""
     cuts = (Cut(1, "tp", parts),)
     yield Tensor(f"{name}.weight", (model.hidden, ins), (unit,), Init(std=model.out_std), cuts)
     if bias:
@@ -167,8 +167,8 @@ def _row(model: Architecture, name: str, unit: Unit, ins: int, parts: int, bias:
 
 
 def _ahead(model: Architecture, ahead: Ahead) -> Iterator[Tensor]:
-    """The tensors of a layer that predicts later tokens. The layer belongs to the head, whose output matrix and table
-    it uses."""
+    """Yield the tensors of a layer of multi-token prediction. The layer belongs to the head, and uses the head's output
+    matrix and the embedding table."""
     for each in (ahead.token_norm, ahead.stream_norm):
         yield from norm(each, "head", "sequence")
     shape, normal = (model.hidden, 2 * model.hidden), Init(std=model.init_std)
@@ -179,8 +179,9 @@ def _ahead(model: Architecture, ahead: Ahead) -> Iterator[Tensor]:
 
 
 def _output(model: Architecture, output: Output) -> Iterator[Tensor]:
-    """The tensors of the output. Tensor ranks replicate the layers for tokens and for rows; the layers for tokens may
-    process only a rank's own tokens. The output matrix is sharded over the vocabulary."""
+    """Yield the tensors of the output. The layers for tokens and for rows are replicated on tensor ranks; under
+    sequence parallelism the layers for tokens process only the tokens of the rank. The output matrix is sharded over
+    the vocabulary."""
     if (words := output.words) is not None:
         if words.transform is not None:
             yield from whole_linear(model, "lm_head.dense", model.hidden, ("sequence",))

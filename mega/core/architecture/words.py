@@ -9,7 +9,7 @@ from mega.core.words import count_words
 
 
 def shape_words(model: Architecture) -> str:
-    """The shape of a model. The first layer represents all layers, and the first mixture all mixtures of experts.
+    """Describe the shape of a model by the first layer and the first mixture of experts.
 
     >>> from mega.core.architecture import architecture
     >>> from mega.core.config.compose import compose
@@ -27,7 +27,7 @@ def shape_words(model: Architecture) -> str:
 
 
 def _feed_forward(model: Architecture) -> str:
-    """The feed-forward networks of all layers."""
+    """Describe the feed-forward networks of all layers."""
     mixtures = [layer.experts for layer in model.layers if layer.experts is not None]
     dense = [layer for layer in model.layers if layer.experts is None]
     words = [f"ffn {dense[0].feed_forward.width}"] if dense else []
@@ -40,7 +40,7 @@ def _feed_forward(model: Architecture) -> str:
 
 
 def parameter_words(options: ModelConfig) -> str:
-    """The number of parameters; for a mixture of experts also the number used for one token.
+    """Describe the number of parameters, and for a mixture of experts also the number used per token.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -52,5 +52,5 @@ def parameter_words(options: ModelConfig) -> str:
 
 
 def size_words(model: Architecture) -> str:
-    """A shorter description of the shape, for servers."""
+    """Describe the shape of a model more briefly, for servers."""
     return f"{model.family}, {len(model.layers)} blocks of {model.hidden}"

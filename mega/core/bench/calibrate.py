@@ -1,14 +1,14 @@
-"""Measure this machine: matrix products, attention, copies, elementwise passes, collectives; write the result as TOML.
+"""Measure matrix products, attention, copies, elementwise passes and collectives on this machine; write a TOML file.
 
     products        by shape, in the dtype that training uses      -> product
     attention       causal, forward and backward                   -> attention_forward, attention_backward
     copies, norms   large tensors                                  -> bandwidth, elementwise
     collectives     by size over all ranks of this host            -> inside, latency
-    transfers       from one rank to the next, by size             -> peer
+    transfers       from each rank to the next, by size            -> peer
 
-The file is read by `mega memory-estimate --gpu FILE.toml`. Values that need several hosts (links between hosts) or a
-model (host time for launching a block) are copied from `base` in estimate/hardware.toml. This module does not depend on
-a model.
+`mega memory-estimate --gpu FILE.toml` reads this file. Values that cannot be measured without several hosts (links
+between hosts) or a model (host time for launching a block) are copied from `base` in estimate/hardware.toml. This
+module does not depend on a model.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from mega.core.processes.world import World
 
 @dataclass(frozen=True)
 class Extent:
-    """The sizes that are measured on a kind of device."""
+    """The sizes measured on one type of device."""
 
     dtype: str
     products: tuple[tuple[int, int, int], ...]
-    """Matrix products [m, k] x [k, n], as (m, k, n)."""
+    """Sizes (m, k, n) of matrix products [m, k] x [k, n]."""
     attention: tuple[int, int, int, int]
-    """(rows, length, heads, width of a head)."""
+    """Size of the attention: (rows, length, heads, width of a head)."""
     sizes: tuple[int, ...]
     """Sizes of collectives, in bytes."""
     elements: tuple[int, int]
-    """(tokens, width) of the tensors of copies and elementwise passes."""
+    """Size (tokens, width) of the tensors in copies and elementwise passes."""
 
 
 CUDA = Extent(
@@ -74,7 +74,7 @@ CPU = Extent(
 
 
 def calibrate(out: str, kind: str, backend: str, timeout_minutes: float, repeats: int) -> int:
-    """Measure as one rank of the world that the environment describes; rank 0 writes `out`. Returns the exit code."""
+    """Measure as one rank of the job described by the environment; rank 0 writes `out`. Returns the exit code."""
     world, device, groups = connect(kind, backend, timeout_minutes)
     values, peaks = Machine(world, device, groups, repeats).measured()
     if world.rank == 0:
@@ -87,7 +87,7 @@ def calibrate(out: str, kind: str, backend: str, timeout_minutes: float, repeats
 
 
 class Machine:
-    """The device of one rank, and the axis of all ranks."""
+    """Measurements on the device of one rank, and over the axis of all ranks."""
 
     def __init__(self, world: World, device: Device, groups: Groups, repeats: int):
         self.world, self.device, self.repeats = world, device, repeats
@@ -97,7 +97,7 @@ class Machine:
         self.axis: Axis = Mesh(world.rank, dp=world.size, groups=groups).everyone
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The values for the hardware file, and the peak TFLOP/s per dtype."""
+        """Return the values for the hardware file, and the peak TFLOP/s per dtype."""
         element = self.filled(1)
         launch = self.seconds(lambda: element.add_(0))
         bandwidth = self._bandwidth()
@@ -117,24 +117,24 @@ class Machine:
             "node": self.world.local_size,
         }
         if not self.device.is_cuda:
-            values["communicator"] = 0.01  # sockets and their buffers
+            values["communicator"] = 0.01  # memory of sockets and socket buffers
             values["host"] = 1e-3  # the host is the device, so neither waits for the other
             values["launch"] = launch * 1e6
         if self.world.size > 1:
             delay, each = self._gathering()
             values |= {"inside": 1 / each / 1e9, "latency": max(delay * 1e6, 1e-3), "peer": self._handing() / 1e9}
-        # On CUDA, fp32 and fp64 are not measured; their peaks are those of the base.
+        # On CUDA, fp32 and fp64 are not measured; the peaks of `base` are used.
         names = ("bf16", "fp16") if self.device.is_cuda else ("bf16", "fp16", "fp32", "fp64")
         peaks = {name: peak / 1e12 / (2 if name == "fp64" else 1) for name in names}
-        # The fp8 peak of devices with fp8 products is twice their 16-bit peak.
+        # On devices with fp8 products, the fp8 peak is twice the 16-bit peak.
         return values, peaks | ({"fp8": 2 * peak / 1e12} if fp8_matmuls(self.device.torch) else {})
 
     def filled(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device.torch, dtype=self.dtype)
 
     def seconds(self, run: Callable[[], object], times: int = 3) -> float:
-        """Seconds of one `run` on the slowest rank: the minimum of several trials, because other work can only add
-        time."""
+        """Return the seconds of one call of `run` on the slowest rank: the minimum of several trials, because other
+        work can only add time."""
         run()
         trials = []
         for _ in range(self.repeats):
@@ -149,13 +149,14 @@ class Machine:
         return max(float(slowest), 1e-9)
 
     def _bandwidth(self) -> float:
-        """Bytes per second that a copy reads and writes."""
+        """Return the memory bandwidth of a copy, counting bytes read and written, in bytes per second."""
         x = self.filled(*self.extent.elements)
         y = torch.empty_like(x)
         return 2 * x.nbytes / self.seconds(lambda: y.copy_(x))
 
     def _elementwise(self) -> float:
-        """Bytes per second of the residual addition with its norm, which reads two tensors and writes two."""
+        """Return the memory bandwidth, in bytes per second, of a residual addition with a norm, which reads and writes
+        two tensors each."""
         tokens, width = self.extent.elements
         x, branch = self.filled(tokens, width), self.filled(tokens, width)
         weight = torch.ones(width, device=self.device.torch, dtype=self.dtype)
@@ -166,7 +167,7 @@ class Machine:
         return Product(m, k, n, x.element_size(), self.seconds(lambda: torch.nn.functional.linear(x, weight)))
 
     def _attention(self) -> tuple[float, float]:
-        """Operations per second of attention, forward and backward, counting only the causal half."""
+        """Return operations per second of attention, forward and backward, counting only the causal half."""
         rows, length, heads, width = self.extent.attention
         q, k, v = (self.filled(rows, length, heads, width).requires_grad_() for _ in range(3))
         half = 2.0 * rows * length * length * heads * width
@@ -177,7 +178,7 @@ class Machine:
         return half / forward, 2.5 * half / backward
 
     def _gathering(self) -> tuple[float, float]:
-        """Delay in seconds of an all-gather, and seconds per byte that a rank sends."""
+        """Return the latency of an all-gather in seconds, and the seconds per byte sent by a rank."""
         sizes, seconds = [], []
         for size in self.extent.sizes:
             shard = torch.zeros(size // self.world.size, dtype=torch.uint8, device=self.device.torch)
@@ -186,6 +187,6 @@ class Machine:
         return line(sizes, seconds)
 
     def _handing(self) -> float:
-        """Bytes per second from each rank to the next, while all ranks send at once."""
+        """Return the bytes per second from each rank to the next while all ranks send simultaneously."""
         x = torch.zeros(self.extent.sizes[-1], dtype=torch.uint8, device=self.device.torch)
         return x.nbytes / self.seconds(lambda: RingShift(x, self.axis).wait())

@@ -1,11 +1,12 @@
-"""Measure an engine or a server under load: requests arrive at random at given rates, and each token is timed.
+"""Measure an engine or a server under load: requests arrive at random times with given rates, and each token is timed.
 
     time to first token     from a request's arrival to its first token, including the time in the queue
     time between tokens     from each token of a request to its next one
     throughput              new tokens of all requests, from the first arrival to the last token
 
-Arrivals are a Poisson process with a fixed seed; with rate 0 all requests arrive at once. Prompts are random tokens, so
-no prefix is shared; answers always have all their tokens. This module does not depend on weights or flags.
+Arrivals are a Poisson process with a fixed seed; with rate 0 all requests arrive simultaneously. Prompts are random
+tokens, so no prefix is shared; answers always have the requested number of tokens. This module does not depend on
+weights or flags.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Load:
-    """One load: requests at one rate."""
+    """A load, which is a number of requests at one rate."""
 
     rate: float
-    """Requests per second; 0 means all at once."""
+    """Requests per second; 0 if all requests arrive simultaneously."""
     requests: int
     prompt: int
     """Number of tokens in each prompt."""
@@ -41,7 +42,7 @@ class Load:
     """Number of tokens in each answer."""
 
     def arrivals(self) -> list[float]:
-        """Arrival times of the requests, in seconds.
+        """Return the arrival times of the requests, in seconds.
 
         >>> [round(second, 2) for second in Load(2.0, 3, 1, 1).arrivals()]
         [0.0, 0.07, 1.01]
@@ -51,23 +52,23 @@ class Load:
         return list(accumulate(gaps))
 
     def prompts(self, vocab: int) -> list[tuple[int, ...]]:
-        """Random ids below `vocab`. Prompts differ between loads, because an engine may have cached those of an earlier
-        load."""
+        """Return prompts of random ids below `vocab`. Each load has different prompts, because an engine may have
+        cached the prompts of an earlier load."""
         draw = random.Random(f"{SEED} {self}")
         return [tuple(draw.randrange(vocab) for _ in range(self.prompt)) for _ in range(self.requests)]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one request, in seconds."""
+    """Measured times of one request, in seconds."""
 
     arrival: float
     tokens: tuple[float, ...]
     """Times at which tokens arrived."""
     error: str = ""
-    """Reason why the answer is incomplete."""
+    """Reason why the answer is incomplete; empty if the answer is complete."""
     count: int | None = None
-    """Number of tokens; None means one for each time in `tokens`."""
+    """Number of tokens in the answer; None if `tokens` has one time per token."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,12 @@ class ServingRow:
     """Median time of a whole request, in seconds."""
 
     def fields(self) -> dict[str, object]:
-        """The row of --json."""
+        """Return the row for --json."""
         return {"name": "serve", **asdict(self)}
 
 
 def summary(load: Load, timings: Sequence[Timing]) -> ServingRow:
-    """The result of a load from its timings. Errors: ValueError if no request was answered."""
+    """Return the result of a load, computed from `timings`. Errors: ValueError if no request was answered."""
     good = [each for each in timings if not each.error]
     if not good:
         raise ValueError(f"--rate {load.rate:g}: no request was answered: {timings[0].error}")
@@ -120,7 +121,7 @@ def summary(load: Load, timings: Sequence[Timing]) -> ServingRow:
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
-    """Median and 99th percentile.
+    """Return median and 99th percentile.
 
     >>> _spread([float(n) for n in range(101)])
     (50.0, 99.0)
@@ -150,7 +151,7 @@ def run_on_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.
             except RequestError as error:
                 raise ValueError(f"--prompt-tokens {load.prompt}, --new-tokens {load.new}: {error}") from None
             next_prompt += 1
-        # An idle engine has no step to run until the next request arrives; sleep briefly instead of polling.
+        # An idle engine has no step to run before the next request arrives; sleep briefly instead of polling.
         if engine.idle:
             time.sleep(min(max(arrivals[next_prompt] - seconds, 0.0), 0.001))
             continue
@@ -166,15 +167,15 @@ def run_on_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.
 
 
 def run_on_server(url: str, load: Load, vocab: int) -> list[Timing]:
-    """Send the requests of a load to /v1/completions at `url` (HOST:PORT), each on its own connection.
+    """Send the requests of a load to /v1/completions at `url` (HOST:PORT), each on a separate connection.
 
-    Errors: ValueError for an invalid address; OSError if no server answers.
+    Errors: ValueError if the address is invalid; OSError if no server answers.
     """
     return asyncio.run(_ask_all(*_address(url), load, load.prompts(vocab)))
 
 
 def vocabulary(url: str) -> int:
-    """Vocabulary size of a server, from /tokenizer_info. Errors: as in `run_on_server`."""
+    """Return the vocabulary size of a server, from /tokenizer_info. Errors: as in `run_on_server`."""
     status, lines = asyncio.run(_whole(*_address(url), "/tokenizer_info"))
     try:
         return int(json.loads(lines)["vocab_size"])
@@ -227,8 +228,8 @@ async def _ask_all(host: str, port: int, load: Load, prompts: Sequence[Sequence[
 
 
 async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list[float], str, int | None]:
-    """Times at which text arrived, an error or "", and the number of tokens if the server reports it. Text may arrive
-    less often than tokens, since a token may hold a part of a character."""
+    """Return the times at which text arrived, an error message or "", and the number of tokens if the server reports
+    that number. Text may arrive less often than tokens, because a token may be only a part of a character."""
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     try:
         writer.write(_head(host, "POST", "/v1/completions", body))
@@ -257,8 +258,8 @@ async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list
 
 
 def table(rows: Sequence[ServingRow]) -> str:
-    """One line for each rate. Times are in milliseconds, median and 99th percentile; the column `median s` has the
-    seconds of a whole request."""
+    """Return a table with one line per rate. Times are median and 99th percentile, in milliseconds; the column `median
+    s` has the median seconds of a whole request."""
     head = f"{'rate':>8} {'requests':>8} {'failed':>6} {'tokens/s':>9} {'req/s':>7} {'first ms':>17} {'between ms':>17}"
     lines = [
         f"{head} {'median s':>8}",
@@ -275,7 +276,7 @@ def table(rows: Sequence[ServingRow]) -> str:
 
 
 def plot(rows: Sequence[ServingRow], title: str) -> str:
-    """Plot the rows over the rate as an SVG: median and 99th percentile of both times, and throughput."""
+    """Return an SVG plot over the rate: median and 99th percentile of both times, and throughput."""
     rows = sorted(rows, key=lambda row: row.rate or float("inf"))
 
     def times(pairs: Sequence[tuple[float, float]]) -> dict[str, Series]:

@@ -14,7 +14,7 @@ from mega.core.config.sections import RuntimeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(VerbSection):
-    """Timed steps, and files of their results."""
+    """Number of timed steps, and files for the results."""
 
     title: ClassVar[str] = "Measurement"
 
@@ -31,7 +31,7 @@ class BenchOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingLoadOptions(VerbSection):
-    """The requests that the row serve sends."""
+    """The requests of the row `serve`."""
 
     title: ClassVar[str] = "Row serve"
 
@@ -49,7 +49,7 @@ class ServingLoadOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightOptions(VerbSection):
-    """Ranks, measurements, and the threshold of a report."""
+    """Ranks, measurements, and the threshold for reports."""
 
     title: ClassVar[str] = "Preflight"
 

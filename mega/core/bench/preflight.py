@@ -1,13 +1,13 @@
-"""Check that the hosts of a fleet are alike and fast before a run is started: compare each rank with the median.
+"""Check before a run that all hosts of a fleet are equal and fast, by comparing each rank with the median.
 
     1 figures of a rank       matrix products, copies on and to the device, writing and reading in --save
-    2 links                   each rank to the next of its host, all at once; every pair of hosts, in rounds of disjoint
-                              pairs (a round-robin tournament)
+    2 links                   each rank to the next on the same host, simultaneously; every pair of hosts, in rounds of
+                              disjoint pairs (a round-robin tournament)
     3 facts                   device, driver, versions, clock
-    4 report                  figures below --least of the fleet's median, facts that differ from those of most ranks,
-                              clocks that are off by more than CLOCK seconds
+    4 report                  figures below --least x the fleet's median, facts that differ from those of most ranks,
+                              clocks that differ from the median by more than CLOCK seconds
 
-This module does not depend on a model, and leaves no changes: the file written in --save is removed.
+This module does not depend on a model. The file written in --save is removed afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mega.core.processes.connect import connect, disconnect
 from mega.core.processes.world import World
 
 CLOCK = 1.0
-"""Maximum difference of a clock from the median of all clocks, in seconds."""
+"""Maximum accepted difference of a clock from the median of all clocks, in seconds."""
 
 REPEATS = 5
 
@@ -46,7 +46,7 @@ host."""
 
 
 def preflight(options: PreflightOptions) -> int:
-    """Measure as one rank of the world that the environment describes; rank 0 prints. Returns 1 if something is off."""
+    """Measure as one rank of the job described by the environment; rank 0 prints. Returns 1 if a problem was found."""
     world, device, groups = connect(options.device, options.backend, options.timeout_minutes)
     axis = Mesh(world.rank, dp=world.size, groups=groups).everyone
     measured = {"rank": world.rank, "host": socket.gethostname(), "facts": _machine(device)}
@@ -69,8 +69,8 @@ def _machine(device: Device) -> dict[str, str]:
 
 
 def _figures(device: Device, world: World, options: PreflightOptions) -> Iterator[tuple[str, float]]:
-    """Phases 1 and 2, except for pairs of hosts. All ranks measure the same figure at once, as under the load of a
-    run."""
+    """Yield the figures of phases 1 and 2, except for pairs of hosts. All ranks measure the same figure simultaneously,
+    as under the load of a run."""
     size = 4096 if device.is_cuda else 512
     matrix = torch.randn(size, size, device=device.torch, dtype=torch.bfloat16 if device.is_cuda else torch.float32)
     yield "matmul", 2 * size**3 / _seconds(device, lambda: matrix @ matrix) / 1e12
@@ -91,7 +91,7 @@ def _figures(device: Device, world: World, options: PreflightOptions) -> Iterato
 
 
 def _seconds(device: Device, act: Callable[[], object]) -> float:
-    """Median seconds of REPEATS calls, after one call that is not timed."""
+    """Return the median seconds of REPEATS calls, after one untimed call."""
     act()
     seconds = []
     for _ in range(REPEATS):
@@ -123,7 +123,7 @@ def _disk(folder: Path, megabytes: int) -> Iterator[tuple[str, float]]:
         yield "write", megabytes * len(block) / (time.perf_counter() - began) / 1e9
         with open(path, "rb") as file:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the page cache is read
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache is read
             began = time.perf_counter()
             while file.read(len(block)):
                 pass
@@ -133,13 +133,13 @@ def _disk(folder: Path, megabytes: int) -> Iterator[tuple[str, float]]:
 
 
 def _first_ranks(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Host -> its first rank."""
+    """Return a map from each host to the host's first rank."""
     return {row["host"]: row["rank"] for row in reversed(rows)}
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs of `count` players, in which every pair occurs once (a round-robin tournament, circle
-    method).
+    """Yield rounds of disjoint pairs of the numbers below `count`, such that every pair occurs once (a round-robin
+    tournament by the circle method).
 
     >>> list(rounds(4))
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -155,7 +155,7 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _pairs(first: Mapping[str, int], axis: Axis, device: Device) -> dict[str, float]:
-    """GB/s of every pair of hosts, in both directions at once; the same result on all ranks."""
+    """Return the GB/s between every pair of hosts, sending in both directions; the result is equal on all ranks."""
     names, size = sorted(first, key=lambda name: first[name]), 64 << 20 if device.is_cuda else 4 << 20
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device.torch) for _ in range(2))
     rates: dict[str, float] = {}
@@ -176,7 +176,7 @@ def _pairs(first: Mapping[str, int], axis: Axis, device: Device) -> dict[str, fl
 def problems(
     rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, float], clocks: Sequence[float], least: float
 ) -> Iterator[str]:
-    """Phase 4: yield a line for each figure, fact or clock that is off."""
+    """Yield a line for each figure, fact or clock that deviates too far (phase 4)."""
     for name, unit in FIGURES.items():
         rates = {row["rank"]: row["figures"][name] for row in rows if name in row["figures"]}
         median = statistics.median(rates.values()) if rates else 0.0

@@ -1,5 +1,5 @@
-"""The named rows of `mega bench`, and the files that it writes. This module does not import torch, so an invalid row is
-refused at once."""
+"""The named rows (benchmark runs) of `mega bench`, and the files of results. This module does not import torch, so an
+invalid row is refused without delay."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _w1(world: int) -> Mapping[str, object]:
 
 
 def _w2(world: int) -> Mapping[str, object]:
-    """One rank is short of memory, so it recomputes cheap activations. Several ranks shard master weights and
-    moments."""
+    """Options of w2. A single rank has too little memory and recomputes cheap activations; several ranks shard master
+    weights and moments."""
     if world == 1:
         return {"micro_batch": 2, "global_batch": 16, "recompute": "selective"}
     return {"micro_batch": 2, "global_batch": 4 * world, "zero": 1}
@@ -28,14 +28,14 @@ def _w2_fp8(world: int) -> Mapping[str, object]:
 
 
 def _w3(world: int) -> Mapping[str, object]:
-    """18 bytes per parameter are 50 GB per rank on 8 ranks, and 99 GB on 4. The blocks of a rank run faster than its
-    host can launch their kernels, so the row uses a CUDA graph."""
+    """Options of w3. 18 bytes per parameter are 50 GB per rank on 8 ranks, and 99 GB on 4. The device computes a block
+    faster than the host can launch the block's kernels, so the row uses a CUDA graph."""
     tensor = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True, "cuda_graph": True}
     return {"micro_batch": 4, "global_batch": 4, **tensor}
 
 
 def _window(world: int) -> Mapping[str, object]:
-    """8 blocks, with rows four times as long as the attention window."""
+    """Options of the row `window`: 8 blocks, and samples four times as long as the attention window."""
     return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
 
 
@@ -43,12 +43,12 @@ _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def _bert(world: int) -> Mapping[str, object]:
-    """With the dropout that BERT is trained with."""
+    """Options of the row `bert`, with the dropout of BERT's training."""
     return {"micro_batch": max(1, min(64, 256 // world)), "global_batch": 256, **_DROPOUT}
 
 
 def _t5(world: int) -> Mapping[str, object]:
-    """512 tokens in the encoder and 128 in the decoder, with dropout."""
+    """Options of the row `t5`: 512 tokens in the encoder and 128 in the decoder, with dropout."""
     return {"micro_batch": max(1, min(64, 512 // world)), "global_batch": 512, **_DROPOUT}
 
 
@@ -61,16 +61,16 @@ ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, object]]]] = {
     "bert": ("bert-345m", _bert),
     "t5": ("t5-220m", _t5),
 }
-"""Row -> its preset, and a function from the number of ranks to the options that it adds."""
+"""Row -> preset, and a function of the number of ranks that returns additional options."""
 
 LR = 1e-4
-"""Learning rate of a row, and of a run without a learning rate."""
+"""Learning rate of a row, and of a measured run that has no learning rate."""
 
 _EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
 
 
 def row(name: str, flags: Mapping[str, object], world: int) -> Options:
-    """The run of a named row on `world` ranks; `flags` of the user override the row.
+    """Return the run of a named row on `world` ranks. flags: the user's flags, which override the row.
 
     Errors: ValueError for an unknown row.
 
@@ -84,7 +84,7 @@ def row(name: str, flags: Mapping[str, object], world: int) -> Options:
 
 
 def read_rows(flag: str, path: str) -> list[Mapping[str, Json]]:
-    """The rows of a file written by --json. Errors: ValueError naming the flag if the file holds anything else."""
+    """Read a file written by --json. Errors: ValueError, naming the flag, if the file has another content."""
     try:
         with open(path, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]

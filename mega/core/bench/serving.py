@@ -1,6 +1,6 @@
-"""`mega bench serve`: measure an engine, or a running server, under load; print a table, write rows of JSON and a plot.
+"""`mega bench serve`: measure an engine or a running server under load; print a table, and write JSON rows and a plot.
 
-The engine is that of `mega serve` without HTTP, with the weights of a checkpoint or random weights.
+The engine is the one that `mega serve` uses, but without HTTP, with the weights of a checkpoint or random weights.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _WARM = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ServingBench:
-    """A measurement: of the server at serving.url, else of `load`, else of `model`."""
+    """A measurement of the server at serving.url; without a URL, of an engine with `load`, or else with `model`."""
 
     serving: ServingLoadOptions = field(default_factory=ServingLoadOptions)
     load: str | None = None
-    """A checkpoint or foreign weights."""
+    """Path or name of a checkpoint or of other weights; None for random weights."""
     model: ModelConfig | None = None
-    """A model that gets random weights."""
+    """The model for random weights."""
     engine: EngineOptions = field(default_factory=EngineOptions)
     tp: int = 1
     pp: int = 1
     dtype: str | None = None
-    """The value of --dtype, such as "fp32"; None means the dtype that `mega serve` chooses."""
+    """The value of --dtype, such as "fp32"; None for the dtype that `mega serve` would choose."""
     device: str = "auto"
     backend: str = "auto"
     out: str | None = None
-    """File that gets a line of JSON for each rate."""
+    """File to which a line of JSON is written for each rate."""
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -81,7 +81,8 @@ def bench_url(plan: ServingBench) -> int:
 
 
 def bench_engine(plan: ServingBench) -> int:
-    """Measure an engine, as one rank of it. Errors: as in `start_engine`; ValueError if a load does not fit."""
+    """Measure an engine, as one of the engine's ranks. Errors: as in `start_engine`; ValueError if a load does not
+    fit."""
     world, device, groups = connect(plan.device, plan.backend)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     engine, title = engine_of_plan(plan, mesh, device)
@@ -97,7 +98,7 @@ def bench_engine(plan: ServingBench) -> int:
 
 
 def engine_of_plan(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[BatchingEngine | None, str]:
-    """The engine to measure, or None as in `start_engine`, and a description of the engine."""
+    """Return the engine to measure, or None as in `start_engine`, and a description of the engine."""
     dtype_of_plan = DTYPES[plan.dtype] if plan.dtype is not None else None if device.is_cuda else DTYPES["fp32"]
     if plan.load is not None:
         checkpoint = open_model(plan.load)

@@ -1,11 +1,12 @@
-"""Measure the speed of a run: time the trainer's step on random tokens, then profile one step.
+"""Measure the speed of a run: time training steps on random tokens, then profile one step.
 
-    measure    median seconds of a step after warm-up, and the figures derived from it
+    measure    median seconds of a step after warm-up, and figures derived from this median
     profile    one more step under the profiler: device time by kind of work
 
-Steps follow each other as in training: the host launches a step while the previous step runs, and a step lasts from the
-end of the previous step to its own end. Gathers of weights overlap the end of a step; the next step waits for them.
-Rows are measured one after another in one process group. This module does not read token files or checkpoints.
+As in training, the host launches a step while the previous step runs, so the time of a step is measured from the end of
+the previous step to the end of the step. Gathers of weights continue after the end of a step, and the next step waits
+for these gathers. Rows are measured one after another in one process group. This module does not read token files or
+checkpoints.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from mega.core.training.wire import build_mesh, build_state
 from mega.core.untrusted import Json, below, numbers_below
 
 SILENCE = 2.0
-"""Minimum seconds between lines of progress."""
+"""Minimum number of seconds between lines of progress."""
 
 MATMULS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
 UPDATE, CASTS, REST = "update", "casts", "rest"
@@ -50,22 +51,23 @@ KINDS = (
     (UPDATE, ("adamw", "normtwo")),
     (CASTS, ("_cast", "_largest")),
 )
-"""Kind of work -> parts of kernel names. The first kind that matches counts; other kernels are the rest."""
+"""Kind of work -> substrings of kernel names. A kernel belongs to the first kind that matches, or else to the kind
+REST."""
 
 Span = tuple[float, float, str]
-"""Begin and end, in microseconds, and name of a kernel or a copy."""
+"""A kernel or a copy on the device: begin and end in microseconds, and name."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One measured row."""
+    """The result of one measured row."""
 
     name: str
     world: int
     device: str
     ops: str
     products: str
-    """Dtype of the blocks' GEMMs: --dtype, or fp8."""
+    """Dtype of the GEMMs in blocks: --dtype, or fp8."""
     work: dict[str, object]
     """The computation of a step, independent of the layout: rows with different work are not compared."""
     micro_batch: int
@@ -73,20 +75,20 @@ class Speed:
     seconds: float
     """Median time of a step, in seconds."""
     spread: float
-    """(slowest - fastest) / median step."""
+    """Spread of step times: (slowest - fastest) / median."""
     tokens_per_second: float
     """Tokens per second over all ranks."""
     tflops: float
-    """TFLOP/s per rank, by the formula 6 N + 12 L h s."""
+    """TFLOP/s per rank, with 6 N + 12 L h s operations per token."""
     mfu: float | None
-    """`tflops` / peak; None if the peak of the device is unknown."""
+    """Model FLOPs utilization: `tflops` / peak; None if the peak of the device is unknown."""
     peak_gib: float
     """Peak memory of this rank, in GiB."""
     loss: float
     largest_share: float | None = None
-    """Largest share of an expert in a mixture's choices, in the last step."""
+    """Largest fraction of a mixture's choices that select the same expert, in the last step."""
     skipped: int = 0
-    """Timed steps whose update was skipped."""
+    """Number of timed steps whose update was skipped."""
     steps: list[float] = field(default_factory=list)
     """Seconds of each timed step."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -105,9 +107,9 @@ def bench(
     against: str | None = None,
     trace: str | None = None,
 ) -> int:
-    """Measure `runs` as one rank of the world that the environment describes. Returns the exit code.
+    """Measure `runs` as one rank of the job described by the environment. Returns the exit code.
 
-    out: file to which one line of JSON is appended after each row. against: such a file, written earlier, to compare
+    out: file to which one line of JSON is appended after each row. against: earlier file of this format, to compare
     with.
     """
     before = read_rows("--against", against) if against is not None else []
@@ -131,7 +133,7 @@ def bench(
         if against is not None:
             print(f"  {compared(speed, before, against)}", flush=True)
         if out is not None:
-            # Each row is appended as soon as it is measured, so that a later failure loses no row.
+            # Each row is appended immediately after the measurement, so that a later failure loses no row.
             with open(out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(speed.fields()) + "\n")
     disconnect()
@@ -139,7 +141,7 @@ def bench(
 
 
 def compared(speed: Speed, before: Sequence[Mapping[str, Json]], path: str) -> str:
-    """Compare `speed` with the last row of `before` that has its name, if both measured the same work.
+    """Compare `speed` with the last row of the same name in `before`, if both rows measured the same work.
 
     >>> now = Speed("w1", 1, "CPU", "torch", "bf16", {"layers": 24}, 1, 1, 1.0, 0.0, 110.0, 1.0, None, 1.0, 1.0)
     >>> compared(now, [{"name": "w1", "tokens_per_second": 100, "work": {"layers": 24}}], "old")
@@ -160,7 +162,8 @@ def compared(speed: Speed, before: Sequence[Mapping[str, Json]], path: str) -> s
 
 
 def _work(run: RunConfig, world: int) -> dict[str, object]:
-    """Model, batch, precision and ranks, which two rows must have in common to be compared."""
+    """Return the options of model, batch and precision and the number of ranks, which must be equal in compared
+    rows."""
     batch, precision = run.batch, run.precision
     options: dict[str, object] = {
         **asdict(run.model),
@@ -175,7 +178,8 @@ def _work(run: RunConfig, world: int) -> dict[str, object]:
 
 
 def format_speed(speed: Speed) -> str:
-    """Two lines for the user. Idle is the time in which the device waits for the host or another rank."""
+    """Format a row as two lines for the user. Idle is the time in which the device waits for the host or another
+    rank."""
     idle = 100 * speed.phases.get("idle", 0.0) / max(sum(speed.phases.values()), 1e-9)
     mfu = "n/a" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
     per_rank = f" ({speed.tokens_per_second / speed.world:,.0f} a rank)" if speed.world > 1 else ""
@@ -203,10 +207,10 @@ def measure(
     profiled: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Speed:
-    """Measure a resolved run. Every rank takes part and returns the row; rank 0 writes `trace`, a Chrome trace.
+    """Measure a resolved run on all ranks; returns the row. Rank 0 writes `trace`, a Chrome trace.
 
-    warmup: number of steps before the timed ones; at least two if the second step records a graph. profiled: whether to
-    profile one more step, which takes some seconds. progress: called with the number of finished steps and their total.
+    warmup: steps before the timed steps; at least two if the second step records a graph. profiled: whether to profile
+    one more step, which takes some seconds. progress: called with the numbers of finished and of all steps.
     """
     batch = run.batch
     mesh = build_mesh(run, rank, world, groups)
@@ -215,7 +219,7 @@ def measure(
         random_batch(run, number * mesh.dp.size + mesh.dp.index, device.torch)
         for number in range(microbatches(run, world))
     ]
-    device.reset_memory_peak()  # the peak covers the steps, not the construction of the state
+    device.reset_memory_peak()  # the peak includes the steps, but not the construction of the state
     warmup = max(warmup, 2) if records_graph(run, world) else warmup
     times, numbers_of_steps = _timed(state, batches, warmup, repeats, progress)
     seconds = statistics.median(times)
@@ -258,8 +262,8 @@ def _timed(
     repeats: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Seconds of each of `repeats` steps on the slowest rank of the step, and the metrics of all steps, including the
-    `warmup` ones."""
+    """Return the seconds of each of `repeats` steps, on the step's slowest rank, and the metrics of all steps,
+    including the `warmup` steps."""
     start, readings = Timestamp(state.device.torch), list[Reading]()
     for _ in range(warmup + repeats):
         readings.append(_step(state, batches).start_reading())
@@ -276,7 +280,7 @@ def _timed(
 
 
 class _SlowProgress:
-    """Prints progress on stderr for slow steps, as on a CPU: at most one line every SILENCE seconds."""
+    """Printer of progress on stderr for slow steps, as on a CPU, with at most one line every SILENCE seconds."""
 
     def __init__(self, name: str):
         self._name, self._last = name, time.monotonic()
@@ -293,7 +297,7 @@ def _step(state: TrainState, batches: Sequence[Batch]) -> StepReport:
 
 
 def random_batch(run: RunConfig, number: int, device: torch.device) -> Batch:
-    """Microbatch `number` of random tokens, all with loss weight 1."""
+    """Return microbatch `number` of random tokens, all with loss weight 1."""
     rows = run.batch.micro_batch
     assert rows
     samples = torch.arange(number * rows, (number + 1) * rows, device=device)
@@ -302,10 +306,10 @@ def random_batch(run: RunConfig, number: int, device: torch.device) -> Batch:
 
 
 def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = None) -> dict[str, float]:
-    """Milliseconds of one more step by kind of work; on a CPU the whole step counts as rest.
+    """Return the milliseconds of one more step by kind of work; on a CPU the whole step belongs to the kind REST.
 
-    The device is profiled over two steps, and the second one counts, because it begins with the gathers that the first
-    step leaves in flight.
+    The device is profiled over two steps, of which only the second is evaluated, because that step begins with the
+    gathers that the first step leaves in flight.
     """
     activities, begin = [torch.profiler.ProfilerActivity.CPU], time.perf_counter()
     if not state.device.is_cuda and trace is None:
@@ -332,7 +336,7 @@ def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = Non
 
 
 def between_marks(spans: Sequence[Span]) -> list[Span]:
-    """The spans between the ends of the last two marks, cut at both ends.
+    """Return the spans between the ends of the last two marks, cut at both ends.
 
     >>> between_marks([(0, 9, "a"), (4, 5, "spin_kernel"), (6, 8, "b"), (7, 12, "c"), (9, 10, "spin_kernel")])
     [(5, 9, 'a'), (6, 8, 'b'), (7, 10, 'c')]
@@ -343,16 +347,16 @@ def between_marks(spans: Sequence[Span]) -> list[Span]:
 
 
 def phases_of(spans: Sequence[Span]) -> dict[str, float]:
-    """Milliseconds by kind of work from kernels (begin, end, name) in microseconds.
+    """Return the milliseconds by kind of work. spans: kernels as (begin, end, name), in microseconds.
 
-    Communication counts only while no other kernel overlaps it; `idle` is time without any kernel.
+    Communication counts only while no other kernel runs; `idle` is time without any kernel.
 
     >>> phases_of([(0, 1000, "nvjet_tst"), (500, 2000, "ncclKernel"), (3000, 4000, "triton")])
     {'products': 1.0, 'communication': 1.0, 'idle': 1.0, 'rest': 1.0}
     """
     milliseconds: dict[str, float] = {}
     covered_until = min((begin for begin, _, _ in spans), default=0.0)
-    # Communication comes last among spans that begin together, so that overlapping work covers the communication.
+    # Communication is sorted last among spans that begin together, so that overlapping work covers the communication.
     work = sorted((span for span in spans if kind_of(span[2]) != COMMUNICATION), key=lambda span: span[0])
     exposed = _uncovered([span for span in spans if kind_of(span[2]) == COMMUNICATION], work)
     for begin, end, name in sorted([*work, *exposed], key=lambda span: span[0]):
@@ -366,7 +370,7 @@ def phases_of(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _uncovered(spans: Sequence[Span], covers: Sequence[Span]) -> list[Span]:
-    """The parts of `spans` that no span of `covers` overlaps. covers: sorted by their begin."""
+    """Yield the parts of `spans` that no span in `covers` overlaps. covers: sorted by begin."""
     exposed: list[Span] = []
     for begin, end, name in spans:
         position = begin

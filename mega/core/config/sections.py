@@ -534,7 +534,7 @@ class PrecisionOptions(Section):
     )
     hysteresis: int = option(
         2,
-        "number of overflows tolerated before the loss scale halves",
+        "number of overflows after which the loss scale halves",
         megatron="--hysteresis",
         within=COUNT,
         read_with={"dtype": ("fp16",)},

@@ -1,12 +1,12 @@
-"""Adafactor: the second moments of a matrix as one value per row and one per column; updates clipped by their RMS.
+"""Adafactor: second moments of a matrix are stored as one value per row and per column; the RMS of updates is clipped.
 
-    R, C    running means of g^2 over each row and each column     n + m values for a matrix of n x m
-    V       R C / mean R; a vector keeps its own means
+    R, C    running means of g^2 over each row and each column     n + m values for an n x m matrix
+    V       R C / mean R; for a vector, running means of g^2
     u       g / sqrt V, divided by max(1, rms(u) / clip)
     p       p - rate u - lr decay p
 
-Source: Shazeer and Stern 2018, algorithms 4 and 5, without momentum. Means cover whole logical tensors, across all
-ranks that hold parts. The rate is lr or, if `relative`, max(eps, rms p) x min(lr, 1 / sqrt step).
+Source: Shazeer and Stern 2018, algorithms 4 and 5, without momentum. Means are over whole logical tensors, across all
+ranks that hold shards of a tensor. The rate is lr or, if `relative`, max(eps, rms p) x min(lr, 1 / sqrt step).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ROWS, COLUMNS = "factors/rows", "factors/columns"
 
 @dataclass(frozen=True)
 class Adafactor:
-    """The constants of the rule."""
+    """Adafactor with its constants."""
 
     decay_rate: float = 0.8
-    """The running means decay by 1 - step^-decay_rate."""
+    """Exponent of the decay of running means, which is 1 - step^-decay_rate."""
     clip: float = 1.0
-    """Largest RMS of an update."""
+    """Maximum RMS of an update."""
     relative: bool = False
-    """Whether the rate is relative to the size of the weights."""
+    """Whether the rate is relative to the RMS of the weights."""
 
     def start(self, owned: ShardState, allocator: Allocator) -> None:
         begin, end = owned.bucket.span
@@ -52,12 +52,12 @@ class Adafactor:
 
     def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
         decay = 1 - args.step**-self.decay_rate
-        # 1 add the squared gradients to the running means
+        # 1 update the running means with the squared gradients
         self._take(owned, grad, ranks, decay)
-        # 2 the update: the gradient divided by the root of the second moments
+        # 2 compute the update: the gradient divided by the root of the second moments
         update = torch.zeros_like(grad)
         self._divide(owned, grad, update, decay)
-        # 3 RMS of update and weights over whole tensors
+        # 3 compute the RMS of update and weights over whole tensors
         runs = list(owned.bucket.runs())
         squares = square_sums([x[run] for _, run in runs for x in (update, master)])
         totals = ranks.sums(owned.bucket, squares).view(-1, 2)
@@ -70,7 +70,7 @@ class Adafactor:
             master[run].sub_(update[run] * (rate / (size / self.clip).clamp(min=1.0)))
 
     def _take(self, owned: ShardState, grad: torch.Tensor, ranks: Ranks, decay: float) -> None:
-        """Add the squared gradients of this step, summed over all ranks, to the running means of rows and columns."""
+        """Update the running means of rows and columns with this step's squared gradients, summed over all ranks."""
         step_factors = {key: torch.zeros_like(factor) for key, factor in owned.factors.items()}
         if not step_factors:
             return
@@ -80,8 +80,8 @@ class Adafactor:
             step_factors[f"{COLUMNS}/{shard.name}"][column : column + part.shape[1]] += squares.sum(0)
         sums = ranks.sums(owned.bucket, torch.cat(list(step_factors.values())))
         totals = torch.split(sums, [len(one) for one in step_factors.values()])
-        # The mean of a row of [n, m] has m squares, that of a column n. `factors` holds rows first, so the lengths are
-        # m, n.
+        # In a matrix [n, m], the mean of a row is over m squares, and of a column over n. `factors` has rows first, so
+        # the lengths are m, n.
         lengths = (length for shard, _ in _matrices(owned) for length in reversed(shard.whole))
         for factor, total, length in zip(owned.factors.values(), totals, lengths, strict=True):
             factor.mul_(decay).add_(total / length + SMALLEST, alpha=1 - decay)
@@ -103,5 +103,5 @@ class Adafactor:
 
 
 def _matrices(owned: ShardState) -> Iterator[tuple[Shard, slice]]:
-    """All logical matrices of the bucket, including those without elements in this rank's span."""
+    """Yield all logical matrices of the bucket, including matrices without elements in this rank's span."""
     return ((shard, run) for shard, run in owned.bucket.runs() if len(shard.whole) == 2)

@@ -1,6 +1,6 @@
-"""AdamW: p <- p - lr (m / (sqrt v + eps) + decay p), moments bias-corrected.
+"""AdamW: p <- p - lr (m / (sqrt v + eps) + decay p), with bias-corrected moments m and v.
 
-Source: Loshchilov and Hutter 2019, in the form of torch and apex.
+Source: Loshchilov and Hutter 2019, as implemented in torch and apex.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mega.core.optim.rule import Elementwise, StepArgs
 
 @dataclass(frozen=True)
 class AdamW(Elementwise):
-    """The constants of the rule."""
+    """AdamW with its constants."""
 
     beta1: float
     """Decay of the first moment, the mean of gradients."""
@@ -23,7 +23,7 @@ class AdamW(Elementwise):
     eps: float
     """Added to the root of the second moment."""
     plain: bool = False
-    """Whether to compute by `reference` instead of torch's fused kernel."""
+    """Whether to use `reference` instead of torch's fused kernel."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -52,12 +52,12 @@ class AdamW(Elementwise):
         )
 
     def reference(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, args: StepArgs) -> None:
-        """The same update in unfused torch operations."""
+        """Update the weights with AdamW in unfused torch operations."""
         direction = self.direction(grad, *moments, step=args.step)
         master.sub_(args.lr * (direction + args.decay * master))
 
     def direction(self, grad: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, *, step: int) -> torch.Tensor:
-        """Update the moments with a gradient; return Adam's update before it is multiplied by the rate and before
+        """Update the moments with a gradient; return Adam's update, not yet multiplied by the rate and without
         decay."""
         moment1.mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
         moment2.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)

@@ -1,4 +1,4 @@
-"""Builds the update rule that the options name."""
+"""Create the update rule that the options select."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mega.core.optim.sgd import SGD
 
 
 def rule_of(options: OptimizerConfig, *, plain: bool = False) -> Rule:
-    """The rule that `options` name. plain: whether AdamW uses unfused operations."""
+    """Return the rule that `options` select. plain: whether AdamW uses unfused operations."""
     adam = AdamW(options.adam_beta1, options.adam_beta2, options.adam_eps, plain)
     if options.optimizer == "adam":
         return adam

@@ -1,10 +1,11 @@
-"""LAMB: Adam's update, scaled for every tensor to the norm of that tensor.
+"""LAMB: Adam's update, scaled per tensor to the norm of the weights.
 
-    r = m / (sqrt v + eps) + decay p        moments bias-corrected
-    p <- p - lr (|p| / |r|) r               the ratio is 1 where either norm is 0
+    r = m / (sqrt v + eps) + decay p        with bias-corrected moments m and v
+    p <- p - lr (|p| / |r|) r               the ratio is 1 if either norm is 0
 
-Source: You et al. 2020, algorithm 2 with phi the identity. Norms cover whole logical tensors, across all ranks that
-hold parts. Biases and norms, which do not decay, use the unscaled rate, as in the authors' code.
+Source: You et al. 2020, algorithm 2, where phi is the identity. |p| and |r| are norms of whole logical tensors, across
+all ranks that hold shards of a tensor. Biases and weights of norms, which do not decay, use the unscaled rate, as in
+the authors' code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mega.core.optim.rule import Allocator, Ranks, ShardState, StepArgs
 
 @dataclass(frozen=True)
 class LAMB:
-    """LAMB with the constants of `adam`."""
+    """LAMB, with the constants of the AdamW rule `adam`."""
 
     adam: AdamW
 
@@ -28,14 +29,14 @@ class LAMB:
         self.adam.start(owned, allocator)
 
     def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
-        # 1 Adam's update of every element, and the decay
+        # 1 compute Adam's update of every element, and add the decay
         moment1, moment2 = owned.moments.values()
         update = self.adam.direction(grad, moment1.values, moment2.values, step=args.step)
         decayed = slice(0, owned.decay_end)
         update[decayed].add_(master[decayed], alpha=args.decay)
-        # 2 square norms of weight and update of every whole matrix
+        # 2 compute the squared norms of weight and update of every whole matrix
         runs = [run for shard, run in owned.bucket.runs() if shard.tensor.decays]
-        # 3 the ratio
+        # 3 scale each matrix's update by the ratio of norms
         if runs:
             squares = square_sums([x[run] for run in runs for x in (master, update)])
             norms = ranks.sums(owned.bucket, squares).sqrt().view(-1, 2)

@@ -1,12 +1,13 @@
-"""Muon: the momentum of each matrix is made nearly orthogonal, so that the steps in all directions have equal size.
+"""Muon: the momentum of each matrix is made nearly orthogonal, so that steps in all directions have about equal size.
 
     m <- mu m + (1 - mu) g                          Nesterov: u = mu m + (1 - mu) g, else u = m
     X <- u / |u|;  steps of  A = X X';  X <- a X + (b A + c A A) X          singular values towards 1
     p <- p - lr decay p - lr factor scale X
 
 Source: Jordan et al. 2024, Liu et al. 2025; coefficients and scales of Megatron-core. Muon updates the matrices of
-layers, which have their own buckets; AdamW updates embeddings, the output layer, biases and norms. Each logical matrix
-is made orthogonal separately, even queries, keys, values, gate and up that are fused in memory or split across ranks.
+layers, which are in separate buckets; AdamW updates embeddings, the output layer, biases and norms. Each logical matrix
+is made orthogonal separately, even if queries, keys and values, or gate and up projections, are fused in memory, or if
+ranks hold shards of the matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mega.core.optim.adam import AdamW
 from mega.core.optim.rule import Allocator, FlatState, Ranks, ShardState, StepArgs
 
 Coefficients = tuple[tuple[float, float, float], ...]
-"""a, b, c of each step."""
+"""Coefficients a, b, c of each Newton-Schulz step."""
 
 COEFFICIENTS: dict[str, Coefficients] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -45,22 +46,22 @@ COEFFICIENTS: dict[str, Coefficients] = {
     ),
 }
 REPEATS_LAST = ("polar_express",)
-"""Names of the lists whose last entry is repeated if there are more steps than entries; other lists start over."""
+"""Names of lists whose last entry is repeated if there are more steps than entries. Other lists start over."""
 
 SMALLEST_NORM = 1e-7
-"""Lower limit of the norm that a matrix is divided by, so that a matrix of zeros stays zero."""
+"""Lower limit of the norm by which a matrix is divided, so that a matrix of zeros stays zero."""
 
 
 @dataclass(frozen=True)
 class Muon:
-    """The constants of the rule."""
+    """Muon with its constants."""
 
     others: AdamW
-    """The rule for all tensors that are not matrices of a layer."""
+    """The update rule for all tensors that are not matrices of a layer."""
     momentum: float = 0.95
     nesterov: bool = False
     coefficients: str = "quintic"
-    """A key of `COEFFICIENTS`."""
+    """Name of a list in `COEFFICIENTS`."""
     steps: int = 5
     """Number of Newton-Schulz steps."""
     scale: str = "spectral"
@@ -69,7 +70,7 @@ class Muon:
     factor: float = 1.0
     """A factor applied to every update of a matrix."""
     dtype: torch.dtype = torch.bfloat16
-    """The dtype of the matmuls, unless masters are float64."""
+    """The dtype of the matrix products, unless masters are float64."""
 
     def start(self, owned: ShardState, allocator: Allocator) -> None:
         if not owned.bucket.reduction.whole:
@@ -89,7 +90,7 @@ class Muon:
         master.mul_(1 - args.lr * args.decay).sub_(update, alpha=args.lr)
 
     def direction(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The update [out, in] of a matrix, before it is multiplied by the rate."""
+        """Return the update [out, in] of a matrix, not yet multiplied by the rate."""
         out, columns = matrix.shape
         ratio = out / columns
         square: float = {"spectral": max(out, columns), "shape_scaling": max(1.0, ratio), "unit_rms_norm": ratio}[
@@ -98,7 +99,7 @@ class Muon:
         return orthogonal(matrix, self.polynomials(), self.dtype) * (self.factor * sqrt(square))
 
     def polynomials(self) -> Iterator[tuple[float, float, float]]:
-        """a, b, c of each step."""
+        """Yield the coefficients a, b, c of each Newton-Schulz step."""
         entries = COEFFICIENTS[self.coefficients]
         repeats_last = self.coefficients in REPEATS_LAST
         return islice(chain(entries, repeat(entries[-1])) if repeats_last else cycle(entries), self.steps)
@@ -108,7 +109,7 @@ def orthogonal(matrix: torch.Tensor, steps: Iterator[tuple[float, float, float]]
     """Return the matrix with all singular values near 1, by Newton-Schulz steps in `dtype` (float64 for a float64
     matrix).
 
-    A matrix with more rows than columns is transposed: X X' then has the smaller of the two possible sizes.
+    A matrix with more rows than columns is transposed, so that X X' has the smaller of the two possible sizes.
     """
     x: torch.Tensor = matrix / matrix.norm().clamp(min=SMALLEST_NORM)
     if matrix.dtype != torch.float64:

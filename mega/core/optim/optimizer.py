@@ -1,13 +1,13 @@
-"""From reduced gradients to new weights, bucket by bucket, on the spans that this rank owns.
+"""Compute new weights from reduced gradients, bucket by bucket, on the spans owned by this rank.
 
-    1 norm over the whole model      square sums of gradients, summed over ranks, each tensor counted once
+    1 norm over the whole model      squared gradients, summed over ranks, with each tensor counted once
     2 clip                           scale down to the limit
-    3 update                         masters and moments of this rank's spans, by the rule
-    4 write back                     weights from masters; all ranks gather all spans (ZeRO)
+    3 update                         apply the rule to masters and moments of this rank's spans
+    4 write back                     copy masters to weights; all ranks gather all spans (ZeRO)
 
-Weights in fp32 or fp64 are their own masters. Without masters an update reads and writes the 16-bit weights. With
+Weights in fp32 or fp64 also serve as masters. Without masters an update reads and writes the 16-bit weights. With
 offloading, masters and moments are in page-locked host memory, and the host computes the updates. This module does not
-depend on the model, the schedule or the disk.
+depend on the model, the schedule or files.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mega.core.parallel.whole_matrices import WholeMatrices
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one step, as device values, so that the host need not wait.
+    """The result of one step, as device tensors, so that the host need not wait.
 
-    grad_norm: the norm before clipping. finite: 0 if the step was skipped because gradients were not finite.
+    grad_norm: the gradient norm before clipping. finite: 0 if the step was skipped because gradients were not finite.
     """
 
     grad_norm: torch.Tensor
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class GradNorm(NamedTuple):
-    """The gradient norm of the whole model before clipping; NaN if a rank reports a fault. tied: the result of
+    """norm: gradient norm of the whole model before clipping; NaN if a rank reports a fault. tied: the result of
     `tied_difference`."""
 
     norm: torch.Tensor
@@ -47,11 +47,11 @@ class GradNorm(NamedTuple):
 
 
 class Optimizer:
-    """Applies a rule to the buckets of a `GradBuffer`: AdamW with a fused kernel of `ops`, other rules with their own
-    `step`.
+    """Applies an update rule to the buckets of a `GradBuffer`: AdamW by a fused kernel of `ops`, other rules by their
+    method `step`.
 
     masters: whether to keep fp32 masters of 16-bit weights. offload: whether to keep masters and moments on the host,
-    and to update there. decays_all: whether biases and norms decay, too.
+    and to run updates on the host. decays_all: whether biases and norms also decay.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Optimizer:
         self._updates.fill_(count)
 
     def grad_norm(self, scale: torch.Tensor | None = None, sound: torch.Tensor | None = None) -> GradNorm:
-        """The norm of the gradients, after `grads.finish()`. scale: the loss scale. sound: bool [], false if this rank
-        has found a fault; the norm is then NaN on all ranks."""
+        """Return the norm of the gradients; call `grads.finish()` first. scale: the loss scale. sound: bool [], false
+        if this rank has found a fault, which makes the norm NaN on all ranks."""
         tied = tied_difference(self.grads)
         if tied is not None:
             sound = tied[0] == 0 if sound is None else sound & (tied[0] == 0)
@@ -99,7 +99,7 @@ class Optimizer:
         norm: torch.Tensor | None = None,
         allowed: torch.Tensor | None = None,
     ) -> Outcome:
-        """Update the weights once. norm: the result of `grad_norm`, if the caller has called it. allowed: bool [],
+        """Update the weights once. norm: the result of `grad_norm`; None to compute the norm here. allowed: bool [],
         equal on all ranks; false skips the step."""
         # 1 norm
         if norm is None:
@@ -116,15 +116,15 @@ class Optimizer:
         elif bool(finite):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
         else:
-            return Outcome(norm, finite)  # no gather, because it would hide a damaged replica from an audit
+            return Outcome(norm, finite)  # no gather, because a gather would hide a damaged replica from an audit
         self.grads.start_param_gather()
         return Outcome(norm, finite)
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
-        """Update with the rule's own operations."""
+        """Update the weights with the rule's method `step`."""
         args = StepArgs(self.updates, lr, decay)
-        # Rules call collectives. Stages that share a tied tensor hold the tensor at different positions, so a common
-        # order by its name avoids a deadlock.
+        # Rules call collectives. Stages that share a tied tensor hold its bucket at different positions, so a common
+        # order by the tensor's name avoids a deadlock.
         for owned in sorted(self.shards, key=lambda owned: owned.bucket.tied_name()):
             weights = owned.bucket.own_weights
             # Without a stored master, the master is a temporary copy of 16-bit weights, or the fp32 weights themselves.
@@ -148,8 +148,8 @@ class Optimizer:
         lr: float,
         decay: float,
     ) -> None:
-        """Update with one kernel per bucket. The kernel reads from device memory whether to skip, so the host does not
-        wait."""
+        """Update the weights with one kernel per bucket. The kernel reads from device memory whether to skip the step,
+        so the host does not wait."""
         # Computed in float64 on the device: 1 - beta^t loses digits in float32, and `t` is a device value, because only
         # the device knows which steps were skipped.
         t = self._updates
@@ -190,7 +190,7 @@ class Optimizer:
         return owned
 
     def _host_buffer(self) -> torch.Tensor:
-        """Allocate host memory for the gradients of one span."""
+        """Allocate host memory for the gradients of the largest span."""
         grads = max((bucket.own_grads for bucket in self.grads.buckets), key=torch.Tensor.numel)
         return Allocator(grads.dtype, torch.device("cpu"), locked=grads.is_cuda).zeros(grads.numel())
 

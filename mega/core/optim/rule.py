@@ -1,7 +1,7 @@
-"""The interface of update rules: a rule keeps state for this rank's span of a bucket, and updates the span's weights.
+"""The interface of update rules. A rule keeps state for this rank's span of a bucket, and updates the span's weights.
 
-An elementwise rule does not depend on the boundaries of tensors in the span. A rule on whole tensors communicates with
-the ranks that hold the other parts, to obtain sums (LAMB, Adafactor) or whole matrices (Muon).
+An elementwise rule does not depend on the boundaries of tensors in the span. Any other rule communicates with the ranks
+that hold other shards of a tensor, to obtain sums (LAMB, Adafactor) or whole matrices (Muon).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mega.core.parallel.whole_matrices import MatrixFunction
 
 
 class Ranks(NamedTuple):
-    """Collectives of a rule over all ranks that hold parts of a bucket's logical tensors. All these ranks must call
-    them."""
+    """Collectives for rules, over all ranks that hold shards of a bucket's logical tensors. All these ranks must call
+    each collective."""
 
     sums: Callable[[Bucket, torch.Tensor], torch.Tensor]
-    """Sums over whole tensors from each rank's sums over its own parts (`bucket_sums.whole_sums`)."""
+    """Adds up each rank's sums over shards, to sums over whole tensors (`bucket_sums.whole_sums`)."""
     matrices: Callable[[Bucket, torch.Tensor, MatrixFunction], torch.Tensor]
-    """Applies a function to whole matrices; takes and returns this rank's span (`WholeMatrices.mapped`)."""
+    """Applies a function to whole matrices; input and result are this rank's span (`WholeMatrices.mapped`)."""
 
 
 class StepArgs(NamedTuple):
-    """The scalars of one update: its number, counted from 1, the learning rate, the weight decay."""
+    """The scalars of one update: number of the update, counted from 1, learning rate and weight decay."""
 
     step: int
     lr: float
@@ -36,15 +36,15 @@ class StepArgs(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """State of consecutive elements of a bucket: the index of the first element in the bucket, and one value per
-    element."""
+    """State of consecutive elements of a bucket. begin: index of the first element. values: one value per element."""
 
     begin: int
     values: torch.Tensor
 
 
 class Allocator(NamedTuple):
-    """The dtype and device of optimizer state. locked: page-locked host memory, which a GPU copies directly."""
+    """The dtype and device of optimizer state. locked: whether to use page-locked host memory, which a GPU copies
+    directly."""
 
     dtype: torch.dtype
     device: torch.device
@@ -61,36 +61,37 @@ class ShardState:
 
     bucket: Bucket
     master: torch.Tensor | None
-    """A copy of the weights in addition to the model's, or None."""
+    """A second copy of the weights, in addition to the model's weights; None if the rule updates the model's
+    weights."""
     moments: dict[str, FlatState] = field(default_factory=dict)
-    """Kind -> one value per element."""
+    """Name of a moment -> one value per element."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Key "kind/name" -> a vector for a whole logical tensor; all ranks that hold parts of the tensor hold the whole
+    """Key "kind/name" -> a vector for a whole logical tensor. All ranks that hold shards of the tensor hold the whole
     vector."""
     decays_all: bool = False
-    """Whether biases and norms decay, too."""
+    """Whether biases and norms also decay."""
 
     @property
     def has_master(self) -> bool:
-        """Whether there is a master that is more precise than the weights."""
+        """Whether the state has a master that is more precise than the weights."""
         return self.master is not None and self.master.dtype != self.bucket.own_weights.dtype
 
     @property
     def decay_end(self) -> int:
-        """The end of the decayed weights, which come first, relative to the span."""
+        """The index in the span at which weights that decay end. These weights come first in a bucket."""
         begin, end = self.bucket.span
         if self.decays_all:
             return end - begin
         return min(max(self.bucket.decay_end, begin), end) - begin
 
     def decay_split(self) -> Iterator[tuple[slice, bool]]:
-        """The two parts of the span: (slice of the span, whether its weights decay)."""
+        """Yield the two parts of the span, as (slice of the span, whether the weights in the slice decay)."""
         begin, end = self.bucket.span
         yield slice(0, self.decay_end), True
         yield slice(self.decay_end, end - begin), False
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors of the state."""
+        """Yield all tensors of the state."""
         if self.master is not None:
             yield self.master
         yield from (flat.values for flat in self.moments.values())
@@ -104,19 +105,19 @@ class Rule(Protocol):
         """Allocate the initial state of a span in `owned`."""
 
     def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
-        """Update `master` in place; `grad` may be overwritten. Both are this rank's span, flat."""
+        """Update `master` in place; `grad` may be overwritten. Both tensors are flat and cover this rank's span."""
 
 
 class Elementwise:
-    """A rule whose update of an element depends on that element alone."""
+    """A rule whose update of an element depends only on that element."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the moments; each has one value per element."""
+        """Names of the moments, each of which has one value per element."""
         raise NotImplementedError
 
     def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, args: StepArgs) -> None:
-        """Update in place; all tensors are flat and have the same length and dtype."""
+        """Update `master` and `moments` in place. All tensors are flat and have the same length and dtype."""
         raise NotImplementedError
 
     def start(self, owned: ShardState, allocator: Allocator) -> None:

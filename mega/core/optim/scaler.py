@@ -1,8 +1,7 @@
-"""The dynamic loss scale of fp16: the scale halves at overflows and doubles after a number of steps without an
-overflow.
+"""The dynamic loss scale of fp16, which is halved at overflows and doubled after a number of steps without overflow.
 
-Losses are multiplied by the scale before the backward pass, gradients are divided by it before clipping. The state is
-three device scalars, so that the host never waits to learn whether a step overflowed.
+Losses are multiplied by the scale before the backward pass, and gradients are divided by the scale before clipping. The
+state is three device scalars, so that the host never has to wait for the result of an overflow check.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import torch
 
 
 class LossScaler:
-    """scale: the current factor. clean: steps since the last overflow or growth. patience: overflows until the scale
-    halves.
+    """Dynamic loss scale. scale: the current factor. clean: number of steps since the last overflow or increase.
+    patience: number of overflows until the scale is halved.
 
-    The patience is reset when the scale doubles, not when it halves. Once the patience is used up, every overflow
-    halves the scale.
+    The patience is reset when the scale is doubled, but not when the scale is halved. After the patience is used up,
+    every overflow halves the scale.
 
     >>> scaler = LossScaler(initial=2.0**32, window=3, hysteresis=2)
     >>> seen = []
@@ -41,8 +40,8 @@ class LossScaler:
         self.patience = torch.tensor(hysteresis, device=device)
 
     def update(self, finite: torch.Tensor, counts: torch.Tensor | None = None) -> None:
-        """Update the scale after a step. finite: bool [], whether all gradients of all ranks were finite. counts:
-        bool [], false leaves the scale unchanged."""
+        """Update the scale after a step. finite: bool [], whether all gradients on all ranks were finite. counts: bool
+        []; false ignores the step."""
         if self.window is None:
             return
         ignored = torch.zeros_like(finite) if counts is None else ~counts
@@ -50,7 +49,7 @@ class LossScaler:
         self.patience = torch.where(finite | ignored, self.patience, self.patience - 1)
         backs_off = ~finite & ~ignored & (self.patience <= 0)
         self.scale = torch.where(backs_off, (self.scale / 2).clamp(min=self.least), self.scale)
-        grows = self.clean >= self.window  # `clean` is greater if a run resumes with a shorter window
+        grows = self.clean >= self.window  # `clean` may exceed a window that a resume has shortened
         self.scale = torch.where(grows, self.scale * 2, self.scale)
         self.clean = torch.where(grows, 0, self.clean)
         self.patience = torch.where(grows, self.hysteresis, self.patience)
@@ -62,15 +61,16 @@ class LossScaler:
 
     @property
     def at_least(self) -> bool:
-        """Whether the scale cannot decrease: it is at its minimum, or constant. Waits for the device."""
+        """Whether the scale cannot decrease, because it is constant or at the minimum. This property waits for the
+        device."""
         return self.window is None or bool(self.scale <= self.least)
 
     def state(self) -> dict[str, float]:
-        """The state as Python numbers, for a checkpoint."""
+        """Return the state as Python numbers, for a checkpoint."""
         return {"scale": float(self.scale), "clean": int(self.clean), "patience": int(self.patience)}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Restore the state of a checkpoint; a constant scale is not restored."""
+        """Restore the state from a checkpoint, unless the scale is constant."""
         if self.window is None:
             return
         self.scale.fill_(state["scale"])

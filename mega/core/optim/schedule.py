@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples consumed. Computed with Python numbers only."""
+"""Learning rate and weight decay as functions of the number of consumed samples, computed with Python numbers only."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ _REMAINING: dict[str, Callable[[float], float]] = {
     "exponential": lambda progress: float(2 * 0.5**progress - 1),
     "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""Progress of a decay, from 0 to 1 -> the remaining share of the difference to the final rate."""
+"""Curve -> function of a decay's progress (0 to 1) that returns the remaining fraction of the rate's total change."""
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Warm-up from `initial` to `peak` over `warmup` samples, then decay to `least` at `decay` samples.
+    """A learning rate with a warm-up from `initial` to `peak` over `warmup` samples, then a decay to `least` at `decay`
+    samples.
 
-    "wsd" stays at `peak` and decays over the last `anneal` samples by `anneal_style` (Hu et al. 2024, arXiv 2404.06395,
-    with the curves of Megatron-core).
+    The style "wsd" stays at `peak` and decays over the last `anneal` samples with the curve `anneal_style` (Hu et al.
+    2024, arXiv 2404.06395, with the curves of Megatron-core).
 
-    Two styles search for the largest rate at which a run is stable (Smith 2017): "range-test" grows by `peak` every
-    `decay` samples, "range-exponential" by a constant factor per sample, from `least` to `peak`.
+    Two styles are for finding the largest stable rate (Smith 2017): "range-test" adds `peak` every `decay` samples, and
+    "range-exponential" grows from `least` to `peak` by a constant factor per sample.
 
     >>> rate = LearningRate(peak=1.5e-4, least=1e-5, warmup=100, decay=1000, style="linear")
     >>> rate(0), rate(50), round(rate(550), 12), rate(1001)
@@ -33,9 +34,9 @@ class LearningRate:
     peak: float
     """The rate after the warm-up."""
     least: float
-    """The final rate."""
+    """The final rate, or the initial rate of "range-exponential"."""
     warmup: int
-    """Number of samples of the warm-up."""
+    """Number of samples in the warm-up."""
     decay: int
     """Number of samples until the final rate, including the warm-up."""
     style: str
@@ -48,7 +49,7 @@ class LearningRate:
     anneal: int = 0
     """Number of samples over which "wsd" decays."""
     anneal_style: str = "exponential"
-    """The curve of that decay."""
+    """The curve of the decay of "wsd"."""
 
     def __call__(self, samples: int) -> float:
         if self.warmup > 0 and samples <= self.warmup:
@@ -71,7 +72,7 @@ class LearningRate:
         return self.least + (self.peak - self.least) * remaining
 
     def _warm(self, samples: int) -> float:
-        """Progress of the warm-up from `initial` to `peak`, between 0 and 1."""
+        """Return the progress of the warm-up from `initial` to `peak`, between 0 and 1."""
         if self.batch is None:
             return samples / self.warmup
         return min(1.0, math.log(samples / self.batch + 1) / math.log(max(2, self.warmup // self.batch)))
@@ -82,13 +83,13 @@ class WeightDecay:
     """Weight decay that changes from `start` to `end` over `total` training samples; "constant" is always `end`."""
 
     start: float
-    """The value at the first sample."""
+    """The weight decay at the first sample."""
     end: float
-    """The value from sample `total` on."""
+    """The weight decay after `total` samples."""
     total: int
-    """Number of training samples over which the value changes."""
+    """Number of training samples over which the weight decay changes."""
     style: str = "constant"
-    """constant, linear or cosine."""
+    """The curve of the change: constant, linear or cosine."""
 
     def __call__(self, samples: int) -> float:
         if self.style == "constant" or samples >= self.total:

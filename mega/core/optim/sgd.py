@@ -1,4 +1,4 @@
-"""SGD with momentum, as in torch: v <- momentum v + g + decay p, p <- p - lr v. Without momentum v is g + decay p."""
+"""SGD with momentum, as in torch: v <- momentum v + g + decay p, p <- p - lr v. Without momentum, v = g + decay p."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega.core.optim.rule import Elementwise, StepArgs
 
 @dataclass(frozen=True)
 class SGD(Elementwise):
-    """The constant of the rule. The decay is added to the gradient, so it also enters the momentum."""
+    """SGD with momentum. The decay is added to the gradient, so the momentum also contains the decay."""
 
     momentum: float
 

@@ -1,15 +1,17 @@
-"""Pipeline schedules as data: the compute steps, sends and receives of every rank in one step. Does not import torch.
+"""Pipeline schedules as data: the compute steps, sends and receives of every rank in one training step.
 
-    types      Compute, Transfer, Exchange, Plan: the types. Read this first
+Cargo is an activation or a gradient that moves between stages. This package does not import torch.
+
+    types      the types Compute, Transfer, Exchange and Plan; read this module first
     kinds      the schedules, each as an order of compute steps: SCHEDULES, and forward for evaluation
-    exchange   when cargo moves between the compute steps, for any schedule
-    play       a clock that plays a plan
-    prove      every act once, nothing missing, no deadlock even with blocking sends
-    simulate   length, bubble, live microbatches; the lower bound for any plan
-    layers     which blocks of the model each stage holds
-    draw       the picture of a simulation: text, SVG, PNG (imported on demand)
+    exchange   inserts sends and receives between the compute steps, for any schedule
+    play       runs a plan on a simulated clock
+    prove      checks that a plan is complete and cannot deadlock, even with blocking sends
+    simulate   computes length, bubble and live microbatches of a plan, and a lower bound for the length
+    layers     assigns the blocks of the model to stages
+    draw       draws a simulation as text, SVG or PNG (imported on demand)
 
-A new schedule is a function and its row in `kinds.SCHEDULES`; the executor that plays plans does not change.
+To add a schedule, write a function and add it to `kinds.SCHEDULES`. The executor of plans does not change.
 """
 
 from .kinds import SCHEDULES, PipelineSchedule, plan

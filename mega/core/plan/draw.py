@@ -1,4 +1,4 @@
-"""Draws a simulated plan as text, SVG or PNG: one line per rank, with time to the right.
+"""Draw a simulated plan as text, SVG or PNG, with one line per rank and time increasing to the right.
 
 Only PNG needs matplotlib, which is imported on demand. This module draws a `Simulation` and does not depend on
 schedules.
@@ -19,10 +19,10 @@ _CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def draw_text(simulation: Simulation, width: int = 100) -> str:
-    """Draw the simulation as one line of at most `width` characters per rank, and a line of figures.
+    """Draw the simulation as one line of at most `width` characters per rank, followed by a line of figures.
 
-    A cell shows the kind and the microbatch ("F3"; "F3b" for the second chunk), or only the kind if the label does not
-    fit; `.` means that the rank waits.
+    A cell shows the kind of compute step and the microbatch ("F3"; "F3b" for the second chunk), or only the kind if the
+    label does not fit; `.` means that the rank waits.
 
     >>> from mega.core.plan import plan, simulate
     >>> print(draw_text(simulate(plan("1f1b", stages=2, microbatches=2)), 60))
@@ -40,15 +40,15 @@ def draw_text(simulation: Simulation, width: int = 100) -> str:
 
 
 def draw(simulation: Simulation, path: Path) -> None:
-    """Write the picture to `path`: .svg, or .png (needs matplotlib). The write is atomic."""
+    """Write the picture to `path` (.svg, or .png with matplotlib), atomically."""
     content = {".svg": _svg, ".png": _png}[path.suffix](simulation)
     with whole_file(path) as file:
         file.write(content)
 
 
 def _scale(simulation: Simulation, room: int) -> float:
-    """Characters per unit of time: enough for labels if they fit `room`; else a whole number per act if that fits; else
-    as many as fit."""
+    """Return the number of characters per unit of time: wide enough for labels if the line then fits in `room`
+    characters; else a whole number per act if that fits; else the number that fits."""
     spans = [span for row in simulation.rows for span in row]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     labelled = max(len(_label(simulation, span)) for span in spans) + 1
@@ -83,7 +83,7 @@ def _figures(simulation: Simulation) -> str:
 
 
 _ROW, _TOP, _LEFT, _PICTURE = 28, 34, 64, 1400
-"""In pixels: height of a rank's row, margins above and to the left of the rows, width of the time axis."""
+"""Sizes in pixels: height of a rank's row, margins above and to the left of the rows, width of the time axis."""
 
 
 def _svg(simulation: Simulation) -> bytes:
@@ -142,5 +142,5 @@ def _png(simulation: Simulation) -> bytes:
 
 
 def _opacity(span: Interval, simulation: Simulation) -> float:
-    """Later chunks are drawn paler."""
+    """Return the colour of a compute step, which is paler for later chunks."""
     return 1.0 - 0.6 * span.act.chunk / simulation.plan.chunks

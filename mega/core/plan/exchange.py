@@ -1,20 +1,20 @@
-"""When cargo moves: makes the exchanges between the compute steps from the order of compute steps on every rank.
+"""Insert sends and receives of cargo (activations and gradients) between the compute steps of every rank.
 
-This module does not depend on schedules. The orders are played once on a clock on which every compute step takes one
-slot and cargo takes no time. Then each piece of cargo is assigned a moment:
+This module does not depend on schedules. First the compute steps of all ranks are simulated on a clock on which every
+compute step takes one slot and transfers take no time. Then each transfer is assigned a time:
 
     sender    ... [produce] |                 [next compute] ...
     receiver  ...        [other work]    | [consume] ...
 
-The sender sends the cargo right after producing it. The receiver receives the cargo as late as possible without
-delaying any rank: before the consuming compute step, or earlier if the sender would otherwise wait before its next
-compute step. So received cargo occupies memory no longer than needed, and one exchange can pair, for example, an
-activation for the next stage with a gradient for the previous one, as in Megatron's 1F1B.
+The sender sends cargo right after producing it. The receiver receives the cargo as late as possible without delaying
+any rank: before the consuming compute step, or earlier if the sender would otherwise wait before its next compute step.
+So received cargo occupies memory no longer than necessary, and one exchange can combine, for example, an activation for
+the next stage with a gradient for the previous stage, as in Megatron-LM's 1F1B.
 
-Why no plan made here can deadlock, even if a send waits for its receive (rendezvous): the moments put all compute steps
-and transfers of all ranks in one total order, and every rank acts in that order. The first unfinished act can therefore
-always be played. Transfers in the same gap between two compute steps start together in one `Exchange`; this can only
-make them start earlier.
+A plan made here cannot deadlock, even if a send waits for the matching receive (rendezvous), because the assigned times
+put all compute steps and transfers of all ranks in one total order, and every rank follows this order. The first
+unfinished act can therefore always run. Transfers between the same two compute steps start together in one `Exchange`,
+which can only make a transfer start earlier.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from .types import Act, Compute, Exchange, PlanError, Transfer
 
 Cargo = tuple[str, int, int]
-"""(kind, microbatch, global stage) of the compute step that produces the cargo."""
+"""An activation or gradient, identified by the compute step that produces it: (kind, microbatch, global stage)."""
 
 
 def needs(act: Compute, stage: int, last: int) -> Cargo | None:
-    """The cargo that `act` on global stage `stage` waits for; None if the act needs no other stage."""
+    """Return the cargo required by `act` on global stage `stage`; None if the act does not depend on another stage."""
     if act.kind == "F" and stage > 0:
         return ("F", act.microbatch, stage - 1)
     if act.kind == "B" and stage < last:
@@ -39,18 +39,18 @@ def needs(act: Compute, stage: int, last: int) -> Cargo | None:
 
 
 def sent(transfer: Transfer, rank: int, stages: int) -> Cargo:
-    """The cargo that `rank` sends in `transfer`."""
+    """Return the cargo that `rank` sends in `transfer`."""
     return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank)
 
 
 def received(transfer: Transfer, rank: int, stages: int) -> Cargo:
-    """The cargo that `rank` receives in `transfer`."""
+    """Return the cargo that `rank` receives in `transfer`."""
     before = -1 if transfer.kind == "F" else 1
     return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank + before)
 
 
 def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> tuple[tuple[Act, ...], ...]:
-    """Return every rank's acts: its compute steps in the given order, and the exchanges between them.
+    """Return every rank's acts: the rank's compute steps in the given order, and the exchanges between these steps.
 
     Raises PlanError if the orders contain a circular wait.
     """
@@ -69,10 +69,10 @@ def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int
                 continue
             consumer = consumers.get((act.kind, act.microbatch, act.chunk * stages + rank))
             if consumer is None or consumer[0] == rank:
-                continue  # no transfer, because no rank or only this rank needs the cargo
+                continue  # no transfer, because no other rank needs the cargo
             peer, consumer_start, consuming = consumer
             next_start = starts[rank][gap] if gap < len(order) else math.inf
-            # The latest moment that delays neither the consumer nor the sender's next compute step.
+            # The latest time that delays neither the consumer nor the sender's next compute step.
             moment = min(consumer_start, next_start)
             peer_gap = bisect_left(starts[peer], moment)
             sends[rank].setdefault(gap, []).append(Transfer(act.kind, act.microbatch, act.chunk, peer))
@@ -83,7 +83,7 @@ def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int
 def _woven(
     order: Sequence[Compute], sends: dict[int, list[Transfer]], recvs: dict[int, list[Transfer]]
 ) -> tuple[Act, ...]:
-    """The compute steps of one rank with the exchange of each gap; gap i is before compute step i."""
+    """Return the acts of one rank: compute steps, with exchanges in the gaps. Gap i is before compute step i."""
     acts: list[Act] = []
     for gap in range(len(order) + 1):
         if gap in sends or gap in recvs:
@@ -94,8 +94,9 @@ def _woven(
 
 
 def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> list[list[int]]:
-    """The slot in which each compute step starts, if each step takes one slot and runs as soon as it can. A rank runs
-    until its next compute step lacks cargo; the rank that produces this cargo makes the waiting rank runnable again.
+    """Return the slot in which each compute step starts, if every step takes one slot and runs as early as possible. A
+    rank runs until the cargo for its next compute step is missing; the rank that produces this cargo makes the waiting
+    rank runnable again.
     """
     last = stages * chunks - 1
     starts: list[list[int]] = [[] for _ in orders]
@@ -112,7 +113,7 @@ def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> lis
             needed = needs(act, stage, last)
             if needed is not None:
                 if needed not in produced:
-                    waiting[needed] = rank  # a piece of cargo has one consumer, so one rank waits for it
+                    waiting[needed] = rank  # each cargo has one consumer, so at most one rank waits for it
                     break
                 slot = max(slot, produced[needed])
             starting.append(slot)

@@ -1,24 +1,24 @@
-"""The schedules: the order in which each rank computes.
+"""The pipeline schedules: the order of compute steps on each rank.
 
-Each schedule is one function from (rank, stages, chunks, microbatches) to a list of `Compute`s. `exchange`
-decides for all schedules when the cargo moves. In the drawings F2 is the forward of microbatch 2, B2 is its backward,
-and `.` is a rank that waits; F and B take one slot each:
+Each schedule is one function from (rank, stages, chunks, microbatches) to a list of `Compute`s. The module `exchange`
+inserts the transfers for all schedules. In the drawings F2 is the forward pass of microbatch 2, B2 is the backward pass
+of microbatch 2, and `.` is a waiting rank; F and B take one slot each:
 
-    gpipe, 3 stages, 3 microbatches: all forwards, then all backwards. Every rank holds all microbatches.
+    gpipe, 3 stages, 3 microbatches: all forward passes, then all backward passes. Every rank holds all microbatches.
 
         rank 0   F0 F1 F2  .  .  .  . B0 B1 B2
         rank 1    . F0 F1 F2  .  . B0 B1 B2  .
         rank 2    .  . F0 F1 F2 B0 B1 B2  .  .
 
-    1f1b, the same sizes: each backward as soon as it can run. Equally long, but rank r holds at most stages - r
-        microbatches.
+    1f1b, 3 stages, 3 microbatches: each backward pass as early as possible. As long as gpipe, but rank r holds at
+        most stages - r microbatches.
 
         rank 0   F0 F1 F2  .  . B0  . B1  . B2
         rank 1    . F0 F1  . B0 F2 B1  . B2  .
         rank 2    .  . F0 B0 F1 B1 F2 B2  .  .
 
-Every schedule runs the backwards of a chunk in the order of the microbatches, so gradients are summed in the
-same order under every schedule.
+Every schedule runs the backward passes of a chunk in the order of the microbatches, so gradients are summed in the same
+order under every schedule.
 
 Sources: gpipe, Huang et al. 2019 (arXiv 1811.06965); 1f1b and interleaved, Narayanan et al. 2021
 (arXiv 2104.04473); zb-h1, Qi et al. 2023 (arXiv 2401.10241), section 3.
@@ -40,9 +40,10 @@ Order = list[Compute]
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """order: (rank, stages, chunks, microbatches) -> the compute steps of that rank, in order.
+    """A schedule. order: function of (rank, stages, chunks, microbatches) that returns the compute steps of that rank,
+    in order.
 
-    interleaves: whether each rank has two or more chunks; otherwise each rank has exactly one.
+    interleaves: whether each rank has two or more chunks. Otherwise each rank has exactly one chunk.
     """
 
     order: Callable[[int, int, int, int], Order]
@@ -50,13 +51,13 @@ class PipelineSchedule:
 
 
 def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan:
-    """Return the plan of one step: every rank's acts, with the exchanges between them.
+    """Return the plan of one training step: every rank's compute steps, with the exchanges between these steps.
 
     kind: one of `SCHEDULES`, or "forward", which runs no backward pass (evaluation; any number of chunks).
-    stages: ranks of the pipeline, >= 1. A single stage is not a special case; its plan has no exchanges.
-    chunks: model chunks on each rank, >= 1. microbatches: any number >= 1.
+    stages: number of pipeline ranks, >= 1. The plan for a single stage has no exchanges.
+    chunks: number of model chunks on each rank, >= 1. microbatches: any number >= 1.
 
-    Raises ValueError naming the flag if the combination does not exist.
+    Raises ValueError, naming the flag, if the schedule does not support the given numbers.
 
     >>> plan("1f1b", stages=2, microbatches=1).acts[1]  # doctest: +NORMALIZE_WHITESPACE
     (Exchange(sends=(), recvs=(Transfer(kind='F', microbatch=0, chunk=0, peer=0),)),
@@ -70,7 +71,8 @@ def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan
 
 @lru_cache(maxsize=64)
 def _cached_plan(kind: str, stages: int, chunks: int, microbatches: int) -> Plan:
-    """Cached, because a layout search and every step of a training run request the same few plans repeatedly."""
+    """Return a plan from a cache, because a layout search and every training step request the same few plans
+    repeatedly."""
     order = forward_only if kind == "forward" else SCHEDULES[kind].order
     orders = [order(rank, stages, chunks, microbatches) for rank in range(stages)]
     return Plan(kind, stages, chunks, microbatches, with_exchanges(orders, stages, chunks))
@@ -91,14 +93,14 @@ def _check(kind: str, stages: int, chunks: int, microbatches: int) -> None:
 
 
 def gpipe(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """All forwards, then all backwards."""
+    """GPipe: all forward passes, then all backward passes."""
     return [Compute(kind, i, 0) for kind in ("F", "B") for i in range(microbatches)]
 
 
 def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """Forwards until the first gradient can arrive, then one forward and one backward in turn.
+    """1F1B: forward passes until the first gradient can arrive, then alternately one forward and one backward pass.
 
-    Rank r starts with min(stages - r - 1, microbatches) forwards: 3, 2, 1, 0 for four stages.
+    Rank r starts with min(stages - r - 1, microbatches) forward passes: 3, 2, 1, 0 for four stages.
     """
     return _alternate(
         [Compute("F", i, 0) for i in range(microbatches)],
@@ -108,13 +110,14 @@ def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: 
 
 
 def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """1F1B over several chunks per rank: the steps that fill the pipeline are shorter, so the bubble is smaller.
+    """Interleaved 1F1B, with several chunks per rank: the steps that fill the pipeline are shorter, so the bubble is
+    smaller.
 
-    Microbatches form groups (see `_groups`): a rank runs a whole group through its first chunk, then
-    through its second, and so on; backwards run from the last chunk to the first. The warm-up of rank r is
-    2 (stages - r - 1) forwards, until a microbatch has passed the later ranks and its gradient has come back, plus the
-    forwards of one group through every chunk but the last. For 4 stages, 2 chunks and 8 microbatches the warm-up is 10,
-    8, 6, 4, and the forwards run in chunks 0000 1111 0000 1111.
+    Microbatches form groups (see `_groups`): a rank runs a whole group through the first chunk, then through the second
+    chunk, and so on; backward passes run from the last chunk to the first. The warm-up of rank r is 2 (stages - r - 1)
+    forward passes, until a microbatch has passed the later ranks and the gradient has returned, plus the forward passes
+    of one group through every chunk except the last. For 4 stages, 2 chunks and 8 microbatches the warm-up is 10, 8, 6,
+    4, and the forward passes run in chunks 0000 1111 0000 1111.
 
         2 stages, 2 chunks, 2 microbatches (a, b are the chunks; a slot is half as long as above)
         rank 0   F0a F1a F0b F1b  .  B0b  .  B1b B0a B1a
@@ -128,11 +131,11 @@ def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order
 
 
 def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """ZB-H1: 1F1B with a split backward; weight gradients fill slots that would be idle.
+    """ZB-H1: 1F1B with a split backward pass, whose weight gradients fill slots that would be idle.
 
-    The previous rank waits for the gradient of the input (B); the gradient of the weights (W) can be computed
-    at any later time. On rank r the W acts lag r microbatches behind the B acts: later ranks, which would be
-    idle at the end, defer work until then, and no rank ever holds more than `stages` microbatches.
+    The previous rank waits for the gradient of the input (B), but the gradient of the weights (W) can be computed at
+    any later time. On rank r the W acts lag r microbatches behind the B acts, so that later ranks defer work to the end
+    of the step, when they would be idle. No rank holds more than `stages` microbatches.
 
         3 stages, 4 microbatches (F, B, W one slot each)
         rank 0   F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3
@@ -140,7 +143,7 @@ def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order
         rank 2    .  . F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     """
     order: Order = []
-    backwards = 0  # B acts so far
+    backwards = 0  # number of B acts so far
     for act in one_forward_one_backward(rank, stages, chunks, microbatches):
         order.append(act)
         if act.kind == "B":
@@ -152,16 +155,18 @@ def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order
 
 
 def forward_only(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """The forwards of the interleaved schedule, for evaluation."""
+    """Forward passes for evaluation, in the order of the interleaved schedule."""
     return list(_grouped("F", stages, range(chunks), microbatches))
 
 
 def _groups(stages: int, microbatches: int) -> list[range]:
-    """Divide microbatches into groups for interleaving: nearly equal, each of at least `stages` if there are enough.
+    """Divide microbatches into groups for interleaving, of nearly equal size, and of at least `stages` microbatches if
+    possible.
 
-    With a smaller group, rank 0 would need its next chunk's input before the last rank has sent that input, and ranks
-    could deadlock; a larger group holds more activations. The larger groups come first, because the first group sets
-    the warm-up; after a smaller first group, a larger group would need backwards before their forwards.
+    With smaller groups, rank 0 would need the input of the next chunk before the last rank has sent that input, and
+    ranks could deadlock. With larger groups, ranks hold more activations. The larger groups come first, because the
+    first group determines the warm-up; after a smaller first group, a larger group would need backward passes before
+    the matching forward passes.
 
     >>> _groups(4, 8), _groups(4, 13), _groups(4, 3)
     ([range(0, 4), range(4, 8)], [range(0, 5), range(5, 9), range(9, 13)], [range(0, 3)])
@@ -173,7 +178,8 @@ def _groups(stages: int, microbatches: int) -> list[range]:
 
 
 def _grouped(kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microbatches: int) -> Iterator[Compute]:
-    """Run each group of microbatches through all `chunks`, in their order, before the next group."""
+    """Return an order that runs each group of microbatches through all `chunks`, in the given order, before the next
+    group."""
     for group in _groups(stages, microbatches):
         for chunk in chunks:
             for microbatch in group:
@@ -181,7 +187,8 @@ def _grouped(kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microb
 
 
 def _alternate(forwards: Order, backwards: Order, warm_up: int) -> Order:
-    """`warm_up` forwards, then forward and backward in turn, then the remaining backwards."""
+    """Return `warm_up` forward passes, then alternating forward and backward passes, then the remaining backward
+    passes."""
     warm_up = min(warm_up, len(forwards))
     steady = zip(forwards[warm_up:], backwards, strict=False)
     pairs = len(forwards) - warm_up
@@ -194,16 +201,16 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     "interleaved": PipelineSchedule(interleaved, interleaves=True),
     "zb-h1": PipelineSchedule(zero_bubble),
 }
-"""Training schedules by name: the choices of --schedule."""
+"""Training schedules by name, which are the choices of --schedule."""
 
 
 def interleaving() -> str:
-    """The names, for messages, of the schedules with several chunks per rank."""
+    """Return the names of the schedules with several chunks per rank, as text for a message."""
     return " or ".join(name for name, one in SCHEDULES.items() if one.interleaves)
 
 
 def splits_backward(kind: str) -> bool:
-    """Whether gradients of weights are computed in separate acts (W), later than gradients of inputs.
+    """Return whether a schedule computes gradients of weights in separate acts (W), later than gradients of inputs.
 
     >>> splits_backward("zb-h1"), splits_backward("1f1b")
     (True, False)

@@ -1,4 +1,4 @@
-"""Which chunk of which pipeline rank holds each block of the model. Units are identified only by name or number."""
+"""Assign the blocks and other units of a model to pipeline ranks and chunks. Units are identified by name or number."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from itertools import accumulate
 from typing import TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
-"""The number of a block, or the name of another unit of the model (architecture's `Unit`)."""
+"""The number of a block, or the name of another unit of the model, as `architecture.Unit`."""
 
 
 def stage_layers(
     layers: int, stages: int, chunks: int = 1, explicit: Sequence[int] = ()
 ) -> tuple[tuple[range, ...], ...]:
-    """The blocks of every chunk of every rank, as `[rank][chunk] -> range` of global block numbers.
+    """Return the blocks of every chunk of every rank, as `[rank][chunk] -> range` of global block numbers.
 
     layers: number of blocks in the whole model. stages: number of pipeline ranks. chunks: number of model chunks per
         rank.
-    explicit: number of blocks of each global stage (chunk * stages + rank) in the model's order, for stages of unequal
-        size: `stages * chunks` numbers whose sum is `layers`. A stage with an embedding or the head may have
-        0 blocks.
+    explicit: for stages of unequal size, the number of blocks in each global stage (chunk * stages + rank):
+        `stages * chunks` numbers whose sum is `layers`. A stage with an embedding or the head may have 0 blocks.
 
     Raises ValueError if the blocks do not divide equally and `explicit` is empty.
 
@@ -39,7 +38,7 @@ def stage_layers(
 
 
 def _equal(layers: int, stages: int, chunks: int) -> Sequence[int]:
-    """The same number of blocks for every stage. Errors: ValueError if the blocks do not divide equally."""
+    """Return equal numbers of blocks for all stages. Errors: ValueError if the blocks do not divide equally."""
     pieces = stages * chunks
     if layers < 1 or layers % pieces:
         raise ValueError(
@@ -65,8 +64,8 @@ def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) ->
 
 
 def split_layers(encoder: int, decoder: int, stages: int, split: int) -> tuple[int, ...]:
-    """The number of blocks of each stage if the stages before `split` hold the encoder and the others hold the decoder.
-    Raises ValueError if the encoder or the decoder has no stage, or if its blocks do not divide equally.
+    """Return the number of blocks in each stage if the stages before `split` hold the encoder and the other stages hold
+    the decoder. Raises ValueError if the encoder or the decoder has no stage, or blocks that do not divide equally.
 
     >>> split_layers(6, 8, stages=4, split=2), split_layers(6, 8, stages=3, split=1)
     ((3, 3, 4, 4), (6, 4, 4))
@@ -92,7 +91,8 @@ def _to(stages: int) -> str:
 
 
 def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dict[Unit, tuple[int, int]]:
-    """Return unit -> (pipeline rank, chunk) that holds it. units: in the order of the forward pass, blocks by number.
+    """Return a map from each unit to the (pipeline rank, chunk) that holds the unit. units: in the order of the forward
+    pass.
 
     layers: the result of `stage_layers`. Units before the first block belong to the first stage, units after the last
     block to the last stage, and other units to the stage of the next block.
@@ -107,7 +107,7 @@ def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dic
     stage = len(layers) - 1, len(layers[0]) - 1
     for unit in reversed(units):
         stage = stages[unit] = block_stages.get(unit, stage)
-    # The first stage may have no block. Without this loop the embedding would then move to the stage of the first
+    # The first stage may have no block. Without this loop the embedding would be assigned to the stage of the first
     # block.
     for unit in itertools.takewhile(lambda unit: unit not in block_stages, units):
         stages[unit] = 0, 0

@@ -1,6 +1,7 @@
-"""A clock for plans: plays every rank's acts in parallel and reports when each compute step ran. The clock follows the
-`Exchange`s exactly and decides nothing, so a plan that cannot be played here cannot be played by any executor. `prove`
-uses `play` to find deadlocks, and `simulate` uses it to compute the length.
+"""Run all ranks' acts of a plan in parallel on a simulated clock, and report when each compute step ran.
+
+The clock follows the `Exchange`s exactly, so no executor can run a plan that deadlocks here. `prove` uses this module
+to find deadlocks, and `simulate` uses this module to compute the length of a plan.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .types import Compute, Exchange, Plan, PlanError
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One compute step, and the times, in the unit of the costs, at which it started and ended."""
+    """A compute step, with start and end time in the unit of the costs."""
 
     act: Compute
     start: float
@@ -22,16 +23,16 @@ class Interval:
 
 
 Duration = Callable[[Compute, int], float]
-"""(compute step, its global stage) -> its duration."""
+"""Function of a compute step and the step's global stage that returns the step's duration."""
 
 
 def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) -> tuple[tuple[Interval, ...], ...]:
-    """Return every rank's compute steps with their times, in order. Runs in time linear in the number of acts.
+    """Return every rank's compute steps with times, in order. This function takes time linear in the number of acts.
 
-    transfer: duration of one transfer, counted from the time at which both ranks have reached their exchange.
-    overlap: if True, a rank does not stop in exchanges; it waits for a piece of cargo only before the compute step that
-        needs the cargo, and never for its sends. If False, it stops in each exchange until all transfers have ended:
-        the strictest case, in which a send lasts until it is received.
+    transfer: duration of one transfer, which starts when both ranks have reached their exchange.
+    overlap: if True, a rank does not stop in exchanges: it waits for cargo only before the compute step that needs the
+        cargo, and never waits for sends. If False, a rank stops in each exchange until all transfers have ended, so a
+        send blocks until the receive.
 
     Raises PlanError at a deadlock.
     """
@@ -39,8 +40,8 @@ def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) 
 
 
 class _Playing:
-    """The state of one call of `play`. A rank runs until it must wait; the awaited cargo makes the rank runnable
-    again."""
+    """The state of one call of `play`. A rank runs until it has to wait for cargo; the transfer of that cargo makes the
+    rank runnable again."""
 
     def __init__(self, plan: Plan, duration: Duration, transfer: float, overlap: bool) -> None:
         self.plan, self.duration, self.transfer, self.overlap = plan, duration, transfer, overlap
@@ -61,7 +62,7 @@ class _Playing:
         return tuple(map(tuple, self.spans))
 
     def _run(self, rank: int) -> None:
-        """Play the acts of `rank` until their end, or until `rank` has to wait for the other rank of a transfer."""
+        """Run the remaining acts of `rank`, or until `rank` has to wait for the other rank of a transfer."""
         acts = self.plan.acts[rank]
         while self.next[rank] < len(acts):
             act = acts[self.next[rank]]
@@ -96,7 +97,7 @@ class _Playing:
         return True
 
     def _wait(self, cargo: Cargo, rank: int) -> bool:
-        """Advance `rank` to the end of the transfer; False if the other rank has not reached its exchange yet."""
+        """Advance `rank` to the end of a transfer; returns False if the other rank has not reached the exchange yet."""
         if cargo not in self.sends or cargo not in self.recvs:
             self.waiting[cargo] = rank
             return False

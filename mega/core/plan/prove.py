@@ -1,13 +1,12 @@
-"""The proof of a plan: properties that every plan must have before it is played. The proof does not depend on the
-schedule.
+"""Prove, independently of the schedule, that a plan has the following properties before a run executes the plan.
 
     1  every rank computes every (kind, microbatch, chunk) exactly once, F before B before W
-    2  no compute step runs before its cargo has arrived; no cargo is sent before it is produced
-    3  every piece of cargo is sent once and received once, between the right two ranks
-    4  between two ranks cargoes of one kind arrive in the order in which they are sent (no tags needed)
-    5  no rank waits forever, even if a send lasts until its receive has started
+    2  no compute step runs before its input has arrived; no cargo is sent before it is produced
+    3  all cargo is sent once and received once, between the right two ranks
+    4  between two ranks, cargo of one kind arrives in the order in which it is sent (no tags needed)
+    5  no rank waits forever, even if a send blocks until the matching receive has started
 
-The proof runs at the start of every training run, in time linear in the number of acts.
+This check runs at the start of every training run, and takes time linear in the number of acts.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ Route = tuple[int, int, str]
 """(sending rank, receiving rank, kind of cargo)."""
 
 _EARLIER = {"F": None, "B": "F", "W": "B"}
-"""Kind of a compute step -> the kind that must come before it for the same microbatch and chunk."""
+"""Kind of a compute step -> the kind of step that must precede it for the same microbatch and chunk."""
 
 
 def prove(plan: Plan) -> None:
-    """Raises PlanError, naming the rank and the act, unless `plan` can be played and is complete."""
+    """Prove the properties of `plan`. Raises PlanError, naming the rank and the act, if a property does not hold."""
     if len(plan.acts) != plan.stages:
         raise PlanError(f"{len(plan.acts)} ranks have acts, there are {plan.stages} stages")
     sends: dict[Route, list[Cargo]] = defaultdict(list)
     recvs: dict[Route, list[Cargo]] = defaultdict(list)
     for rank in range(plan.stages):
         _Rank(plan, rank, sends, recvs).check()
-    # Every compute step had its cargo, so all needed cargo is received. The sends of each route are equal to its
-    # receives, so no cargo is lost.
+    # Every compute step had its input, so all required cargo was received. On each route, sends equal receives, so no
+    # cargo is lost.
     for route in sends.keys() | recvs.keys():
         _same_order(route, sends[route], recvs[route])
     play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)
@@ -51,7 +50,7 @@ def _same_order(route: Route, sends: list[Cargo], recvs: list[Cargo]) -> None:
 
 
 class _Rank:
-    """One rank's acts, followed from first to last."""
+    """State of the check of one rank's acts, from first to last."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class _Rank:
             raise self._error("does not compute exactly what it should", self.done ^ expected)
 
     def _expected(self) -> set[Cargo]:
-        """(kind, microbatch, global stage) of every compute step of this rank."""
+        """Every compute step of this rank so far, as (kind, microbatch, global stage)."""
         split = any(isinstance(act, Compute) and act.kind == "W" for act in self.plan.acts[self.rank])
         kinds = "F" if self.plan.kind == "forward" else "FBW" if split else "FB"
         stages = range(self.rank, self.last + 1, self.plan.stages)
@@ -118,7 +117,7 @@ class _Rank:
             self.recvs[transfer.peer, self.rank, transfer.kind].append(cargo)
 
     def _destination(self, cargo: Cargo) -> int | None:
-        """The rank that needs the output of a compute step; None if no rank needs it."""
+        """Return the rank that needs the output of a compute step; None if no rank needs the output."""
         kind, _, stage = cargo
         to = stage + {"F": 1, "B": -1, "W": 0}[kind]
         return to % self.plan.stages if kind != "W" and 0 <= to <= self.last else None

@@ -1,7 +1,7 @@
-"""The cost of a plan: its length, its bubble, and how many microbatches each rank holds.
+"""Compute the costs of a plan: length, bubble, and number of microbatches that each rank holds.
 
-The **bubble** is the share of all ranks' time in which they wait: 1 - (total compute time) / (ranks * length).
-With p equal stages, m microbatches and v chunks per rank:
+The **bubble** is the fraction of time that ranks spend waiting: 1 - (total compute time) / (ranks * length). With p
+equal stages, m microbatches and v chunks per rank, the bubble is:
 
     gpipe, 1f1b     (p - 1) / (m + p - 1)
     interleaved     (p - 1) / (v m + p - 1)     for m >= p
@@ -23,19 +23,19 @@ PerStage: TypeAlias = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """The duration of each operation of one microbatch on one global stage, in any unit of time."""
+    """The durations of the operations of one microbatch on one global stage, in any unit of time."""
 
     forward: PerStage = 1.0
     backward: PerStage = 1.0
-    """The duration of the gradient of the input alone."""
+    """The duration of the gradient of the input, without the gradient of the weights."""
     weight: PerStage = 1.0
-    """The duration of the gradient of the weights; part of the "B" act in a plan without "W" acts, so the same costs
-    fit all plans."""
+    """The duration of the gradient of the weights. In a plan without "W" acts this duration is part of the "B" act, so
+    the same costs can be used for all plans."""
     transfer: float = 0.0
-    """The duration of sending one piece of cargo from one rank to another."""
+    """The duration of sending one activation or gradient from one rank to another."""
 
     def of(self, act: Compute, stage: int, split: bool) -> float:
-        """The duration of `act` on global stage `stage`. split: whether the plan has "W" acts."""
+        """Return the duration of `act` on global stage `stage`. split: whether the plan has "W" acts."""
         if act.kind == "F":
             return _at(self.forward, stage)
         if act.kind == "W":
@@ -45,28 +45,28 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of playing a plan. Times are in the unit of the costs; tuples have one entry per rank."""
+    """The result of a simulation. Times are in the unit of the costs; tuples have one entry per rank."""
 
     plan: Plan
     makespan: float
-    """Time from the start of the first act to the end of the last one."""
+    """Time from the start of the first act to the end of the last act."""
     busy: tuple[float, ...]
-    """The time for which each rank computes."""
+    """Compute time of each rank."""
     bubble: float
-    """The share of the ranks' time that is spent waiting, 0 <= bubble < 1."""
+    """Fraction of time that ranks spend waiting, 0 <= bubble < 1."""
     live: tuple[int, ...]
-    """Peak number of microbatches whose activations each rank holds; each chunk of a microbatch counts as one. A rank
-    holds activations from F to B, or to W if there are W acts; in a plan without backward pass only during F."""
+    """Peak number of microbatches whose activations each rank holds, counting each chunk of a microbatch separately. A
+    rank holds activations from F to B, or to W if there are W acts; in a plan without backward pass only during F."""
     rows: tuple[tuple[Interval, ...], ...]
-    """Every compute step with its times."""
+    """Every compute step with start and end time."""
 
 
 def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Simulation:
-    """Play `plan` on a clock.
+    """Run `plan` on a simulated clock.
 
-    costs: by default 1 each for forward, input gradient and weight gradient, and 0 for transfers.
-    overlap: if True, a rank waits for cargo only before the compute step that needs the cargo, and not for its sends.
-        If False, it waits in each exchange until all transfers have ended (see `play`).
+    costs: by default 1 for forward pass, input gradient and weight gradient each, and 0 for transfers.
+    overlap: if True, a rank waits for cargo only before the compute step that needs the cargo, and not for sends. If
+        False, a rank waits in each exchange until all transfers have ended (see `play`).
 
     >>> from mega.core.plan import plan
     >>> result = simulate(plan("1f1b", stages=4, microbatches=8))
@@ -90,11 +90,11 @@ def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Si
 
 
 def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
-    """A lower bound for the length of any plan with these compute steps, in any order.
+    """Return a lower bound for the length of any plan with the compute steps of `plan`, in any order.
 
-    The largest of: the time of one microbatch through all stages and back; and for every rank, the sum of the time
-    until the first microbatch can reach the rank, the rank's work, and the time in which the last gradient returns from
-    the rank to stage 0. (The weight gradients of a split backward can overlap with the third term.)
+    The bound is the maximum of the time of one microbatch through all stages and back, and of a sum for every rank: the
+    time until the first microbatch can reach the rank, the rank's compute time, and the time in which the last gradient
+    returns from the rank to stage 0. (The weight gradients of a split backward pass can overlap with the third term.)
     """
     costs = costs or Costs()
     split = _splits(plan)
@@ -113,7 +113,7 @@ def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
         work = plan.microbatches * total(passes, rank_stages)
         tail = total("B", range(rank)) + rank * travel if len(passes) == 2 else 0.0
         weights = plan.microbatches * total("W", rank_stages) if split else 0.0
-        # Weight gradients may run during the last backward transfers, so the longer of the two counts.
+        # Weight gradients may run while the last gradient returns, so only the longer of both times counts.
         bounds.append(head + work + max(tail, weights))
     return max(bounds)
 
@@ -123,8 +123,8 @@ def _splits(plan: Plan) -> bool:
 
 
 def _peak(row: Sequence[Interval], frees: str) -> int:
-    """The maximum number of microbatches held at once. Each is held from the start of its F to the end of its act
-    `frees`."""
+    """Return the maximum number of microbatches held at the same time. A microbatch is held from the start of its F act
+    to the end of its act of kind `frees`."""
     live = peak = 0
     for span in row:
         if span.act.kind == "F":

@@ -1,19 +1,19 @@
-"""The types of a pipeline plan: one action of a rank (`Act`), and the actions of all ranks (`Plan`).
+"""The types of a pipeline plan: an action of one rank (`Act`), and the actions of all ranks (`Plan`).
 
-A model is cut into `stages * chunks` consecutive pieces, the **global stages** g = 0, 1, 2, ...
-They are assigned to the ranks of the pipeline round-robin, so that rank r holds g = chunk * stages + r:
+A model is split into `stages * chunks` consecutive **global stages** g = 0, 1, 2, ... These are assigned to the ranks
+of the pipeline round-robin, so that rank r holds g = chunk * stages + r:
 
     stages 2, chunks 1        stages 2, chunks 2
     rank 0   g0               rank 0   g0  g2
     rank 1   g1               rank 1   g1  g3
 
-A microbatch passes through g0, g1, g2, ... in its forward pass (the cargo is an activation) and back in
-its backward pass (the cargo is the gradient of that activation). With several chunks the last rank sends its
-cargo for the next chunk to rank 0. If one rank holds both global stages (a single stage with several
-chunks), the cargo stays there, and no `Transfer` exists for it.
+A microbatch passes through g0, g1, g2, ... in the forward pass and in reverse order in the backward pass. The cargo
+that moves between stages is an activation in the forward pass and a gradient in the backward pass. With several chunks
+the last rank sends cargo for the next chunk to rank 0. If one rank holds both global stages (a pipeline of one rank
+with several chunks), the cargo stays on this rank, without a `Transfer`.
 
-This module does not depend on schedules, tensors or process groups. A plan is a value that is made once, is equal on
-all ranks, and is executed by `core.parallel.pipeline`.
+This module does not depend on schedules, tensors or process groups. A plan is an immutable value that is equal on all
+ranks; `core.parallel.pipeline` executes it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One microbatch through one chunk of this rank.
+    """A compute step: one microbatch through one chunk of this rank.
 
-    kind: "F" runs the forward pass. "B" runs the backward pass: in a plan without "W" acts it computes the
-        gradients of the weights and of the input; in a plan with "W" acts it computes only the gradient of the input,
-        and a later "W" computes the gradient of the weights.
+    kind: "F" is the forward pass. "B" is the backward pass: the gradients of weights and input in a plan without "W"
+        acts, or only the gradient of the input in a plan with "W" acts, in which a later "W" computes the gradient of
+        the weights.
     microbatch: 0 .. microbatches - 1.
     chunk: index of the chunk on this rank, 0 .. chunks - 1.
     """
@@ -40,24 +40,24 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer of one piece of cargo from one rank to another, as seen by one of the two ranks.
+    """A transfer of one activation or gradient between two ranks, described for one of these ranks.
 
-    Between any two ranks the cargoes of one kind are sent and received in the same order, so no tag is needed.
+    Between any two ranks, transfers of one kind are sent and received in the same order, so no tag is needed.
     """
 
     kind: Literal["F", "B"]
     """F: an activation for the next global stage. B: the gradient of an activation for the previous stage."""
     microbatch: int
     chunk: int
-    """The chunk **of the rank that holds this act**: in a send the chunk that produced the cargo, in a receive the
-    chunk that will consume it. (The two chunks differ in a transfer between the last rank and rank 0.)"""
+    """The chunk **on the rank of this act**: in a send the chunk that produced the cargo, in a receive the chunk that
+    consumes the cargo. (These chunks differ in a transfer between the last rank and rank 0.)"""
     peer: int
     """The other rank, 0 .. stages - 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Sends and receives that start together; the exchange ends when all of them have ended."""
+    """Sends and receives that start together. The exchange ends when all transfers have ended."""
 
     sends: tuple[Transfer, ...] = ()
     recvs: tuple[Transfer, ...] = ()
@@ -68,7 +68,7 @@ Act: TypeAlias = Compute | Exchange
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The acts of every rank of the pipeline, in order: rank r plays `acts[r]` from first to last."""
+    """A plan of one step: the acts of every rank of the pipeline. Rank r executes `acts[r]` in order."""
 
     kind: str
     """The name of the schedule, one of `SCHEDULES` in kinds.py, or "forward", which has no backward pass."""
@@ -82,4 +82,4 @@ class Plan:
 
 
 class PlanError(AssertionError):
-    """A plan that cannot be played correctly. The cause is always the code that made the plan, never the user."""
+    """Error in a plan. The cause is always a bug in the code that made the plan, never a mistake of the user."""

@@ -1,2 +1,2 @@
-"""One file per family: how the family's options become an architecture. A family's names on disk are in
-checkpoint/forms."""
+"""One module per model family, which creates the architecture from options. The names of a family's tensors on disk
+are in checkpoint/forms."""

@@ -1,8 +1,8 @@
 """BERT (Devlin et al. 2018): a bidirectional stack, with heads for masked words and for rows.
 
 Norms are placed before each branch, as in Megatron-LM's BERT, or after each branch, as in the original BERT. The
-original has a norm after the embeddings instead of one after the last layer. The output matrix is the tied table, with
-a separate bias.
+original BERT has a norm after the embeddings instead of a norm after the last layer. The output matrix is the embedding
+table, with an additional bias.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mega.core.config.sections import ModelConfig
 
 
 def bert(options: ModelConfig) -> Architecture:
-    """A bidirectional stack, and a head for words, for rows or for both."""
-    # If no head predicts words, the table is not tied, because a stage would wait for the gradient of an unused copy.
+    """Return BERT's architecture: a bidirectional stack, and a head for words, for rows or for both."""
+    # Without a head for words the table is not tied, because a stage would wait for the gradient of an unused copy.
     words = None
     if options.head == "lm":
         transform = Transform(activation=options.head_activation, norm=parts.norm(options, "lm_head.norm"))
@@ -37,5 +37,6 @@ def bert(options: ModelConfig) -> Architecture:
 
 
 def token_types(options: ModelConfig) -> int:
-    """The number of token types (segments) in the embedding; by default 2 with the binary head, as in Megatron-LM."""
+    """Return the number of token types (segments) in the embedding; by default 2 with the binary head, as in
+    Megatron-LM."""
     return (2 if options.binary_head else 0) if options.token_types is None else options.token_types

@@ -11,7 +11,7 @@ from mega.core.config.sections import ModelConfig
 
 
 def decoder(options: ModelConfig) -> Architecture:
-    """One stack of causal layers (some may read neighbours), and logits."""
+    """Return a decoder's architecture: a stack of causal layers, some of which may attend to neighbours, and logits."""
     words = Words(
         tied=options.tied,
         bias=options.head_bias,
@@ -28,7 +28,7 @@ def decoder(options: ModelConfig) -> Architecture:
 
 
 def _ahead(options: ModelConfig) -> Iterator[Ahead]:
-    """Layers that predict later tokens. They equal the last layer of the stack and have Megatron-LM's names."""
+    """Return the layers of multi-token prediction, which equal the stack's last layer and have Megatron-LM's names."""
     for number in range(options.mtp_layers):
         name = f"mtp.layers.{number}"
         yield Ahead(

@@ -1,4 +1,4 @@
-"""A mixture of experts as values, from the options of a resolved model (config/mixture.py)."""
+"""Create the architecture of a mixture of experts from the options of a resolved model (config/mixture.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Z_LOSS = "z_loss"
 
 
 def experts(options: MixtureOptions, network: Dense) -> Experts:
-    """The mixture of experts of a layer. network: the feed-forward network of a layer without experts."""
+    """Return the mixture of experts of a layer. network: the feed-forward network of a layer without experts."""
     shared = None
     if options.shared_ffn is not None:
         shared = replace(network, name=f"{network.name}.shared_expert", width=options.shared_ffn)
@@ -62,7 +62,7 @@ def _router(options: MixtureOptions) -> Router:
 
 
 def _losses(options: MixtureOptions) -> list[AuxiliaryLoss]:
-    """The losses whose coefficient is not 0."""
+    """Yield the router's losses whose coefficient is not 0."""
     losses = []
     for over, coefficient in zip(options.balance, options.balance_loss, strict=True):
         name, divisor = BALANCE_LOSSES[over]

@@ -1,4 +1,4 @@
-"""Parts of an architecture that several families build in the same way from the options of a resolved model."""
+"""Functions that create parts of an architecture from the options of a resolved model, for several families."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CROSS = "encoder_attn"
 
 
 def norm(options: ModelConfig, name: str, width: int | None = None) -> Norm:
-    """A norm over the residual stream, or over `width` channels."""
+    """Return a norm over the residual stream, or over `width` channels."""
     width = options.hidden if width is None else width
     return Norm(name, options.norm, width, options.norm_eps, options.norm_offset, options.norm_placement == "branch")
 
 
 def rope(options: ModelConfig, number: int = 0) -> Rope | None:
-    """The rotary positions of layer `number`; None if the layer has none."""
+    """Return the rotary positions of layer `number`; None if the layer does not use rotary positions."""
     if options.position != "rope" or not _holds(options.rope_layers, number):
         return None
     width = int(options.head_dim * options.rope_fraction)
@@ -65,7 +65,7 @@ def _rope_scaling(options: ModelConfig) -> RopeScaling | YarnScaling | LongScali
             magnitude=max(1.0, 0.1 * log(factor) + 1.0) if magnitude is None else magnitude,
         )
     if options.rope_scaling == "longrope":
-        # The default factor of cosines and sines depends on the ratio of the extended to the original positions.
+        # The default factor of cosines and sines depends on the ratio of extended to original number of positions.
         longer = options.positions / original
         if magnitude is None:
             magnitude = sqrt(1 + log(longer) / log(original)) if longer > 1 and original > 1 else 1.0
@@ -80,17 +80,17 @@ def _rope_scaling(options: ModelConfig) -> RopeScaling | YarnScaling | LongScali
 
 
 def window(options: ModelConfig, number: int) -> int | None:
-    """The attention window of layer `number` in tokens; None if unlimited."""
+    """Return the attention window of layer `number` in tokens; None if unlimited."""
     return options.window if _holds(options.window_layers, number) else None
 
 
 def _holds(pattern: tuple[int, ...], number: int) -> bool:
-    """Whether layer `number` is selected by a pattern, which repeats; an empty pattern selects all layers."""
+    """Return whether the repeated pattern selects layer `number`. An empty pattern selects all layers."""
     return not pattern or bool(pattern[number % len(pattern)])
 
 
 def self_attention(options: ModelConfig, *, causal: bool = True, number: int = 0) -> Attention:
-    """The self-attention of layer `number`."""
+    """Return the self-attention of layer `number`."""
     padding = "masked" if causal else options.memory_padding
     values: dict[str, Any] = {"source": "self", "causal": causal, "padding": padding, "rope": rope(options, number)}
     values |= {"window": window(options, number), "score_multiplier": _score_multiplier(options, number)}
@@ -98,7 +98,7 @@ def self_attention(options: ModelConfig, *, causal: bool = True, number: int = 0
 
 
 def cross_attention(options: ModelConfig) -> Attention:
-    """A layer's attention to the memory, with BART's names."""
+    """Return a layer's attention to the memory, with BART's names."""
     plain = {"causal": False, "padding": options.memory_padding, "rope": None, "window": None}
     return _attention(options, name=CROSS, site="cross_attention", source="memory", **plain)
 
@@ -132,7 +132,7 @@ def _attention(options: ModelConfig, *, name: str, **values: Any) -> Attention:
 
 
 def dense(options: ModelConfig) -> Dense:
-    """A layer's feed-forward network."""
+    """Return the dense feed-forward network of a layer."""
     kind, width = options.activation, options.ffn
     activation: Activation = GATED.get(kind, kind)  # type: ignore[arg-type]
     return Dense(
@@ -141,7 +141,7 @@ def dense(options: ModelConfig) -> Dense:
 
 
 def feed_forward_of(options: ModelConfig, number: int) -> Dense | Experts:
-    """The feed-forward network of layer `number`: dense, or a mixture of experts."""
+    """Return the feed-forward network of layer `number`, dense or a mixture of experts."""
     network = dense(options)
     return experts(options, network) if has_experts(options, number) else network
 
@@ -165,8 +165,8 @@ def branch(
 
 
 def layer(options: ModelConfig, *, number: int = 0, causal: bool = True, memory: bool = False) -> Layer:
-    """Layer `number`: self-attention and feed-forward with their norms, and between the two, if `memory`, attention to
-    another stack's tokens."""
+    """Return layer `number`: self-attention, attention to another stack's tokens if `memory`, and feed-forward, with
+    norms."""
     attention = self_attention(options, causal=causal, number=number)
     feed_forward = feed_forward_of(options, number)
     first, second = norm(options, "input_layernorm"), norm(options, "post_attention_layernorm")
@@ -190,7 +190,8 @@ def layer(options: ModelConfig, *, number: int = 0, causal: bool = True, memory:
 
 
 def check_depth(depth: int) -> None:
-    """Check the number of layers before they are built one by one. Errors: ValueError if it is implausibly large."""
+    """Check the number of layers before layers are built one by one. Errors: ValueError if the number is implausibly
+    large."""
     if depth > MOST_LAYERS:
         raise ValueError(f"--layers {depth}: must be at most {MOST_LAYERS}")
 
@@ -204,9 +205,10 @@ def stack(
     opens: str = "embedding",
     first: int = 0,
 ) -> Stack:
-    """A stack of `depth` layers with a norm after the last.
+    """Return a stack of `depth` layers, with a norm after the last layer.
 
-    each: creates a layer from its index in the stack. Equal layers become one object, so that comparing layers is fast.
+    each: function that creates a layer from the index in the stack. Equal layers become one object, so that comparing
+    layers is fast.
     """
     check_depth(depth)
     unique: dict[Layer, Layer] = {}
@@ -230,7 +232,7 @@ def inputs(options: ModelConfig, *, types: int = 0, normed: bool = False) -> Inp
 
 
 def architecture(options: ModelConfig, **parts: Any) -> Architecture:
-    """An architecture of the given parts, with the fields that all families set in the same way."""
+    """Return an architecture of the given parts, with the fields that all families set in the same way."""
     adapters = None
     if options.lora_rank:
         targets, dropout = options.lora_targets, options.lora_dropout

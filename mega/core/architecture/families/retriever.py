@@ -1,9 +1,9 @@
 """Decoder layers that attend to neighbours of each chunk of the text (Retro), and the encoder of the neighbours.
 
-The encoder is part of the first of these layers, because the encoder attends to the output of this layer's attention
-for the chunk. The encoder uses the positions of the neighbours' tokens: learned positions are rows of the decoder's
-table; rotary positions are used only if `retro_rope` is set (Megatron-LM uses none in this encoder). Cross attention
-has no positions.
+The encoder is part of the first layer with neighbours, because the encoder attends to the output of that layer's
+self-attention for the chunk. The encoder's positions are those of the neighbours' tokens: learned positions are rows of
+the decoder's table, and rotary positions are used only if `retro_rope` is set (Megatron-LM uses none in this encoder).
+Cross attention uses no positions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mega.core.config.retriever import reading_layers
 from mega.core.config.sections import ModelConfig
 
 ATTENTION = "inter_attn"
-"""The name of a layer's attention to neighbours, and of the encoder's attention to the chunk."""
+"""Names of a layer's attention to neighbours and of the encoder's attention to the chunk."""
 
 
 def layer(options: ModelConfig, number: int) -> Layer:
-    """Layer `number` of a decoder."""
+    """Return layer `number` of a decoder."""
     plain = parts.layer(options, number=number)
     reading = reading_layers(options, options.layers)
     if number not in reading:
@@ -41,7 +41,7 @@ def layer(options: ModelConfig, number: int) -> Layer:
 
 
 def _encoder(options: ModelConfig) -> tuple[Layer, ...]:
-    """The bidirectional layers of the encoder; the first one also attends to the chunk of the text."""
+    """Return the bidirectional layers of the encoder. The first layer also attends to the chunk of the text."""
     dropped = replace(
         options,
         hidden_dropout=options.retro_encoder_hidden_dropout,
@@ -60,7 +60,7 @@ def _encoder(options: ModelConfig) -> tuple[Layer, ...]:
 
 
 def _attention(options: ModelConfig, source: Literal["neighbours", "reader"]) -> Attention:
-    """Attention to other tokens, without positions."""
+    """Return attention without positions to other tokens than the layer's."""
     plain = replace(parts.cross_attention(options), padding="masked", source=source, name=ATTENTION)
     return replace(plain, q_norm=_renamed(plain.q_norm, "q_norm"), k_norm=_renamed(plain.k_norm, "k_norm"))
 

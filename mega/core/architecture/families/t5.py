@@ -1,7 +1,7 @@
 """Encoder-decoder language models: Megatron-LM's T5, which differs from Hugging Face's T5.
 
-Names follow Hugging Face's BART, whose layers are equal. Encoder, decoder and head share one table of tokens;
-encoder and decoder share one table of positions.
+Tensor names are those of Hugging Face's BART, which has the same layers. Encoder, decoder and head share one embedding
+table of tokens; encoder and decoder share one embedding table of positions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from mega.core.config.sections import ModelConfig
 
 
 def t5(options: ModelConfig) -> Architecture:
-    """An encoder, which starts at the unit "embedding", and a decoder, which starts at the unit "middle"."""
+    """Return T5's architecture: an encoder, which starts at the unit "embedding", and a decoder, which starts at the
+    unit "middle"."""
     first, second = options.stacks
     encoder, decoder = parts.layer(options, causal=False), parts.layer(options, memory=True)
     stacks = (
