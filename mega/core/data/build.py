@@ -44,7 +44,7 @@ _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run. A split has None if no samples were requested or if the split is empty."""
+    """The datasets of a run. A split without requested samples and an empty split have None."""
 
     train: Dataset | None = None
     """Training set."""
@@ -57,7 +57,7 @@ class Datasets:
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Prefix of token files -> hashes of their content."""
+    """Prefix of token files -> hashes of the files' content."""
     repeats: bool = False
     """Whether the training set reads a corpus more than once."""
     example: tuple[str, ...] = ()

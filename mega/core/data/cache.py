@@ -114,8 +114,8 @@ def _sweep(entry: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` among the processes of this machine. The system releases the lock when its
-    process dies."""
+    """Hold an exclusive lock on `path` among the processes of this machine. The system releases the lock when the
+    process that holds it dies."""
     with open(path, "ab") as file:
         with contextlib.suppress(OSError):  # without file locks, several processes may compute; the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -72,7 +72,7 @@ class ChunkedCorpus:
     n_docs_train: int  # Number of documents in the training split
     n_chunks: int  # Number of valid chunks
     n_chunks_train: int  # Number of valid chunks in the training split
-    n_chunks_invalid: int  # Number of chunks that are empty for the embedder
+    n_chunks_invalid: int  # Number of chunks without tokens for the embedder
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Chunk
 def cut_block(
     source: ChunkSource, block: Block, length: int, tokenizer: Tokenizer, embedded_length: Callable[[str], int]
 ) -> Arrays:
-    """Cut a block of documents into chunks, without the end-of-document token. A chunk that is empty for the embedder
+    """Cut a block of documents into chunks, without the end-of-document token. A chunk without tokens for the embedder
     is invalid.
 
     embedded_length: function that returns the length of a text in the embedder's tokens.

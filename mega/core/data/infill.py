@@ -84,8 +84,8 @@ class Infill:
 
 
 def _pieces(ids: Ids, end: int, change: Callable[[Ids], Ids]) -> list[Ids]:
-    """Apply `change` to the runs between ids `end`. Every run except the last is followed by its `end`; empty runs are
-    removed."""
+    """Split ids at the id `end`, and apply `change` to each run. Every run except the last is followed by `end`; empty
+    runs are removed."""
     pieces: list[Ids] = []
     begin = 0
     for position in np.flatnonzero(ids == end).tolist():

@@ -108,7 +108,7 @@ class LabelledSet:
     off.
 
     arrays: ids, concatenated, and the offsets of the texts; firsts int64 [n, choices] and seconds int64 [n], text
-    indices; labels int64 [n], -1 if there is no label; uids int64 [n].
+    indices; labels int64 [n], -1 for a missing label; uids int64 [n].
     """
 
     def __init__(self, arrays: Arrays, roles: Roles, seq_length: int, digest: str) -> None:

@@ -44,7 +44,7 @@ def whole(path: Path) -> bytes:
 class Unmapped:
     """An array in a file. `array[first:last]` reads these items from the file.
 
-    Use it for file systems on which memory maps are slow, or on which reading a truncated file raises a signal.
+    Used for file systems on which memory maps are slow, or on which reading a truncated file raises a signal.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:

@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 class BertSample(NamedTuple):
     """A BERT sample: five arrays, int64 [seq_length], and two flags."""
 
-    text: Ints  # Ids with masks, padded
+    text: Ints  # Ids of the text with masks, padded
     types: Ints  # 0 for the first part, 1 for the second, padded with the pad id
     labels: Ints  # The true id at predicted positions, else -1
     loss_mask: Ints  # 1 at predicted positions
@@ -43,7 +43,7 @@ class BertSample(NamedTuple):
 class T5Sample(NamedTuple):
     """A T5 sample: the encoder's text with sentinels in place of spans, and the spans, which the decoder predicts."""
 
-    text_enc: Ints  # int64 [encoder length], spans replaced with sentinels
+    text_enc: Ints  # int64 [encoder length], the text with sentinels in place of spans
     text_dec: Ints  # int64 [decoder length], the spans, each after its sentinel
     labels: Ints  # int64 [decoder length], `text_dec` shifted by one, padded with -1
     loss_mask: Ints  # int64 [decoder length], 1 for tokens

@@ -121,7 +121,7 @@ class DocumentedDataset(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, sample: int) -> NDArray[np.int64]: ...
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(corpus index, document index) of all documents that contribute tokens to the sample."""
+        """Return (corpus index, document index) of all documents that contribute tokens to the sample."""
 
 
 def exclude_own(

@@ -1,8 +1,8 @@
-"""The order in which a corpus is read: splits, the three indices of a GPT dataset, and blends.
+"""Compute the order in which a corpus is read: splits, the three indices of a GPT dataset, and blends.
 
-The order depends only on lengths, sizes and a seed. All indices are identical to Megatron-LM's, which draws them with
-numpy's legacy generator: to those of release 23.06, or of Megatron-core 0.18, which rounds splits and blends
-differently. This module does not read files or tokens.
+The order depends only on lengths, sizes and a seed. All indices are identical to those of Megatron-LM 23.06 or of
+Megatron-core 0.18, which rounds splits and blends differently. Both draw random numbers with numpy's legacy generator.
+This module does not read files or tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int
 def epochs(tokens: int, seq_length: int, samples: int) -> int:
     """Return the smallest number E of passes that gives enough samples: floor((E tokens - 1) / seq_length) >= samples.
 
-    44 tokens, sequences of 4: 10 samples need 1 pass (43 // 4 = 10), 11 need 2 (87 // 4 = 21).
+    Example: with 44 tokens and sequences of 4, 10 samples need 1 pass (43 // 4 = 10), 11 samples need 2 (87 // 4 = 21).
     """
     return max(1, -(-(samples * seq_length + 1) // tokens))
 
@@ -232,8 +232,8 @@ def _blend_choices(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
 
 
 def _guess(shares: NDArray[np.float64], total: int) -> NDArray[np.float64]:
-    """Integer counts with the sum `total`, each within 1 of its share of `total`: 10 with shares 0.25, 0.33, 0.42 -> 2,
-    4, 4 (2.5, 3.3, 4.2)."""
+    """Return integer counts with the sum `total`, each within 1 of its share of `total`: 10 with shares 0.25, 0.33,
+    0.42 -> 2, 4, 4 (2.5, 3.3, 4.2)."""
     exact = shares * total
     counts = np.floor(exact)
     counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1

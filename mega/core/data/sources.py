@@ -462,7 +462,7 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
                 bytes_in, bytes_out = bytes_in + len(packed), bytes_out + len(piece)
                 if min(window, bytes_out) > max(
                     _FREE_WINDOW_BYTES, bytes_in * _MOST_RATIO
-                ):  # a window takes memory as it fills
+                ):  # a window uses memory only as it is filled
                     raise OSError(f"{bytes_out} bytes in {bytes_in}, and a window of {window} bytes")
                 yield piece
                 frame = None if ends else frame
@@ -475,8 +475,8 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
 def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """Yield the parts of concatenated frames, and whether each part ends a frame. A part unpacks to at most 128 KiB.
 
-    The library unpacks its whole input at once (64 KiB can become 2 GiB), and does not detect a truncated file. Source:
-    RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
+    The library unpacks its whole input in one call (64 KiB can become 2 GiB), and does not detect a truncated file.
+    Source: RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
     """
 
     def exactly(size: int) -> bytes:

@@ -3,9 +3,9 @@ search ends.
 
 Every step considers the best candidates of all beams. A stop token among the best `width` candidates finishes its beam,
 whose score is sum(log-probabilities) / length ** penalty, where length is the number of new tokens, including the stop
-token. The best other candidates become the next beams. The search ends when `width` beams are finished and the best
-open beam does not score higher than the worst finished beam, as in Megatron-LM and transformers. This module does not
-import torch.
+token. The best candidates that are not stop tokens become the next beams. The search ends when `width` beams are
+finished and the best open beam does not score higher than the worst finished beam, as in Megatron-LM and transformers.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BeamSearch:
         return full and self.finished[-1].score >= self._score(self.live[0][0], length)
 
     def result(self) -> tuple[Beam, ...]:
-        """Return the finished beams, best first. Beams that are open at the length limit are finished at the limit."""
+        """Return the finished beams, best first. Beams that are still open at the length limit count as finished."""
         if self.live and len(self.live[0][1]) == self.tokens:
             for total, ids in self.live:
                 self._finish(total, ids)

@@ -17,7 +17,7 @@ from mega.core.shard import on_tensor_rank, shard
 GIB = 1 << 30
 
 READ_SEQUENCES = 2
-"""Number of sequences whose neighbours are kept, as a multiple of the requests in flight."""
+"""Number of sequences whose neighbours are stored, as a multiple of the maximum number of requests in flight."""
 
 SHARES = {"cuda": 0.85, "cpu": 0.25}
 """Type of device -> fraction of the remaining memory that the cache may use."""
@@ -63,10 +63,10 @@ def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int 
 
 
 def neighbour_bytes(model: Architecture, itemsize: int, requests: int) -> int:
-    """Bytes that sequences keep between steps in a model with a retriever; 0 for other models.
+    """Return the bytes that a model with a retriever stores for its sequences between steps; 0 for other models.
 
-    For each layer that reads neighbours: the keys and values of those of the last chunk. Once: the states of the
-    current chunk.
+    Stored are, for each layer that reads neighbours, the keys and values of the neighbours of the last chunk, and, once
+    per sequence, the hidden states of the current chunk.
     """
     if not model.reading:
         return 0
@@ -130,7 +130,7 @@ def expected(
     retriever: int = 0,
 ) -> Capacity:
     """Return the capacity that a server will have. itemsize: bytes per number. room: free bytes on each device, or on
-    the host, which all CPU ranks share. retriever: bytes with which a retriever searches on the device.
+    the host, which all CPU ranks share. retriever: bytes that a retriever uses on the device.
 
     Errors: ValueError if the weights leave too little memory.
     """

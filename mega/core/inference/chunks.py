@@ -46,7 +46,7 @@ class Chunks:
         """
         if not self._recorded:
             return self._asked or PLAIN
-        if self._asked is not None:  # the recorded step has this many tokens, including new tokens of answers
+        if self._asked is not None:  # limits all tokens of a step, including new tokens of answers
             return max(self._asked - rows, self._asked // 2, 1)
         alone = self._seconds.get(GraphShape("single", graph_rows(rows))) if rows else None
         if rows and alone is None:

@@ -32,7 +32,7 @@ class _CachedDraft:
     length: int = 0
     """Number of known tokens when tokens were last guessed."""
     guesses: list[int] = field(default_factory=list)
-    """The last guesses, which follow these `length` tokens."""
+    """The last guesses, which follow the first `length` tokens."""
 
     def keep(self, ids: Sequence[int]) -> None:
         """Keep cached tokens only up to the first wrong guess. ids: the known tokens."""

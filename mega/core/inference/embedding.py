@@ -1,4 +1,4 @@
-"""Embed texts with a BERT: pool its last hidden states over the tokens of each row.
+"""Embed texts with a BERT, by pooling its last hidden states over the tokens of each row.
 
     vectors = TextVectors(stage, pad)          on every rank: rows of ids -> pooled states
     engine  = EmbeddingEngine(vectors, ...)    on rank 0: add, step, cancel, close, as `request.Engine`

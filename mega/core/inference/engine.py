@@ -73,7 +73,7 @@ class BatchingEngine:
 
     @property
     def neighbour_bytes(self) -> int:
-        """Bytes of the device that finding and keeping neighbours needs."""
+        """Device memory in bytes for retrieving and storing neighbours."""
         return 0 if self._worker.reader is None else self._worker.reader.device_bytes
 
     def add(self, request: Request) -> int:

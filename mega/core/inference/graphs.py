@@ -1,11 +1,11 @@
 """Run steps as CUDA graphs, which are recorded once for each number of rows or tokens and then replayed.
 
-For one token, launching a block's kernels takes the host longer than running them takes the device; with tensor
+The host needs more time to launch a block's kernels for one token than the device needs to run them; with tensor
 parallelism, this is true even for a prompt. A step's arrays are copied to the graph's input memory, and padded with
 tokens that belong to no sequence. There are three kinds of graphs:
 
-    single   runs of one token each, whose logits are wanted; their keys are stored during the pass
-    few      runs of a few tokens; each token counts as a run, after all keys have been stored
+    single   runs of one token each, all with logits; keys are stored during the pass
+    few      runs of a few tokens; after all keys have been stored, each token is a separate run
     many     prompts of up to `size` tokens, together with runs of one token
 
 This module does not depend on requests.

@@ -33,7 +33,7 @@ FIRST = 2048
 """Length of the first array of a broadcast."""
 
 RING, PIECE = 16, 1 << 14
-"""Number of slots in the ring, and of integers in a slot; the first integer is the length of the content."""
+"""Number of slots in the ring, and of integers in a slot; the first integer is the length of the slot's content."""
 
 PATIENCE = timedelta(days=365)
 """Timeout of the process group, which is the maximum time that a rank waits for the next message."""

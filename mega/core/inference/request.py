@@ -157,14 +157,15 @@ class Request:
     prompt: tuple[int, ...]
     """Ids of the prompt's tokens, at least one."""
     tokens: int
-    """Maximum number of new tokens; 0: only score the prompt."""
+    """Maximum number of new tokens; 0 to only score the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     """Ids that end the answer. Such an id is reported as the last token, with finish "stop"; without it, finish is
     "length"."""
     logprobs: int | None = None
-    """Number of most likely ids whose log-probabilities are reported with that of each new token; None to report no
-    log-probabilities. Log-probabilities are computed before penalties, temperature and filters."""
+    """Number of most likely ids to report, with log-probabilities, at the position of each new token, in addition to
+    the log-probability of this token; None to report no log-probabilities. Log-probabilities are computed before
+    penalties, temperature and filters."""
     prompt_logprobs: bool = False
     """Whether to report log-probabilities also for the prompt's tokens, and for the `logprobs` most likely ids at each
     position."""
@@ -211,7 +212,7 @@ class Citation(NamedTuple):
 
     chunk: int  # index of the text's chunk that retrieved the neighbour
     number: int  # index of the neighbour in the database
-    corpus: str  # the corpus and the document that the neighbour comes from
+    corpus: str  # corpus and document from which the neighbour was cut
     document: int
     text: str
 
@@ -232,11 +233,11 @@ class Event(NamedTuple):
     prompt_top: tuple[Top, ...] | None = None
     """The most likely ids at the position of each token of the prompt; () for the first token."""
     finish: Finish | None = None
-    """Why the request has ended; None until the request's last event."""
+    """The reason why the request has ended; None until the request's last event."""
     beams: tuple[Beam, ...] = ()
     """In the last event of a beam search: the beams, best first. Earlier events of a beam search report no tokens."""
     message: str = ""
-    """Why the request failed."""
+    """The reason why the request has failed."""
     cited: tuple[Citation, ...] = ()
     """Neighbours that the model has read since the request's previous event."""
     vector: NDArray[np.float32] | None = None

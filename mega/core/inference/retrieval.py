@@ -41,7 +41,7 @@ class Retrieved(NamedTuple):
 class Retriever(Protocol):
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device that the retriever needs to find neighbours."""
+        """Device memory in bytes that the retriever uses."""
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         """Return the neighbours of chunks, int64 [n, chunk]. The neighbours of a chunk depend only on the chunk's
@@ -104,7 +104,7 @@ class _ReadSequence(ReadingSequence):
 
 
 def device_bytes(retriever: Retriever | None, model: Architecture, dtype: torch.dtype, requests: int) -> int:
-    """Bytes of the device that finding and keeping neighbours needs; 0 without a retriever."""
+    """Return the device memory in bytes for retrieving and storing neighbours; 0 without a retriever."""
     return 0 if retriever is None else retriever.device_bytes + neighbour_bytes(model, dtype.itemsize, requests)
 
 
@@ -155,7 +155,7 @@ class SequenceReader:
 
 
 def read_by(retriever: Retriever, model: ModelConfig, batch: DecoderBatch) -> NeighbourBatch:
-    """Return rows to score, with the neighbours of all chunks on which a label with weight may depend."""
+    """Return rows to score, with the neighbours of all chunks on which a label of nonzero weight may depend."""
     length, each = model.retro_chunk_length, model.retro_neighbours
     rows, columns = batch.tokens.shape
     assert columns % length == 0, (columns, length)

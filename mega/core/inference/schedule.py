@@ -93,7 +93,7 @@ class InFlight:
     """Number of the request's rows of logits in steps whose results are not known yet."""
     confidence: Confidence | None = None
     ended: bool = False
-    """Whether the request has ended; further results for it are dropped."""
+    """Whether the request has ended; further results for an ended request are dropped."""
     long: bool = False
     """Whether the request's keys use LongRoPE's long factors."""
     short_until: int | None = None
@@ -410,7 +410,7 @@ class Scheduler:
         return ROOT - answer.adapter - answer.long * len(self._adapters)
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
-        """Admit the next waiting request, if there is one and it fits."""
+        """Admit the next waiting request if it fits, and return whether a request was admitted."""
         if not self._waiting:
             return False
         answer = self._waiting[0]
@@ -702,7 +702,7 @@ class Scheduler:
             answer.promised += self.blocks.release(block)
 
     def _end(self, answer: InFlight) -> None:
-        """Release the blocks and the index of a request, and remove it."""
+        """Release the blocks and the index of a request, and remove the request."""
         for sequence in answer.sequences:
             self._release(answer, sequence)
             if self._drafter is not None:

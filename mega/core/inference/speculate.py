@@ -57,7 +57,7 @@ class Drafter(Protocol):
     eager: bool
 
     def propose(self, asked: Sequence[Guessed]) -> list[list[int]]:
-        """Guess the next tokens of each sequence, at most one per row of its `numbers`."""
+        """Guess the next tokens of each sequence, at most one token per row of the sequence's `numbers`."""
 
     def free(self, number: int) -> None:
         """Remove a sequence that has ended."""

@@ -63,7 +63,7 @@ class Step:
     adapters: Integers
     """int64 [r], index of the run's adapter, counted from 1; 0 for the base model."""
     offsets: Integers
-    """int64 [r], added to positions to find the rows of the rotary tables."""
+    """int64 [r], offset to add to positions to get rows of the rotary tables."""
     copies: Integers
     """int64 [c, 2], pairs (source, destination) of blocks to copy before anything is computed."""
     wanted: Integers

@@ -42,11 +42,11 @@ from mega.core.parallel.one_shot import exchange_over
 class Worker:
     """Runs steps on one rank.
 
-    stage: a stage of a decoder, in evaluation mode. tile: number of tokens of the steps into which a step is split;
-    None to not split steps. requests: maximum number of requests in flight. vocab: only ids below this value can be
-    chosen. adapters: the adapters of the stage's linears. graphs: whether to record and replay CUDA graphs, if
-    attention and steps permit. most: maximum number of tokens in a recorded step with prompts. retriever: finds
-    neighbours for a model with a retriever, which must be on one rank, without graphs.
+    stage: a stage of a decoder, in evaluation mode. tile: if given, a step is split into steps of this number of
+    tokens. requests: maximum number of requests in flight. vocab: only ids below this value can be chosen. adapters:
+    the adapters of the stage's linears. graphs: whether to record and replay CUDA graphs, if attention and steps
+    permit. most: maximum number of tokens in a recorded step with prompts. retriever: finds neighbours for a model with
+    a retriever; such a model must run on one rank, without graphs.
     """
 
     graphs: StepGraphs | None = None
@@ -113,7 +113,8 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Start a step on the device. A step with a `from_request` must follow the step that it refers to."""
+        """Start a step on the device. If the step contains a `from_request`, the step to which it refers must be
+        launched first."""
         self._settle(step)
         if len(step.copies):
             self.cache.copy(*sent(step.copies, self.device).unbind(1))
@@ -174,7 +175,7 @@ class Worker:
             self.graphs.close()
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Gather [m, ids of this rank] from all tensor ranks to fp32 [m, vocab], without padding."""
+        """Gather logits [m, ids of this rank] from all tensor ranks into fp32 [m, vocab], without padding."""
         if self.mesh.tp.size > 1:
             logits = self._exchange.gather(logits).transpose(0, 1).reshape(len(logits), -1)
         return logits[:, : self.vocab].float()

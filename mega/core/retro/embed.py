@@ -58,7 +58,7 @@ class BertEmbedder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, which are loaded with the first text."""
+        """Size of the weights in bytes. The weights are loaded with the first text."""
         return sum(weight_bytes(self._opened.model, torch.float32.itemsize))
 
     @cached_property

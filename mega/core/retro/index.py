@@ -79,8 +79,8 @@ def open_search(
 def search_bytes(
     folder: Path, manifest: DatabaseManifest, chunks: int, width: int, index: str | None, kind: str
 ) -> int:
-    """Bytes of a device of this kind that `open_search` needs: two blocks of vectors, or an index in the host's
-    memory. Errors: ValueError if `index` is not a description."""
+    """Return the bytes that `open_search` needs on a device of type `kind`: for two blocks of vectors, or for an index
+    in host memory. Errors: ValueError if `index` is not a description."""
     if index is None:
         return 2 * min(manifest.block_size, chunks) * width * np.dtype(np.float32).itemsize
     path = index_folder(folder, index) / "added.faissindex"

@@ -67,8 +67,8 @@ def open_retriever(retrieval: RetrievalOptions, model: ModelConfig, tokenizer: T
 
 
 def device_bytes(retrieval: RetrievalOptions, kind: str) -> int:
-    """Bytes with which `open_retriever`'s result finds neighbours on a device of this kind. Errors: ValueError naming
-    flag or file."""
+    """Return the bytes that the retriever of `open_retriever` needs on a device of type `kind`. Errors: ValueError
+    naming flag or file."""
     retrieval.check()
     if retrieval.retro in (None, NOTHING):
         return 0
@@ -88,7 +88,7 @@ class DatabaseRetriever:
     database: ChunkDatabase  # the chunks
     embedder: Embedder  # embeds the queries
     search: Search  # finds the nearest vectors of chunks
-    device_bytes: int  # bytes of the device that the embedder and the search need
+    device_bytes: int  # bytes that the embedder and the search need on the device
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         model, database = self.model, self.database

@@ -1,8 +1,8 @@
-"""Read QQP (Quora 2017) in GLUE's format, which labels whether two questions have the same meaning.
+"""Read QQP (Quora 2017), which labels whether two questions have the same meaning, in GLUE's format.
 
-Tab-separated, one header line, no quoting. A file has six columns: id, qid1, qid2, question1, question2, is_duplicate.
-A file without labels has three columns: id, question1, question2. The original files contain some rows with a different
-number of columns or with an empty question. These rows are skipped and counted.
+Columns are separated by tabs, with one header line and no quoting. A file has six columns: id, qid1, qid2, question1,
+question2, is_duplicate. A file without labels has three columns: id, question1, question2. The original files contain
+some rows with a different number of columns or with an empty question. These rows are skipped and counted.
 """
 
 from __future__ import annotations

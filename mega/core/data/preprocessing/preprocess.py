@@ -103,7 +103,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Sentences:
-    """How documents are split into sentences, see `text.sentences.splitter`."""
+    """The way in which documents are split into sentences, see `text.sentences.splitter`."""
 
     splitter: str = "punkt"
     language: str = "english"
@@ -297,7 +297,8 @@ class _Job:
 
     @property
     def described(self) -> dict[str, Json]:
-        """The job as recorded for `resume`. `parse` is left out if False, so records of earlier versions stay valid."""
+        """The job as recorded for `resume`. `parse` is omitted if False, so that records of earlier versions stay
+        valid."""
         return {name: value for name, value in asdict(self).items() if name != "parse" or value}
 
     def worker(self, tokenizer: Tokenizer) -> _Worker:
@@ -513,7 +514,7 @@ def _encoders(
 class _Notes:
     """Saved progress: one file next to the output, replaced atomically.
 
-    identity: everything that the output depends on. Saved progress with a different identity is refused.
+    identity: all inputs and settings on which the output depends. Saved progress with a different identity is rejected.
     """
 
     def __init__(self, path: Path, identity: object, every: float) -> None:
@@ -577,5 +578,5 @@ def _is_note(state: dict[str, Any]) -> bool:
 
 
 def _published(prefix: str) -> bool:
-    """Whether a writer has finished the pair at `prefix`. A writer removes its temporary files last."""
+    """Whether a writer has finished the pair at `prefix`. The temporary files of a writer are removed last."""
     return exists(prefix) and not Path(f"{bin_path(prefix)}.tmp").exists()

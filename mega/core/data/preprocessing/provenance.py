@@ -40,8 +40,8 @@ def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: boo
 
 
 def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
-    """Return the token files at all `prefixes` if all of them exist and were made by the same work; otherwise []. Then
-    the work must be done.
+    """Return the token files at all `prefixes` if all of them exist and were made by the same work; otherwise [], so
+    that the work must be done.
 
     Interrupted work may have written only some of the files. value: the value of --output-prefix.
     Errors: ValueError if a pair of other work would be replaced.

@@ -51,8 +51,8 @@ class Answering(Protocol):
 
 @dataclass
 class LocalAnswers:
-    """Answers conversations with an engine in this process. chat: None for a base model, which continues the texts of
-    all turns."""
+    """Answers conversations with an engine in this process. chat: the chat format; None for a base model, which
+    continues the concatenated texts of all turns."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -111,7 +111,7 @@ class ChatSession:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def play(self, read: Callable[[], str], write: Callable[[str], None]) -> int:
-        """Run until the end of the input or /exit. Return the number of lines that ended in an error.
+        """Run the conversation until the end of the input or /exit. Return the number of lines that ended in an error.
 
         read: function that returns the next line, or raises EOFError at the end. write: function that prints text.
         """

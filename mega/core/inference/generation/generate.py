@@ -68,7 +68,7 @@ def generate(
                 engine.step()
             raise
         tokens -= room
-        # With the same seed, the draws of the previous part would be repeated.
+        # With the same seed, the next request would repeat the draws of the previous request.
         seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]
         how = replace(how, seed=seed)
 

@@ -89,7 +89,7 @@ class GenerationInputs(NamedTuple):
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
     tokenizer: Tokenizer
-    stop_ids: Mapping[str | None, frozenset[int]]  # adapter (None: the base model) -> ids that end an answer
+    stop_ids: Mapping[str | None, frozenset[int]]  # adapter (None for the base model) -> ids that end an answer
     prompts: list[TextPrompt]  # Prompts from --input
 
 

@@ -62,7 +62,7 @@ class OpenedAdapter:
     rank: int
     scale: float
     specs: Mapping[str, AdapterSpec]
-    """Name of a linear's weight -> the two matrices that are added to it."""
+    """Name of a linear's weight -> the two adapter matrices for this weight."""
     weights: Readable
     """Source from which the stored matrices are read."""
     source: StoredWeights | OpenedModel
@@ -181,11 +181,11 @@ def _columns(adapters: Sequence[OpenedAdapter]) -> Iterator[slice]:
 
 
 class StackedAdapters(LowRank):
-    """All adapters of the linears that one GEMM computes. Replaces `parallel.adapter.Adapter`, and has no backward
-    pass.
+    """All adapters of the linears that one GEMM computes. Each linear is called a part of the GEMM. Replaces
+    `parallel.adapter.Adapter`, and has no backward pass.
 
     down: the matrices A of all parts, [parts x columns, in]. up: for each part the matrices B, [out, columns]. parts:
-    the columns of y that belong to each part.
+    the columns of the output y that belong to each part.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class OpenedModel:
     meta: Mapping[str, Any]
     """The manifest of a mega run; empty for weights in another format."""
     digest: str
-    """Two opened models have equal digests if their options and weights are equal."""
+    """Digest that identifies the options and weights of the model."""
     notes: tuple[str, ...] = ()
     """Messages for the user."""
 
@@ -200,9 +200,10 @@ def load_stages(
 ) -> list[ModelStage]:
     """Load this rank's shard of a model for evaluation, as a list with one stage, for use with `Pipeline`.
 
-    dtype: dtype of the computation; default: dtype of the weights. ops: default: the fastest for device and dtype.
-    sequence, overlap: as --sequence-parallel and --tp-overlap. stage_layers: number of blocks in each stage if the
-    numbers differ. Errors: ValueError if the layout does not divide the model; CheckpointError naming file or tensor.
+    dtype: dtype of the computation; default: dtype of the weights. ops: implementation of the operations; default: the
+    fastest for device and dtype. sequence, overlap: as --sequence-parallel and --tp-overlap. stage_layers: number of
+    blocks in each stage if the numbers differ. Errors: ValueError if the layout does not divide the model;
+    CheckpointError naming file or tensor.
     """
     stage = empty_stage(
         opened.model,
@@ -249,7 +250,7 @@ def empty_stage(
 
 
 def fill(stage: nn.Module, opened: OpenedModel) -> None:
-    """Read all weights of a stage of any layout, and switch it to evaluation mode. Errors: CheckpointError."""
+    """Read all weights of a stage of any layout, and switch the stage to evaluation mode. Errors: CheckpointError."""
     opened.read(weight_pieces(stage))
     _check_finite(stage, opened.path)
     stage.eval()
@@ -374,7 +375,8 @@ def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
 
 
 def special_tokens(checkpoint: StoredWeights) -> SpecialTokens:
-    """The tokenizer's special tokens, for other libraries. Errors: ValueError if the tokenizer is missing."""
+    """Return the tokenizer's special tokens, for use with other libraries. Errors: ValueError if the tokenizer is
+    missing."""
     tokenizer = load_tokenizer(checkpoint)
     files, names = tokenizer.huggingface_files(), dict(tokenizer.named_tokens())
     template, reason = chat_template(checkpoint), tokenizer.unpublished()

@@ -1,9 +1,9 @@
 """The HTTP server. One process accepts requests, a thread of this process runs the engine, other ranks run its steps.
 
 app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and those below
-openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api, Megatron-LM's
-embeddings_api  /v1/embeddings                                    embedding_start  its engine and flags
-start, options  start the server on every rank; its sections      gate            access checks and request counters
+openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api of Megatron-LM
+embeddings_api  /v1/embeddings                                    embedding_start  start its engine
+start, options  start the server on every rank; its options       gate            access checks and request counters
 service         state shared by all routes: the model's name, tokenizer, chat template, limits and driver
 session         the text of one sequence: stop strings, incomplete characters, disconnected clients
 driver          the thread that calls the engine, and its bounded queue

@@ -63,7 +63,7 @@ class Driver:
         self.engine, self.most = engine, engine.limits.requests + waiting
         self._on_failure = on_failure
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[int, Ticket] = {}  # used on the event loop
+        self._tickets: dict[int, Ticket] = {}  # accessed only on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self.in_flight = 0
@@ -193,7 +193,7 @@ class Driver:
     def _deliver(self, events: Sequence[Event]) -> None:
         for event in events:
             ticket = self._tickets.get(event.request)
-            if ticket is None:  # the request was refused after some of its sequences were added
+            if ticket is None:  # the request was rejected after some of its sequences had been added
                 continue
             if event.token is not None or event.vector is not None:
                 self.not_finite = 0

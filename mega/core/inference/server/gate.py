@@ -24,7 +24,7 @@ OPEN = ("/", "/index.html", "/health", "/v1/health")
 """Paths that do not need a token: the page, which contains no data, and the health check."""
 FAILED = "the server has failed"
 _WATCHED = ("/health", "/v1/health", "/metrics")
-"""Paths that are answered while draining."""
+"""Paths that are answered while the server drains."""
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 _PAGE = (
     b"content-security-policy",

@@ -295,7 +295,7 @@ async def read_chat(service: Service, body: object) -> ParsedRequest:
     service.check_room("messages", prompt, tokens)
     scored = {"logprobs": (fields.top_logprobs or 0) if fields.logprobs else None}
     ends = frozenset() if fields.ignore_eos else service.ends(adapter=adapter) | chat.ends
-    # A constrained answer cannot contain reasoning, because it is masked from the first token on.
+    # A constrained answer cannot contain reasoning, because the constraint applies from the first token.
     masked = bool(tools.forced) or (fields.response_format or {}).get("type", "text") != "text"
     rules = CallRules(
         form=form if tools.offered else None,
@@ -423,7 +423,7 @@ def messages(given: Sequence[object], characters: int) -> list[Message]:
     conversation: list[Message] = []
     for index, each in enumerate(given):
         label = f"messages[{index}]"
-        if isinstance(each, dict):  # clients send answers back with null fields
+        if isinstance(each, dict):  # clients return earlier answers with fields that are null
             each = {key: value for key, value in each.items() if value is not None}
         if not isinstance(each, dict) or "role" not in each or set(each) - set(_KEYS):
             raise BadField("messages", f"{label}: must be an object with role and content; valid: {', '.join(_KEYS)}")
@@ -568,7 +568,7 @@ def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False
 
 
 def cited(done: Continuation) -> dict[str, Json]:
-    """The neighbours that a model with a retriever has read, as a field of the answer."""
+    """Return the neighbours that a model with a retriever has read, as a field of the answer."""
     return {"neighbours": [dict(each._asdict()) for each in done.cited]} if done.cited else {}
 
 
@@ -645,8 +645,8 @@ def _chat_chunk(
 
 
 def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[Json]:
-    """For each token of the prompt, in vLLM's format: a map id -> log-probability, with the token itself and the most
-    likely tokens. The first token has the entry None."""
+    """Return for each token of the prompt, in vLLM's format, a map id -> log-probability of the token and of the most
+    likely tokens; None for the first token."""
     entries: list[Json] = []
     tops = done.prompt_top or ((),) * len(done.prompt)
     for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):
@@ -664,7 +664,7 @@ def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[J
 
 
 def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> list[Scored]:
-    """The tokens of a prompt with their scores; offsets refer to the prompt's text."""
+    """Return the tokens of a prompt with their scores; offsets refer to the prompt's text."""
     tops = done.prompt_top or ((),) * len(done.prompt)
     offsets = prompt.offsets
     if offsets is None:
@@ -694,8 +694,8 @@ def _logprobs(
 
 
 def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
-    """Map text -> log-probability, with the `count` most likely tokens first and then the token itself. Tokens with the
-    same text share one entry, with the highest of their values."""
+    """Return a map text -> log-probability, with the `count` most likely tokens first and then the token itself. Tokens
+    with the same text share one entry, with the highest of their values."""
     by_text: dict[str, float] = {}
     assert scored.logprob is not None
     for token, logprob in (*scored.top[:count], (scored.id, scored.logprob)):

@@ -1,4 +1,5 @@
-"""The state that all routes share: the model's names, tokenizer, chat template, grammars, limits and engine driver.
+"""Store the state that all routes share: the model's names, tokenizer, chat template, grammars, limits and engine
+driver.
 
 This module also converts texts to engine requests, and request bodies to JSON. It does not depend on routes or answer
 formats.
@@ -54,7 +55,7 @@ Result = TypeVar("Result")
 
 class Service:
     """A served model. draining: whether new requests are rejected. busy: number of requests in progress. manners: name
-    of an adapter with its own template or end tokens -> its `Manner`."""
+    of an adapter with a separate template or end tokens -> the adapter's `Manner`."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ class Continuation:
         self._waiting: list[Scored] = []
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield new text as it is generated; the last delta has a finish.
+        """Yield new text as it is generated; the last delta has a finish reason.
 
         Errors: EngineLost; AnswerFailed.
         """
@@ -162,7 +162,7 @@ class Continuation:
 
 
 async def all_whole(running: Sequence[Continuation]) -> None:
-    """Wait until all sequences have ended. If one fails, cancel all. Errors: as for `deltas`."""
+    """Wait until all sequences have ended. If one sequence fails, cancel all sequences. Errors: as for `deltas`."""
     try:
         async with asyncio.TaskGroup() as group:
             for each in running:

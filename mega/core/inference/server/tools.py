@@ -177,7 +177,8 @@ class CallRules:
         return AnswerReader(self.form, self.tools.names, self.thinking, self.reasons)
 
     def marked(self, text: str, tokens: Sequence[Scored], begin: int) -> str:
-        """Insert the text of markers. begin: offset of `text` in the answer, in the same units as the tokens'
+        """Insert the text of control tokens (see `markers`) into `text`. begin: offset of `text` in the answer, in the
+        same units as the tokens'
         offsets."""
         for each in reversed(tokens):
             if (name := self.markers.get(each.id)) is not None:
