@@ -135,7 +135,7 @@ def as_line(fields: Mapping[str, object]) -> bytes:
         line = orjson.dumps(fields)
     except TypeError:
         line = b"null"
-    if b"null" in line:  # a value is None or NaN, or orjson failed (an integer exceeds 64 bits)
+    if b"null" in line:  # the document may have None or NaN, or an integer exceeds 64 bits
         line = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     return line
 

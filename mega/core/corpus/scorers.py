@@ -256,7 +256,7 @@ def cleaned(text: str, most_bytes: int | None = None) -> str:
 
 
 def scored(scorer: Scorer, raw_texts: Sequence[str], most_bytes: int | None = None) -> list[Scores]:
-    """Return the scores of texts. For a blank text, the result is None without a call of the scorer."""
+    """Return the scores of texts. A blank text is not passed to the scorer and gets None."""
     texts = [cleaned(text, most_bytes) for text in raw_texts]
     scores: Iterator[Scores] = iter(scorer.score([text for text in texts if text.strip()]))
     return [next(scores) if text.strip() else None for text in texts]

@@ -66,7 +66,7 @@ def _layers(model: Architecture) -> int:
 
 def _activations(run: RunConfig, world: int) -> tuple[float, float, int | None]:
     """Return (activation bytes of one layer, activation bytes of a rank, number of microbatches in flight). The last
-    value is None if there is only one stage."""
+    value is None for a single stage."""
     model, parallel, batch = architecture(run.model), run.parallel, run.batch
     s, b, h, t, p, v = batch.seq_length, batch.micro_batch, model.hidden, parallel.tp, parallel.pp, parallel.chunks
     vocab, ffn = model.input.rows(t), model.block.feed_forward.width

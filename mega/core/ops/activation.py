@@ -1,4 +1,4 @@
-"""Feed-forward activations on [tokens, f]; gated activations take [tokens, 2f], gate first."""
+"""Activations of feed-forward layers on [tokens, f]. Gated activations take [tokens, 2f], with the gate first."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch.nn import functional as F
 
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu2": "relu2"}
-"""Gated kind -> the activation of its gate (Shazeer 2020)."""
+"""Kind of gated activation -> activation of its gate (Shazeer 2020)."""
 
 
 def gated_kind(activation: str) -> str:
-    """The gated kind whose gate has this activation.
+    """Return the kind of gated activation whose gate has the given activation.
 
     >>> gated_kind("silu")
     'swiglu'
@@ -19,8 +19,8 @@ def gated_kind(activation: str) -> str:
 
 
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """The activation of x + bias. kind: gelu (erf), gelu_tanh, silu, relu, relu2 (squared), or a kind of `GATED`, which
-    computes activation(gate) x up."""
+    """Compute the activation of x + bias. kind: gelu (erf), gelu_tanh, silu, relu, relu2 (squared), or a kind in
+    `GATED`, which computes activation(gate) x up."""
     if bias is not None:
         x = x + bias
     if kind in GATED:
@@ -39,7 +39,7 @@ def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Ten
 
 
 def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torch.Tensor:
-    """`activate` for x, with each row multiplied by the row's weight; weights [tokens]. The result has the dtype of
+    """Compute `activate` for x, and multiply each row by its weight in weights [tokens]. The result has the dtype of
     x."""
     active = activate(x, None, kind)
     return (active * weights[:, None]).to(active.dtype)

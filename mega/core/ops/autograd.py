@@ -1,9 +1,9 @@
-"""Conventions between ops and their callers: accumulation of weight gradients, recompute recipes, the start of a
+"""Conventions between ops and their callers: accumulating weight gradients, recipes for recomputation, and starting a
 backward pass.
 
 A weight may have a method `accumulate_grad(gradient)` that adds the gradient to a main_grad and returns None. Ops pass
-gradients of weights to this method in full precision. A tensor may have a recipe: an op that would save the tensor for
-the backward pass may save the recipe instead and recompute the tensor.
+weight gradients to this method in full precision. A tensor may have a recipe, which is a function that recomputes it.
+An op may save the recipe for the backward pass instead of the tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ State = TypeVar("State")
 
 
 class FunctionContext(FunctionCtx, Generic[State]):
-    """The type of `ctx` in an autograd function.
+    """The type of the context `ctx` in an autograd function.
 
-    state: everything except tensors that `forward` passes to `backward`, set once. recipe: set by `keep`.
+    state: all values except tensors that `forward` passes to `backward`. recipe: set by `keep`.
     """
 
     state: State
@@ -34,25 +34,26 @@ class FunctionContext(FunctionCtx, Generic[State]):
 
 
 def deliver(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Pass `gradient` to the weight's `accumulate_grad`; without such a method return `gradient` for autograd."""
+    """Pass `gradient` to the weight's `accumulate_grad`, or return `gradient` for autograd if the weight has no such
+    method."""
     accumulate_grad = getattr(weight, "accumulate_grad", None)
     return gradient.to(weight.dtype) if accumulate_grad is None else accumulate_grad(gradient)
 
 
 def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Attach a recipe to `x`: callers may free `x` and call `recipe()` to recompute it."""
+    """Attach a recipe to `x`, so that ops may free `x` and recompute it by calling `recipe()`."""
     x.recipe = recipe  # type: ignore[attr-defined]
     return x
 
 
 def keep(ctx: FunctionContext[State], x: torch.Tensor) -> None:
-    """In a `forward`: save `x`, or its recipe, for `kept`."""
+    """Save `x`, or the recipe of `x`, for `kept`. Call this function in `forward`."""
     ctx.recipe = getattr(x, "recipe", None)
     ctx.save_for_backward(*(() if ctx.recipe else (x,)))
 
 
 def kept(ctx: FunctionContext[State]) -> torch.Tensor:
-    """In the `backward`: the tensor passed to `keep`. Call this function only once."""
+    """Return the tensor that was passed to `keep`. Call this function in `backward`, and only once."""
     recipe = ctx.recipe
     if recipe is None:
         (x,) = ctx.saved_tensors
@@ -63,9 +64,9 @@ def kept(ctx: FunctionContext[State]) -> torch.Tensor:
 
 
 def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """torch.autograd.backward(outputs, gradients) without its check of shapes.
+    """Run `torch.autograd.backward(outputs, gradients)` without torch's check of shapes.
 
-    The check compares symbolic shapes by a package whose import takes half as long as the import of torch itself.
+    The check imports a package for symbolic shapes, which takes half as long as importing torch itself.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(

@@ -1,10 +1,11 @@
-"""Cross entropy, in two halves (between them, ranks with a sharded vocabulary combine their results) or in one op.
+"""Cross entropy, either as two ops, between which ranks with a sharded vocabulary combine their results, or as a single
+op.
 
-    softmax_parts      logits -> largest logit, sum of exponentials, the label's logit
+    softmax_parts      logits -> largest logit, sum of exponentials, logit of the label
     softmax_gradient   logits and the log-sum-exp over all ranks -> gradient of the negative log-likelihood
     nll_and_gradient   logits of the whole vocabulary -> the negative log-likelihood, and its gradient
 
-Columns from `real` on are padding, which has probability 0 and gets no gradient. A label outside [0, real) belongs to
+Columns from index `real` on are padding, which has probability 0 and gradient 0. A label outside [0, real) belongs to
 another rank.
 """
 
@@ -18,7 +19,8 @@ from mega.core.ops.norm import accurate
 
 
 def softmax_parts(x: torch.Tensor, labels: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [tokens, n], labels int64 [tokens] -> largest, sum of exp(x - largest), label's logit or 0; each [tokens].
+    """Return three tensors [tokens] for x [tokens, n] and labels int64 [tokens]: the largest logit, the sum of exp(x -
+    largest), and the label's logit, or 0 if another rank has the label.
 
     >>> [part.tolist() for part in softmax_parts(torch.tensor([[2.0, 2.0, 9.0]]), torch.tensor([1]), 2)]
     [[2.0], [2.0], [2.0]]
@@ -34,9 +36,10 @@ def softmax_parts(x: torch.Tensor, labels: torch.Tensor, real: int) -> tuple[tor
 def softmax_gradient(
     x: torch.Tensor, labels: torch.Tensor, log_total: torch.Tensor, scale: torch.Tensor, real: int
 ) -> torch.Tensor:
-    """The gradient, scale (softmax - one at the label), [tokens, n] in the dtype of x. log_total, scale: [tokens].
+    """Return the gradient scale * (softmax - one_hot(label)), [tokens, n] in the dtype of x. log_total, scale:
+    [tokens].
 
-    This op owns `x`: a fast implementation overwrites `x` with the gradient.
+    The caller must not use `x` afterwards, because a fast implementation overwrites `x` with the gradient.
     """
     softmax = (_masked(x, real) - log_total[:, None]).exp()
     in_shard = ((labels >= 0) & (labels < real)).to(softmax.dtype)
@@ -47,10 +50,10 @@ def softmax_gradient(
 def nll_and_gradient(
     x: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, real: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both halves, for losses whose scale is known in advance.
+    """Compute the negative log-likelihood and its gradient, for losses whose scale is known in advance.
 
-    scale: [tokens], the factor of each token's loss. Returns nll [tokens], and the result of `softmax_gradient`, which
-    overwrites x.
+    scale: [tokens], the factor of each token's loss. Returns nll [tokens] and the gradient [tokens, n], which may
+    overwrite x.
 
     >>> nll, gradient = nll_and_gradient(torch.zeros(1, 2), torch.tensor([1]), torch.tensor([8.0]), 2)
     >>> round(nll.exp().item(), 6), gradient.tolist()

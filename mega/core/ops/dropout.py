@@ -1,7 +1,7 @@
-"""Dropout by counter: masks are a function of the tokens' keys, not of a random stream.
+"""Dropout by counter: masks are computed from the keys of tokens instead of a random stream.
 
-So masks are the same in every parallel layout and under recomputation, and no random state is saved. The classes here
-describe dropout and implement it in plain torch; kernels compute identical masks (kernels/counter.py).
+Masks are therefore the same in every parallel layout and under recomputation, and no random state is saved. The classes
+in this module describe dropout and implement it in plain torch. Kernels compute identical masks (kernels/counter.py).
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from mega.core.ops.counter import OLD_RULE, RULE, keep_mask, kept_share, row_key
 
 
 class _Decided:
-    """The properties that follow from a probability and a rule."""
+    """Properties that depend only on the probability and the rule of a dropout."""
 
     probability: float
     rule: int
 
     @property
     def keep(self) -> float:
-        """The realised probability that an element survives."""
+        """The exact probability that an element survives, given the integer threshold."""
         return kept_share(self.probability, self.rule)
 
     @property
     def threshold(self) -> int:
-        """The number of values out of 65,536 that drop an element."""
+        """How many of the 65,536 drawn values drop an element."""
         return counter.threshold(self.probability)
 
 
 @dataclass(frozen=True, eq=False)
 class Dropout(_Decided):
-    """Dropout of a token's elements: a function of token, site and element."""
+    """Dropout of the elements of tokens. Masks depend on the token, the site and the element."""
 
     keys: torch.Tensor
-    """int64 [tokens]."""
+    """int64 [tokens]: keys of the tokens."""
     site: int
-    """From `counter.site_key`."""
+    """Key of the site in the model, from `counter.site_key`."""
     probability: float
     rule: int = RULE
-    """The version of the dropout rule, from `counter`."""
+    """Version of the dropout rule, a constant in `counter`."""
     first: int = 0
-    """The index of the first element, if `x` is a part of a token. Kernels support whole tokens only."""
+    """Index of the first element, for an `x` that contains only some elements of each token. Kernels support only whole
+    tokens."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply dropout to x [tokens, h]: x / (1 - p) for surviving elements, else 0."""
@@ -54,22 +55,22 @@ class Dropout(_Decided):
 
 
 def of_columns(drop: Dropout | None, index: int, width: int) -> Dropout | None:
-    """The dropout for a rank's columns, which are the `width` columns from index x width on."""
+    """Return the dropout for the `width` columns of a rank, which begin at column index x width."""
     return None if drop is None else replace(drop, first=index * width)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionDropout(_Decided):
-    """Dropout of attention weights: a function of query token, head and key column."""
+    """Dropout of attention weights. Masks depend on the query token, the head and the column of the key."""
 
     keys: torch.Tensor
     """int64 [b, s]: keys of the query tokens."""
     site: int
     """As in `Dropout`."""
     first_head: int
-    """The index of the first head among all heads of the layer."""
+    """Index of the first head among all heads of the layer."""
     columns: tuple[range, ...]
-    """The columns of the t keys in their row, as one or two ranges."""
+    """Columns of the t keys within their row, as one or two ranges."""
     probability: float
     rule: int = RULE
     """As in `Dropout`."""
@@ -79,7 +80,7 @@ class AttentionDropout(_Decided):
         return _drop(weights, self.kept(weights.shape[1]), self.keep)
 
     def kept(self, heads: int) -> torch.Tensor:
-        """bool [b, heads, s, t]: which weights survive."""
+        """Return bool [b, heads, s, t], which is True for weights that survive."""
         device = self.keys.device
         numbers = torch.arange(self.first_head, self.first_head + heads, device=device)[:, None]
         columns = torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.columns])
@@ -90,7 +91,7 @@ class AttentionDropout(_Decided):
         return keep_mask(rows[..., None], elements, self.probability, self.rule)
 
     def shifts(self) -> tuple[int, int, int]:
-        """(early, border, late): key j has column j + early if j < border, else column j + late.
+        """Return (early, border, late), where key j has column j + early if j < border, else column j + late.
 
         >>> AttentionDropout(torch.zeros(1, 1), 0, 0, (range(2, 4), range(9, 11)), 0.5).shifts()
         (2, 2, 7)
@@ -100,7 +101,7 @@ class AttentionDropout(_Decided):
         return early.start, len(early), late[0].start - len(early) if late else early.start
 
     def cut(self, queries: slice, keys: slice) -> AttentionDropout:
-        """The dropout of some of the queries and keys."""
+        """Return the dropout for a range of queries and a range of keys."""
         first, end, _ = keys.indices(sum(map(len, self.columns)))
         parts, before = [], 0
         for run in self.columns:
@@ -110,7 +111,7 @@ class AttentionDropout(_Decided):
 
 
 def joined(runs: Iterable[range]) -> tuple[range, ...]:
-    """The same columns, with adjacent ranges merged.
+    """Merge adjacent ranges of columns.
 
     >>> joined([range(2, 4), range(4, 6), range(0), range(9, 10)])
     (range(2, 6), range(9, 10))

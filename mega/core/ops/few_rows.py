@@ -1,13 +1,14 @@
-"""The ops of a decoding step for few tokens, fused into few kernels.
+"""Ops of a decoding step for few tokens, fused into few kernels.
 
-Such a step is limited by memory bandwidth, so each weight is read once, and the operations before and after a GEMM are
-fused into the GEMM.
+A decoding step is limited by memory bandwidth, so each weight is read only once, and the operations before and after a
+GEMM are fused into the GEMM.
 
     linear    x [n, in] -> norm of x, GEMM, bias, then an activation, or the sum with the residual
     place     rotate query and key of a fused projection, and store keys and values in the cache
 
-`Ops.few_rows` is an implementation or None (kernels/few_rows.py is for CUDA). PLAIN is the reference, and `trusted`
-compares an implementation with PLAIN before its first use. This module does not depend on layers, sequences or ranks.
+`Ops.few_rows` is an implementation or None; the implementation for CUDA is in kernels/few_rows.py. PLAIN is the
+reference, and `trusted` compares an implementation with PLAIN before it is used. This module does not depend on layers,
+sequences or ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mega.core.ops.trial import error_of, passes
 
 
 class NormOf(NamedTuple):
-    """A norm of rows [n, in]: LayerNorm with a bias, RMSNorm without a bias."""
+    """A norm of rows [n, in], which is LayerNorm if it has a bias, else RMSNorm."""
 
     weight: torch.Tensor  # [in]
     bias: torch.Tensor | None  # [in]
@@ -41,17 +42,18 @@ Place = Callable[[torch.Tensor, Rotary | None, torch.Tensor, torch.Tensor, int],
 
 @dataclass(frozen=True)
 class FewRows:
-    """An implementation of the ops."""
+    """An implementation of the ops for few tokens."""
 
     takes: Callable[[int, Factor], bool]
     """takes(rows, factor) -> whether `linear` supports this number of rows with this weight."""
     linear: Callable[[torch.Tensor, Factor, NormOf | None, str | None, torch.Tensor | None], torch.Tensor]
-    """linear(x, factor, norm, activation, into) -> [n, out] in the dtype of the weight (fp8: of the norm or x). With
-    `into`, [n, out] in any dtype, the product is added to `into`, which is returned. swiglu halves the outputs."""
+    """linear(x, factor, norm, activation, into) -> [n, out] in the dtype of the weight; for fp8 weights, in the dtype
+    of the norm or x. If `into` ([n, out] in any dtype) is given, the result is added to `into`, which is returned.
+    swiglu halves the number of outputs."""
     place: Place
-    """place(fused, rotary, rows, at, heads) for fused [n, heads + 2 kv_heads, d]: rotates the query heads in place, and
-    stores rotated keys, and values, in rows[at]; rows is [slots of the cache, 2 kv_heads, d]. rotary: cos and sin, fp32
-    [n, R / 2], or None. Supports any number of rows."""
+    """place(fused, rotary, rows, at, heads): rotate the query heads in fused [n, heads + 2 kv_heads, d] in place, and
+    store rotated keys and values in rows[at]. rows: [slots of the cache, 2 kv_heads, d]. rotary: cos and sin, each fp32
+    [n, R / 2], or None. Any number of rows is supported."""
 
 
 def plain_linear(
@@ -86,7 +88,7 @@ PLAIN = FewRows(lambda rows, factor: True, plain_linear, plain_place)
 
 
 def trusted(few: FewRows | None, dtype: torch.dtype, device: torch.device, widths: Sequence[int]) -> FewRows | None:
-    """`few` if it agrees with PLAIN for inputs of these widths; otherwise None, and a warning is logged."""
+    """Return `few` if it agrees with PLAIN for inputs of the given widths; otherwise log a warning and return None."""
     if few is None:
         return None
 
@@ -97,10 +99,10 @@ def trusted(few: FewRows | None, dtype: torch.dtype, device: torch.device, width
 
 
 def _trial_error(few: FewRows, width: int, dtype: torch.dtype, device: torch.device, narrow: bool) -> float:
-    """The largest relative error of `linear` and `place` for one row."""
+    """Return the largest relative error of `linear` and `place` for one row."""
 
     def some(*shape: int) -> torch.Tensor:
-        """Values between 0 and 1: without cancellation in sums, relative errors stay small."""
+        """Return values between 0 and 1, for which sums have no cancellation, so that relative errors stay small."""
         count = torch.Size(shape).numel()
         return (torch.arange(count, device=device, dtype=torch.float32) * 0.618).frac().view(shape).to(dtype)
 

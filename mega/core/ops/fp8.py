@@ -1,12 +1,13 @@
-"""GEMMs of a linear layer in fp8: 8-bit operands with one scale each, summed in fp32 (Micikevicius et al. 2022).
+"""GEMMs of a linear layer in fp8. Operands are in 8 bits with one scale per tensor, and sums are in fp32 (Micikevicius
+et al. 2022).
 
     e4m3  inputs and weights    3 bits of mantissa, up to 448
     e5m2  gradients of outputs  2 bits of mantissa, up to 57344
 
-The scale of an operand maps its largest magnitude to the limit of the format. The scale is computed from the current
-tensor, not from earlier steps, so checkpoints need no history. It is computed from the local tensor, so rounding
-depends on the parallel layout and the micro batch size. This module emulates fp8 in plain torch; kernels/fp8.py is the
-fast implementation.
+The scale of an operand maps its largest magnitude to the limit of the format. Scales are computed from the current
+tensor instead of earlier steps, so checkpoints need no history. A scale is computed from the local tensor, so rounding
+depends on the parallel layout and the microbatch size. This module emulates fp8 in plain torch; kernels/fp8.py contains
+the fast implementation.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """Dtype -> the largest number of the format."""
 FORWARD, BACKWARD = LIMITS
 TINY = 1e-30
-"""Lower bound of the largest magnitude, for tensors that contain only zeros."""
+"""Lower bound for the largest magnitude of a tensor, which avoids a division by 0 for tensors of zeros."""
 
 
 class Cast(NamedTuple):
-    """x [r, c] in fp8: x is `inverse` times `rows`, and `inverse` times the transpose of `columns`."""
+    """A tensor x [r, c] in fp8, where x = inverse * rows = inverse * columns^T, up to rounding."""
 
     rows: torch.Tensor | None  # [r, c]
     columns: torch.Tensor | None  # [c, r]
@@ -35,7 +36,7 @@ class Cast(NamedTuple):
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
-    """Cast x [r, c] to an fp8 `dtype`: as `rows`, transposed as `columns`, or both. Non-finite numbers give NaN.
+    """Cast x [r, c] to an fp8 `dtype`, as `rows`, transposed as `columns`, or both. Non-finite numbers become NaN.
 
     >>> x = torch.tensor([[1.0, -2.0]])
     >>> found = cast(x, torch.float8_e4m3fn, rows=True)
@@ -57,9 +58,10 @@ def multiply(
     *,
     fast: bool = False,
 ) -> torch.Tensor:
-    """a [m, k] times b^T, b [n, k], both fp8, times their inverses, plus bias [n]: [m, n] in `dtype`, summed in fp32.
+    """Compute a b^T inverse_a inverse_b + bias, [m, n] in `dtype`, for a [m, k] and b [n, k] in fp8 and bias [n]. Sums
+    are in fp32.
 
-    fast: allow less exact accumulation if that is faster on the device.
+    fast: whether to allow less exact accumulation if this is faster on the device.
     """
     out = (a.float() @ b.float().t()) * (inverse_a * inverse_b)
     return (out if bias is None else out + bias.float()).to(dtype)
@@ -67,14 +69,14 @@ def multiply(
 
 @dataclass(frozen=True)
 class Fp8Matmuls(Matmuls):
-    """`Matmuls` in fp8."""
+    """The GEMMs of a linear layer in fp8."""
 
     wide: Matmuls
     """The GEMMs of layers in which fp8 would cost too much accuracy."""
     cast: Callable[..., Cast] = cast
-    """`cast` above, or a faster implementation."""
+    """The function `cast`, or a faster implementation."""
     multiply: Callable[..., torch.Tensor] = multiply
-    """`multiply` above, or a faster implementation."""
+    """The function `multiply`, or a faster implementation."""
 
     @property
     def words(self) -> str:  # type: ignore[override]

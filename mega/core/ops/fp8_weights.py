@@ -1,8 +1,9 @@
-"""Linear layers with fp8 weights for inference, which have half the bytes of 16-bit weights to read.
+"""Linear layers with fp8 weights for inference. Half as many bytes are read as with 16-bit weights.
 
 Each output has a scale that maps its largest weight to the limit of e4m3 (3 bits of mantissa). Activations keep their
-dtype. The error of a weight is at most a sixteenth of its value, or 2^-10 of 1/448 of the largest weight. The head,
-norms and embeddings are not converted. This module uses plain torch; kernels/fp8_weights.py is fast for few rows.
+dtype. The error of a weight is at most 1/16 of its value, or 2^-10 / 448 of the output's largest weight if that is
+more. The head, norms and embeddings are not converted. This module uses plain torch; kernels/fp8_weights.py contains a
+fast implementation for few rows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def narrowed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def multiply(x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply x [n, in] by the weights from `narrowed`: [n, out] in the dtype of x."""
+    """Multiply x [n, in] by the weights from `narrowed`. The result is [n, out] in the dtype of x."""
     return (torch.mm(x, narrow.to(x.dtype).t()) * scale).to(x.dtype)
 
 
@@ -39,7 +40,8 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @cache
 def trusted(fast: Multiply, dtype: torch.dtype, device: torch.device) -> Multiply:
-    """`fast` if it agrees with `multiply` for few and many rows of this dtype; otherwise `multiply`, with a warning."""
+    """Return `fast` if it agrees with `multiply` for few and for many rows of this dtype; otherwise log a warning and
+    return `multiply`."""
     if fast is multiply:
         return fast
     values = (torch.arange(200 * 300, device=device, dtype=torch.float32) * 0.618).frac().view(200, 300)
@@ -54,12 +56,12 @@ def trusted(fast: Multiply, dtype: torch.dtype, device: torch.device) -> Multipl
 
 @dataclass(frozen=True)
 class Fp8Weights(Matmuls):
-    """`Matmuls` with fp8 weights."""
+    """The GEMMs of a linear layer with fp8 weights."""
 
     wide: Matmuls
-    """The GEMMs of the head."""
+    """The GEMMs of the head, whose weights are not in fp8."""
     multiply: Multiply = multiply
-    """`multiply` above, or a faster implementation."""
+    """The function `multiply`, or a faster implementation."""
 
     words = "weights in fp8"
 
@@ -67,14 +69,14 @@ class Fp8Weights(Matmuls):
         return self.wide
 
     def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
-        """As in `Matmuls`. The original weight is freed."""
-        trusted(self.multiply, weight.dtype, weight.device)  # run the trial now, so that no request waits for the trial
+        """Convert the weight to fp8. The original weight is freed."""
+        trusted(self.multiply, weight.dtype, weight.device)  # run the trial now, so that no request has to wait for it
         narrow, scale = narrowed(weight.detach())
         weight.data = weight.data.new_empty(0)
         return Factor(narrow, bias, scale)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As in `Matmuls`."""
+        """Return the function that multiplies by a weight from `factor`."""
         scale = factor.scale
         assert scale is not None
 

@@ -1,11 +1,11 @@
-"""Grouped GEMMs for experts: y = x W_e^T for the rows of every expert e.
+"""Grouped GEMMs for experts, which compute y = x W_e^T for the rows of every expert e.
 
     x [rows, in], sorted by expert        rows of expert 0 | rows of expert 1 | ...
     ends [E]                                               ^ ends[0]          ^ ends[1]
     W [E x out, in]                       the experts' matrices, stacked along dim 0
 
-A loop over experts is the reference. If torch has a grouped GEMM for the device, one call computes all experts without
-synchronising with the host. This module does not depend on ranks or layers.
+The reference is a loop over experts. If torch has a grouped GEMM for the device, a single call computes all experts
+without synchronising with the host. This module does not depend on ranks or layers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class GroupedRows(NamedTuple):
 
 
 class GroupedMatmuls(Matmuls):
-    """`Matmuls` for the weights of several experts. Gradients are `GroupedRows`. accumulate: adds a gradient to a
-    main_grad."""
+    """The GEMMs of linear layers for several experts. Gradients of outputs are `GroupedRows`. accumulate: function that
+    adds a gradient to a main_grad."""
 
     words = "a loop over experts"
 
@@ -40,11 +40,11 @@ class GroupedMatmuls(Matmuls):
         return grad
 
     def grouped(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[rows, in] -> [rows, out]."""
+        """Compute the forward GEMMs: [rows, in] -> [rows, out]."""
         matrices = weight.unflatten(0, (len(ends), -1))
         if fast(x, matrices):
             return torch._grouped_mm(x, matrices.transpose(1, 2), offs=ends)
-        if x.is_meta:  # the cost does not depend on which experts the rows belong to
+        if x.is_meta:  # the cost does not depend on the distribution of rows over experts
             return F.linear(x, matrices[0])
         out = x.new_empty(len(x), matrices.shape[1])
         for matrix, rows in zip(matrices, _runs(ends), strict=True):
@@ -52,7 +52,7 @@ class GroupedMatmuls(Matmuls):
         return out
 
     def grouped_dgrad(self, grad: GroupedRows, weight: torch.Tensor) -> torch.Tensor:
-        """[rows, out] -> [rows, in]."""
+        """Compute the gradients of the inputs: [rows, out] -> [rows, in]."""
         matrices = weight.unflatten(0, (len(grad.ends), -1))
         if fast(grad.rows, matrices):
             return torch._grouped_mm(grad.rows, matrices, offs=grad.ends)

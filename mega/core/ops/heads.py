@@ -1,4 +1,4 @@
-"""Split the fused projection of query, key and value into heads, and apply rotary positions."""
+"""Splits the fused projection of query, key and value into heads, and applies rotary positions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def split_heads(
     """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k are
     rotated.
 
-    bias: already added to `fused`; only the bias's gradient is computed here. This op owns `fused`: a fast
-    implementation rotates `fused` in place.
+    bias: bias that was already added to `fused`; only its gradient is computed here. The caller must not use `fused`
+    afterwards, because a fast implementation rotates `fused` in place.
     """
     if bias is not None:
         fused = fused + (bias - bias.detach())

@@ -1,9 +1,9 @@
-"""Attention in the decode phase (one new token per step), with gathered keys that are reused between steps.
+"""Attention during decoding (one new token per sequence and step), with gathered keys that are reused in later steps.
 
-On a CPU, gathering keys from the blocks of a cache and passing them to torch's attention takes a small model longer
-than its GEMMs. Here the keys and values of a step's sequences are gathered once, in the layout of batched GEMMs, and
-each later step adds a column per layer. The cache remains valid and does not depend on this copy. Windows and ranks are
-not supported.
+For a small model on a CPU, gathering keys from the blocks of a cache and calling torch's attention takes longer than
+the GEMMs. This module therefore gathers the keys and values of a step's sequences once, in the layout of batched GEMMs,
+and adds one column per layer in each later step. The cache itself remains valid. Windows and several ranks are not
+supported.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from mega.core.ops.paged_attention import Integers
 
 MOST_BYTES = 1 << 21
-"""Maximum bytes of one layer's keys and values. With more, the GEMMs dominate, and gathering costs as much as many
-steps."""
+"""Maximum number of bytes of one layer's keys and values. For larger caches, GEMMs dominate, and gathering takes as
+long as many steps."""
 
 
 class KeptKeys:
@@ -37,10 +37,11 @@ class KeptKeys:
         self._bias = self._column = torch.empty(0)
 
     def follow(self, sequences: Integers, lengths: Integers, tables: Integers) -> bool:
-        """Whether `attend` can be used in this step, which has one token per sequence.
+        """Prepare a step with one token per sequence, and return whether `attend` can be used in this step.
 
-        True from the second consecutive step with the same sequences onwards. sequences: int64 [runs], unique numbers
-        that are never reused. lengths, tables: as in `PagedAttention`.
+        The result is True from the second consecutive step with the same sequences, unless the keys exceed MOST_BYTES.
+        sequences: int64 [runs], a number per sequence that is never reused. lengths, tables: the same as for
+        `PagedAttention.pages`.
         """
         resumes = np.array_equal(sequences, self._sequences) and np.array_equal(lengths, self._lengths + 1)
         self._sequences, self._lengths = sequences, lengths
@@ -52,7 +53,7 @@ class KeptKeys:
             return False
         if self._kept is None or self._kept.shape[-1] < layer[-1]:
             before, self._kept = self._kept, self._pool.new_zeros(layers, *layer)
-            if before is None:  # the pool holds the keys of all earlier tokens
+            if before is None:  # the pool contains the keys of all earlier tokens
                 rows = torch.from_numpy(tables[:, :blocks].reshape(-1))
                 gathered = self._pool[:, rows].view(layers, batch, blocks * block, 2, kv_heads, d)
                 self._kept.view(layers, 2, batch, kv_heads, d, -1).copy_(gathered.permute(0, 3, 1, 4, 5, 2))
@@ -68,8 +69,8 @@ class KeptKeys:
         return True
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Attention of a step's tokens in one layer: q [tokens, heads, d], kv [tokens, 2 kv_heads, d] -> [tokens,
-        heads x d]."""
+        """Compute attention for a step's tokens in one layer: q [tokens, heads, d], kv [tokens, 2 kv_heads, d] ->
+        [tokens, heads x d]."""
         (tokens, _, d), (columns, k, v) = q.shape, self._layers[layer]
         columns.scatter_(-1, self._column, kv.reshape(tokens, 2, -1, 1).transpose(0, 1))
         # The query heads of a key/value head form the rows of one matrix, so the keys of this head are read only once.

@@ -29,7 +29,7 @@ class AttentionMask:
     kind: Kind = "causal"
     """"causal": query i sees keys j <= q_offset + i. "full": query i sees every key (encoders, cross attention)."""
     window: int | None = None
-    """Sliding window: query i sees only keys j with |q_offset + i - j| < window. None if there is no window."""
+    """Sliding window: query i sees only keys j with |q_offset + i - j| < window. None for no window."""
     q_documents: torch.Tensor | None = None
     """Document of each query, int64 [b, s]. A query sees only keys of the same document. Padding is a separate
     document."""
@@ -52,8 +52,8 @@ class AttentionMask:
         assert (self.q_documents is None) == (self.k_documents is None)
 
     def band(self, s: int, t: int) -> tuple[int | None, int | None]:
-        """Return (low, high) such that kind, window and offset allow query i to see key j if low <= j - i <= high. A
-        bound that hides no key is None.
+        """Return (low, high) such that kind, window and offset allow query i to see key j if low <= j - i <= high. None
+        represents a bound that hides no key.
 
         >>> AttentionMask().band(4, 4), AttentionMask(q_offset=3).band(1, 4), AttentionMask(window=2).band(4, 4)
         ((None, 0), (None, None), (-1, 0))

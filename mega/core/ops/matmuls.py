@@ -4,8 +4,9 @@
     dgrad     dx = dy W [n, in]
     wgrad     dW = dy^T x [out, in], in a separate tensor or added to main_grad
 
-`prepare` converts dy once into the form that both gradients need. `out`: the tensor for the result. The GEMMs here have
-the dtype of their operands; the GEMMs of fp8.py are in fp8. This module does not depend on ranks or layers.
+`prepare` converts dy once into the format that dgrad and wgrad need. If an argument `out` is given, the result is
+written to this tensor. The GEMMs in this module compute in the dtype of their operands; the GEMMs in fp8.py compute in
+fp8. This module does not depend on ranks or layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A weight for inference and its bias. The weight stays at its address."""
+    """A weight for inference and its bias. The address of the weight never changes."""
 
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None  # [out]
@@ -28,12 +29,12 @@ class Factor:
 
 
 class Matmuls:
-    """The GEMMs in plain torch. words: description of the implementation, for messages."""
+    """The GEMMs of a linear layer in plain torch. words: description of the implementation, for messages."""
 
     words = "plain torch"
 
     def exact(self) -> Matmuls:
-        """The GEMMs for layers in which fp8 would cost too much accuracy, such as the head."""
+        """Return the GEMMs for layers in which fp8 would cost too much accuracy, such as the head."""
         return self
 
     def forward(
@@ -49,11 +50,12 @@ class Matmuls:
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
-        """The weight in the form that `by` needs. The original weight may be freed."""
+        """Convert the weight to the format that `by` needs. The original weight may be freed."""
         return Factor(weight.detach(), bias)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` for inference with a constant weight, in as few operations as possible."""
+        """Return a function that computes `forward` for inference with a constant weight, in as few operations as
+        possible."""
         bias, weight = factor.bias, factor.weight.t()
         return (lambda x: torch.mm(x, weight)) if bias is None else (lambda x: torch.addmm(bias, x, weight))
 
@@ -74,7 +76,7 @@ class Matmuls:
 
 
 class WideMatmuls(Matmuls):
-    """The GEMMs on CUDA: 16-bit gradients are accumulated directly into an fp32 main_grad."""
+    """The GEMMs on CUDA, where 16-bit gradients are accumulated directly into an fp32 main_grad."""
 
     words = "cuBLAS, gradients in fp32"
 

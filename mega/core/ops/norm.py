@@ -1,5 +1,5 @@
-"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the weight's dtype. The residual may have a wider
-dtype."""
+"""LayerNorm and RMSNorm. Statistics are computed in max(fp32, dtype), and results have the weight's dtype. The residual
+may have a wider dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mega.core.ops.dropout import Dropout
 
 
 def accurate(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which softmax, norms, rotary positions and the loss are computed: at least fp32."""
+    """Return max(fp32, dtype), in which softmax, norms, rotary positions and the loss are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -21,9 +21,10 @@ class NormForm(NamedTuple):
     """Variants of norms."""
 
     offset: bool = False
-    """The factor is weight + 1, added in the wide dtype (Gemma)."""
+    """Whether the factor is weight + 1 (Gemma). The addition is in the wide dtype."""
     rounds_last: bool = False
-    """RMSNorm rounds after multiplication by the weight (OLMo 2; always with `offset`), not before it (Llama)."""
+    """Whether RMSNorm rounds after the multiplication by the weight (OLMo 2, and always with `offset`) instead of
+    before it (Llama)."""
 
 
 USUAL = NormForm()
@@ -32,7 +33,7 @@ USUAL = NormForm()
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, form: NormForm = USUAL
 ) -> torch.Tensor:
-    """x [..., h], weight and bias [h] (Ba et al. 2016)."""
+    """Compute the LayerNorm of x [..., h] with weight and bias [h] (Ba et al. 2016)."""
     compute_dtype, factor = accurate(x.dtype), factor_of(weight, x.dtype, form)
     return F.layer_norm(x.to(compute_dtype), x.shape[-1:], factor.to(compute_dtype), bias.to(compute_dtype), eps).to(
         weight.dtype
@@ -40,26 +41,27 @@ def layer_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm = USUAL) -> torch.Tensor:
-    """x / rms(x), times weight [h] (Zhang and Sennrich 2019), in the weight's dtype."""
+    """Compute x / rms(x) times weight [h], in the weight's dtype (Zhang and Sennrich 2019)."""
     values = x.to(accurate(x.dtype))
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return weighted(values * scale, weight, form)
 
 
 def weighted(normed: torch.Tensor, weight: torch.Tensor, form: NormForm) -> torch.Tensor:
-    """Multiply a normalized tensor in the wide dtype by the weight; the result has the weight's dtype."""
+    """Multiply a normalised tensor, which is in the wide dtype, by the weight. The result has the weight's dtype."""
     if form == USUAL:
         return normed.to(weight.dtype) * weight
     return (normed * factor_of(weight, normed.dtype, form)).to(weight.dtype)
 
 
 def factor_of(weight: torch.Tensor, dtype: torch.dtype, form: NormForm) -> torch.Tensor:
-    """The factor of a norm in `dtype`; if there is an offset, in max(fp32, dtype)."""
+    """Return the factor of a norm in `dtype`, or in max(fp32, dtype) if there is an offset."""
     return weight.to(accurate(dtype)) + 1 if form.offset else weight
 
 
 def rms_norm_by(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`rms_norm` for inference, in few operations. x has the weight's dtype, of at least 32 bits."""
+    """Return a function that computes `rms_norm` for inference in few operations. Its argument must have the weight's
+    dtype, of at least 32 bits."""
     root = weight.shape[-1] ** 0.5
     least, scaled = weight.new_tensor(root * eps**0.5), weight * root
     return lambda x: (x * scaled).div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least))
@@ -71,7 +73,8 @@ def added(
     branch_bias: torch.Tensor | None,
     drop: Dropout | None,
 ) -> torch.Tensor:
-    """x + drop(branch + branch_bias), each [tokens, h]: the residual plus the output of a branch. Each may be None."""
+    """Return x + drop(branch + branch_bias), the residual plus the output of a branch; all are [tokens, h], and each
+    may be None."""
     if branch is None:
         assert x is not None
         return x
@@ -92,7 +95,7 @@ def add_norm(
     eps: float,
     form: NormForm = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum from `added`, and its norm: LayerNorm with a bias, RMSNorm without.
+    """Return the sum from `added` and its norm, which is LayerNorm with a bias, or RMSNorm without a bias.
 
     >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, None, torch.ones(2), None, 0.0)
     >>> x.tolist(), normed.tolist()

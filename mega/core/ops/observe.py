@@ -1,8 +1,9 @@
-"""Observers of operations on the meta device that torch does not see: kernels, attention, exchanges between ranks.
+"""Reports operations on the meta device that are not torch ops to an observer: kernels, attention, exchanges between
+ranks.
 
-A dispatch mode sees the ops of torch. Our own kernels and exchanges are not ops of torch: on the meta device they
-return tensors with shapes only, and report to this module the operations that they would run on a real device. This
-module does not compute costs; the observer is in estimate/operation_log.py."""
+torch ops are intercepted by a dispatch mode. mega's kernels and exchanges are not torch ops. On the meta device, they
+return tensors without data, and call this module with the operations that they would run on a real device. This module
+does not compute costs; the observer is in estimate/operation_log.py."""
 
 from __future__ import annotations
 
@@ -17,22 +18,24 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Receives reports of operations."""
+    """Receives the operations that are reported on the meta device."""
 
     def kernel(self, name: str, arguments: Sequence[object]) -> None:
-        """A kernel launch with these arguments, tensors included."""
+        """Record a kernel launch with these arguments, including tensors."""
 
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
-        """An attention over q [b, s, heads, d] and k [b, t, kv_heads, d]. kernel: "ours" or "window" (cuDNN's)."""
+        """Record an attention call with q [b, s, heads, d] and k [b, t, kv_heads, d]. kernel: "ours" (Triton) or
+        "window" (cuDNN)."""
 
     def exchange(self, kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None]:
-        """A collective of `size` bytes in total begins. The returned function is called at the wait."""
+        """Record the start of a collective of `size` bytes in total. The caller calls the returned function when it
+        waits for the result."""
 
     def send(self, exchange: int, size: int, blocks: int) -> None:
-        """Copies of `blocks` blocks of `size` bytes each to the memory of other ranks, one after the other."""
+        """Record copies of `blocks` blocks of `size` bytes each to the memory of other ranks, one after the other."""
 
     def receive(self, exchange: int, blocks: int) -> None:
-        """A wait for the next `blocks` blocks from other ranks."""
+        """Record a wait for the next `blocks` blocks from other ranks."""
 
 
 _observers: list[Observer] = []
@@ -40,7 +43,7 @@ _observers: list[Observer] = []
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """A context in which operations on the meta device report to `observer`."""
+    """Within this context, operations on the meta device are reported to `observer`."""
     _observers.append(observer)
     try:
         yield
@@ -59,7 +62,7 @@ def attention(name: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, 
 
 
 def exchange(kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None] | None:
-    """Report a collective. Returns the function to call at the wait; None if nothing observes."""
+    """Report a collective. Returns the function to call when waiting for the result; None without an observer."""
     waits = [observer.exchange(kind, size, ranks) for observer in _observers]
     return waits[-1] if waits else None
 

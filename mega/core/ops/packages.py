@@ -1,7 +1,7 @@
-"""Ops of third-party packages, used only on request: `--ops flash-attn`, `--ops apex`.
+"""Ops of third-party packages, which are used only with `--ops flash-attn` or `--ops apex`.
 
-Each is tested against its reference like any other op, and falls back to our op in cases that the package does not
-support. Packages are imported at their first use; config/check.py checks earlier that they are installed.
+Each op is tested against its reference like any other op. mega's op is used in cases that a package does not support. A
+package is imported when it is first used; config/check.py checks earlier that it is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mega.core.ops.norm import USUAL, NormForm, added
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, other: Attention = fused
 ) -> torch.Tensor:
-    """`attention.plain` by flash-attn, in 16 bits; `other` for masks that are neither simply causal nor full."""
+    """Compute `attention.plain` with flash-attn, in 16 bits. `other` is used for masks that are neither simply causal
+    nor full."""
     kind = mask.simple_kind(q.shape[1], k.shape[1])
     if kind is None or q.element_size() != 2:
         return other(q, k, v, mask)
@@ -38,7 +39,7 @@ def apex_add_norm(
     eps: float,
     form: NormForm = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm.add_norm` with apex's norm; torch does the addition."""
+    """Compute `norm.add_norm` with torch's addition and apex's norm."""
     x = added(x, branch, branch_bias, drop)
     apex = import_module("apex.normalization.fused_layer_norm")
     shape, weight = (x.shape[-1],), weight + 1 if form.offset else weight
@@ -48,7 +49,8 @@ def apex_add_norm(
 
 
 def package(name: str, attention: Attention) -> dict[str, Any]:
-    """The ops of the package with this name in `--ops`. attention: the implementation used without the package."""
+    """Return the ops of the package that is called `name` in `--ops`. attention: the implementation that is used
+    without the package."""
     if name == "flash-attn":
         return {"attention": partial(flash_attention, other=attention)}
     return {"add_norm": apex_add_norm}

@@ -26,9 +26,10 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class PartialAttention:
     """An implementation for q [b, s, heads, d] and k, v [b, t, kv_heads, d]. d(x) is the gradient with respect to x.
 
-    forward(q, k, v, mask) -> out [b, s, heads, d], lse [b, heads, s]; a query without visible keys has out 0 and lse
-    -inf. backward(d(out), q, k, v, out, lse, mask) -> d(q), d(k), d(v), with out and lse over all keys. Results have
-    the inputs' dtype or a wider one; lse is in max(fp32, dtype).
+    forward(q, k, v, mask) -> out [b, s, heads, d], lse [b, heads, s]; without visible keys, out is 0 and lse is -inf.
+    backward(d(out), q, k, v, out, lse, mask) -> d(q), d(k), d(v), with out and lse over all keys.
+
+    Results have the inputs' dtype or a wider one; lse is in max(fp32, dtype).
     """
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], tuple[torch.Tensor, torch.Tensor]]
@@ -138,7 +139,7 @@ def fused_backward(
     if kernel is None:
         return plain_backward(grad, q, k, v, out, lse, mask)
     whole = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
-    # The kernels require a random state for dropout even if there is no dropout.
+    # The kernels require a random state for dropout even without dropout.
     if kernel == "cudnn":
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward

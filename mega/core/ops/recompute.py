@@ -1,10 +1,10 @@
-"""Activation recomputation: recompute saved tensors in the backward pass instead of keeping them.
+"""Activation recomputation: saved tensors are recomputed in the backward pass instead of being stored.
 
 Tensors that autograd would save are dropped. When the backward pass needs the first dropped tensor, the function runs
-again, and each tensor is returned once. torch.utils.checkpoint does the same, but it imports torch's compiler, which
-takes about as long as importing torch itself.
+again, and each recomputed tensor is used only once. torch.utils.checkpoint does the same, but imports torch's compiler,
+which takes about as long as importing torch itself.
 
-Random state is not restored: the function must depend on its inputs only. This module does not depend on the model.
+Random state is not restored, so the function must depend only on its inputs. This module does not depend on the model.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Forgotten:
-    """A placeholder for a saved tensor, empty until the tensor is recomputed."""
+    """A placeholder for a saved tensor, which is empty until the tensor is recomputed."""
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
 
 
 class _Enough(Exception):
-    """Ends a recomputation early: all dropped tensors are recomputed."""
+    """Raised to end a recomputation early, when all dropped tensors have been recomputed."""
 
 
 class _Recomputation:
-    """One call of a function, with the placeholders of its saved tensors in order."""
+    """One call of a function, with placeholders for its saved tensors, in order."""
 
     def __init__(self, run: Callable[..., torch.Tensor], inputs: tuple[object, ...]) -> None:
         self._run, self._inputs, self._done = run, inputs, False
@@ -64,8 +64,8 @@ class _Recomputation:
         def fill(x: torch.Tensor) -> torch.Tensor:
             nonlocal missing
             missing -= 1
-            place, x = next(waiting)(), x.detach()  # detach: a result that references its own op would never be freed
-            if place is not None:  # otherwise the backward pass does not need this op's saved tensor
+            place, x = next(waiting)(), x.detach()  # an x with a reference to its op would never be freed
+            if place is not None:  # if None, the backward pass does not need this tensor
                 place.tensor = x
             if not missing:
                 raise _Enough
@@ -75,9 +75,10 @@ class _Recomputation:
 
 
 def recompute(run: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
-    """run(*inputs). Autograd saves only the inputs, and recomputes the other saved tensors as far as needed.
+    """Return `run(*inputs)`. Autograd saves only the inputs, and recomputes other saved tensors when the backward pass
+    needs them.
 
-    A nested call also saves its own inputs, until the backward pass.
+    A nested call also saves the inputs of the inner call until the backward pass.
 
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> recompute(lambda x: x * x * x, x).backward()

@@ -13,9 +13,10 @@ from mega.core.ops.norm import accurate
 def rotary_table(
     positions: torch.Tensor, rope: Rope, dtype: torch.dtype, length: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [tokens, rope.width / 2], in max(fp32, dtype); positions int64 [tokens].
+    """Return cos and sin for positions int64 [tokens]: each [tokens, rope.width / 2] in max(fp32, dtype).
 
-    length: number of columns of the whole rows, which selects LongRoPE's factors; default: the number of positions.
+    length: number of columns of the whole rows, by which LongRoPE's factors are selected. The default is the number of
+    positions.
     """
     table_dtype, width, scaling = accurate(dtype), rope.width, rope.scaling
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
@@ -33,10 +34,11 @@ def rotary_table(
 
 
 def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor:
-    """The interpolated share, from 0 to 1, of each of YaRN's width / 2 frequencies (Peng et al. 2023, section 3.2).
+    """Return, for each of YaRN's width / 2 frequencies, to what degree from 0 to 1 it is interpolated (Peng et al.
+    2023, section 3.2).
 
-    0 for frequencies with more than `beta_fast` rotations within the original positions, 1 for frequencies with fewer
-    than `beta_slow`, and linear in the index between them.
+    The degree is 0 for frequencies with more than `beta_fast` rotations within the original positions, 1 for
+    frequencies with fewer than `beta_slow` rotations, and linear in the index for frequencies between these two.
 
     >>> yarn = YarnScaling(factor=4.0, original=64, beta_fast=32.0, beta_slow=1.0, truncate=True, magnitude=1.0)
     >>> _interpolated(8, 100.0, yarn).tolist()
@@ -54,11 +56,12 @@ def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor
 
 
 def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's extension to more positions (Dubey et al. 2024, section 3.4.2; factors of the released models).
+    """Scale frequencies as Llama 3.1 does for more positions (Dubey et al. 2024, section 3.4.2; factors of the released
+    models).
 
     Frequencies are in radians per position. A frequency with fewer than `low` rotations within `original` positions is
-    divided by `factor`; a frequency with more than `high` rotations is unchanged; in between, the unchanged share grows
-    with the number of rotations.
+    divided by `factor`; a frequency with more than `high` rotations is unchanged. Other frequencies are interpolated
+    between these two cases, linearly in the number of rotations.
 
     >>> turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 9.0])
     >>> extended = scaled(turns * 2 * math.pi / 100, RopeScaling(8.0, 1.0, 4.0, 100)) / (2 * math.pi / 100)
@@ -71,10 +74,11 @@ def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [tokens, heads, d]: component i is paired with component i + R/2, for the first R components.
+    """Rotate the first R components of each head in x [tokens, heads, d]. Component i is paired with component i + R /
+    2.
 
-    cos and sin: [tokens, R / 2]. With cos and sin from `spread`, [tokens, 1, R], x is rotated in place, without a
-    gradient.
+    cos and sin: each [tokens, R / 2]. If cos and sin are from `spread` ([tokens, 1, R]), x is rotated in place and
+    without a gradient.
     """
     if cos.dim() == 3:
         rotated = x if x.shape[-1] == cos.shape[-1] else x[..., : cos.shape[-1]]
@@ -88,7 +92,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def spread(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [n, R / 2] as [n, 1, R]; in this form `rotate` needs fewer operations.
+    """Convert cos and sin from [n, R / 2] to [n, 1, R], for which `rotate` needs fewer operations.
 
     >>> spread(torch.tensor([[0.0]]), torch.tensor([[1.0]]))
     (tensor([[[0., 0.]]]), tensor([[[-1.,  1.]]]))

@@ -1,4 +1,4 @@
-"""Sums of rows selected by index, in fp32 at least."""
+"""Sums of rows that are selected by index, in fp32 or wider."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def sum_rows(rows: torch.Tensor, numbers: torch.Tensor, whole: bool) -> torch.Tensor:
-    """rows [n, ...], numbers int64 [t, k] -> [t, ...]: for each row of `numbers` (indices into `rows`), the sum of the
-    selected rows, in order.
+    """Return [t, ...]: for each row of `numbers` (int64 [t, k], indices into `rows`), the sum of the selected rows of
+    rows [n, ...], in order.
 
-    Unless `whole`, index n selects a row of zeros.
+    whole: if False, indices may also be n, which selects a row of zeros.
 
     >>> sum_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 2]]), False).flatten()
     tensor([3., 2.])

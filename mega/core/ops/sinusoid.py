@@ -1,4 +1,5 @@
-"""Sinusoidal position encoding as in fairseq: half sines, half cosines (Vaswani et al. 2017, section 3.5)."""
+"""Sinusoidal position encoding as in fairseq, with sines in the first half and cosines in the second (Vaswani et al.
+2017)."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import torch
 
 
 def sinusoid(positions: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[tokens, width]: sines of position x frequency, then cosines. positions: int64 [tokens].
+    """Return [tokens, width], the sines of position x frequency followed by the cosines. positions: int64 [tokens].
 
-    The width / 2 frequencies form a geometric sequence from 1 to 1 / 10000, both included.
+    The width / 2 frequencies form a geometric sequence from 1 to 1 / 10000, including both ends.
 
     >>> sinusoid(torch.tensor([0, 1]), 4, torch.float64)[0].tolist()
     [0.0, 0.0, 1.0, 1.0]

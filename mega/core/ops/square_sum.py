@@ -1,8 +1,8 @@
-"""Sums of squares of flat tensors of any length, with partial sums, because a single running sum in fp32 loses
+"""Sums of squares of flat tensors of any length. Partial sums are used, because a single running sum in fp32 loses
 accuracy.
 
-torch's norm on a CPU keeps one running sum per lane: for 1e6, 1e7 and 1e8 normally distributed numbers the relative
-error is -9.5e-6, -3.7e-4 and -1.1e-2. On a GPU torch sums as a tree, in one kernel.
+torch's norm on a CPU uses one running sum per lane. For 1e6, 1e7 and 1e8 normally distributed numbers, its relative
+error is -9.5e-6, -3.7e-4 and -1.1e-2. On a GPU, torch sums in a tree, in a single kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _ROW = 1024
 
 
 def square_sums(flats: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The sums of squares of n one-dimensional tensors, float64 [n]. The relative error of their roots is below 1e-7.
+    """Return the sums of squares of n one-dimensional tensors as float64 [n]. The relative error of the square roots of
+    the sums is below 1e-7.
 
     dtype: the dtype of the squares and, on a CPU, of the sums of 1,024 squares.
     """

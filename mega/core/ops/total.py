@@ -1,4 +1,4 @@
-"""The sum of a few blocks, in fp32 at least, and accumulation into a tensor of another dtype."""
+"""Sums of a few blocks, in fp32 or wider, and accumulation into a tensor of another dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def total(blocks: torch.Tensor) -> torch.Tensor:
-    """The sum of blocks [n, ...] -> [...], in order.
+    """Return the sum of blocks [n, ...] over the first dim, in order.
 
     >>> total(torch.tensor([[1, 2], [3, 4]]))
     tensor([4, 6])
@@ -15,5 +15,5 @@ def total(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def accumulate(main: torch.Tensor, x: torch.Tensor) -> None:
-    """main += x. The shapes are equal; the dtypes may differ."""
+    """Add x to `main` in place. Shapes must be equal, but dtypes may differ."""
     main.add_(x)

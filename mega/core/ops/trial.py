@@ -1,6 +1,6 @@
-"""Trials of kernels: compare a kernel with its reference in a small case on this device before it is used.
+"""Tries kernels before they are used, by comparing a kernel with its reference in a small case on the device.
 
-A kernel that is compiled incorrectly for a device would corrupt the results of the model.
+A kernel that was compiled incorrectly for the device would otherwise corrupt the results of the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def passes(error: Callable[[], float], dtype: torch.dtype, instead: str) -> bool:
-    """Whether the trial passes. If not, log a warning that begins with `instead` and gives the reason."""
+    """Return whether a kernel passes its trial. If not, log a warning that begins with `instead` and states the
+    reason."""
     problem = problem_of(error, dtype)
     if problem is not None:
         log.warning("%s fail on this device (%s)", instead, problem)
@@ -26,7 +27,8 @@ def passes(error: Callable[[], float], dtype: torch.dtype, instead: str) -> bool
 
 
 def problem_of(error: Callable[[], float], dtype: torch.dtype) -> str | None:
-    """The problem as one line; None if `error()` runs and its result is within rounding errors of `dtype`."""
+    """Describe the problem in one line. Return None if `error()` succeeds and its result is within the rounding errors
+    of `dtype`."""
     try:
         error_size = error()
     except Exception as exception:
@@ -35,7 +37,7 @@ def problem_of(error: Callable[[], float], dtype: torch.dtype) -> str | None:
 
 
 def error_of(found: Iterable[torch.Tensor], plain: Iterable[torch.Tensor]) -> float:
-    """The largest relative error of a tensor.
+    """Return the largest relative error of any tensor.
 
     >>> round(error_of([torch.tensor([3.0, 4.5])], [torch.tensor([3.0, 4.0])]), 3)
     0.1

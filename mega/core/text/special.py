@@ -60,8 +60,8 @@ def sections(text: str, names: Collection[str], literal: Sequence[Span] = ()) ->
 
 
 def _crossed(first: int, last: int, literal: Sequence[Span]) -> int | None:
-    """Return the end of the literal span that overlaps the characters first .. last - 1, or None if there is no such
-    span."""
+    """Return the end of the literal span that overlaps the characters first .. last - 1, or None if no span overlaps
+    them."""
     return next((end for begin, end in literal if begin < last and end > first), None)
 
 
@@ -107,10 +107,10 @@ def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
 
 
 def covered(spans: Sequence[Span], begin: int, end: int) -> range | None:
-    """Return the range of tokens that encode the characters begin .. end - 1. The result is None if no token contains
-    the first or the last of these characters, because some tokenizers omit blanks. It is also None if several tokens
-    share the last character, because transformers would train only on the first of these tokens, that is, on a part of
-    the character."""
+    """Return the range of tokens that encode the characters begin .. end - 1. Return None if no token contains the
+    first or the last of these characters, because some tokenizers omit blanks. Also return None if several tokens share
+    the last character, because transformers would train only on the first of these tokens, that is, on a part of the
+    character."""
     first = next((i for i, (a, b) in enumerate(spans) if a <= begin < b), None)
     last = [i for i, (a, b) in enumerate(spans) if a < end <= b]
     return None if first is None or len(last) != 1 else range(first, last[0] + 1)

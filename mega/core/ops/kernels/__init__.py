@@ -1,5 +1,5 @@
-"""Triton kernels. Most have the name, signature and shapes of a reference in ops/. optim uses adamw, and parallel uses
-mapped_sum (over mapped memory of other GPUs); language contains the code that all kernels share.
+"""Triton kernels. Most kernels have the name, signature and shapes of a reference in ops/. adamw is used by optim, and
+mapped_sum (which sums over mapped memory of other GPUs) by parallel; language contains code that all kernels share.
 
 The kernels compute in fp32 for tensors of any dtype, save only the tensors that the backward pass needs, and compute
 every sum in a fixed order, so that equal inputs give bitwise identical results. This package is imported on CUDA only.
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def table() -> dict[str, Any]:
-    """Op name -> implementation, for `suite.Ops`."""
+    """Return a dict: name of the op -> implementation, for `suite.Ops`."""
     from mega.core.ops.kernels import (
         activation,
         adamw,

@@ -1,4 +1,4 @@
-"""Activations fused with the addition of their bias; the backward pass also sums the gradient of the bias."""
+"""Activations in Triton, fused with the addition of the bias. The backward pass also sums the gradient of the bias."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
 ROWS = 256
-"""Number of rows in one partial sum of the bias's gradient."""
+"""Number of rows that are summed in one partial sum of the bias gradient."""
 TALL, WIDE = 16, 128
-"""Rows and columns of a tile in the backward pass. A tile of the forward pass, which computes no sums, has half as many
-rows and twice as many columns. Measured on H200."""
+"""Number of rows and columns of a tile in the backward pass. A tile of the forward pass, which computes no sums, has
+half as many rows and twice as many columns. Measured on an H200."""
 STAGES = 3
-"""Number of tiles whose loads are in flight while one tile is computed, in the backward pass."""
+"""Number of tiles whose loads are in flight in the backward pass while one tile is computed."""
 KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2, "silu": 3, "relu": 4}
 
 
@@ -75,7 +75,7 @@ def _activation_backward(
 ):  # fmt: skip
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     inside = column < width
-    total = tl.zeros([TALL, WIDE], tl.float32)  # sum over rows once, at the end, because that sum crosses warps
+    total = tl.zeros([TALL, WIDE], tl.float32)  # summed over rows only once, at the end, because this sum crosses warps
     if BIAS:
         bias = tl.load(bias_at + column, inside, 0.0).to(tl.float32)
     for step in tl.range(0, ROWS, TALL, num_stages=STAGES):
@@ -132,7 +132,8 @@ class _Activate(torch.autograd.Function):
 
 @jit
 def _row_and_columns(width, BLOCK: tl.constexpr):
-    """The row and columns of this program. The grid has one dimension, because the second one is limited to 65,535."""
+    """Return the row and columns of this program. The grid has only one dimension, because the second dimension is
+    limited to 65,535."""
     blocks = tl.cdiv(width, BLOCK)
     number = tl.program_id(0)
     return (number // blocks).to(tl.int64), number % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -156,7 +157,7 @@ def _gate_backward(x_at, grad_at, out_at, width, KIND: tl.constexpr, BLOCK: tl.c
     gate = tl.load(x_at + offset, mask, 0.0).to(tl.float32)
     up = tl.load(x_at + offset + width, mask, 0.0).to(tl.float32)
     grad = tl.load(grad_at + row * width + column, mask, 0.0).to(tl.float32)
-    if KIND == 3:  # a different order of operations, kept so that results stay bitwise equal to earlier versions
+    if KIND == 3:  # this order of operations is kept so that results stay bitwise equal to earlier versions
         s = tl.sigmoid(gate)
         grad_gate = grad * up * s * (1.0 + gate * (1.0 - s))
         grad_up = grad * gate * s
@@ -208,7 +209,8 @@ def _weighted_forward(x_at, weights_at, y_at, width, KIND: tl.constexpr, BLOCK: 
 def _weighted_backward(
     x_at, weights_at, grad_at, out_at, sums_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A program handles a whole row, because the gradient of the row's weight is a sum along the row."""
+    """Compute the backward pass of one row. A program handles a whole row, because the gradient of the row's weight is
+    a sum over the row."""
     row = tl.program_id(0).to(tl.int64)
     weight, total = tl.load(weights_at + row).to(tl.float32), tl.zeros([BLOCK], tl.float32)
     for begin in range(0, width, BLOCK):
@@ -251,7 +253,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torch.Tensor:
-    """`ops.activation.activate_weighted`."""
+    """Implement `ops.activation.activate_weighted`."""
     if kind not in GATED:
         return (activate(x, None, kind) * weights[:, None]).to(x.dtype)
     x, weights, gate = x.contiguous(), weights.contiguous(), KINDS[GATED[kind]]
@@ -261,8 +263,8 @@ def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torc
 
 
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """`ops.activation.activate`."""
-    # Without gradients skip autograd, whose overhead is longer than a launch.
+    """Implement `ops.activation.activate`."""
+    # Without gradients, skip autograd, whose overhead exceeds that of a launch.
     x, grad = x.contiguous(), torch.is_grad_enabled()
     if kind in GATED:
         x, gate = x if bias is None else x + bias, KINDS[GATED[kind]]

@@ -1,6 +1,7 @@
-"""AdamW on a flat span in one pass: clipping, moments, master weight and the model's low-precision weight.
+"""AdamW in one pass over a flat span: clipping, moments, master weights and the model's low-precision weights.
 
-Whether the step is applied, the clip factor and the bias corrections are device values, so the host never waits.
+The flag that applies the step, the clip factor and the bias corrections are read from device memory, so the host never
+waits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _adamw(
         master = tl.load(master_at + offset, mask, 0.0).to(tl.float32)
         moment1 = beta1 * moment1 + gain1 * grad
         moment2 = beta2 * moment2 + gain2 * grad * grad
-        # The order of torch: first the decay, then the step, both computed from the old master weight.
+        # As in torch, the decay is applied before the step, and both are computed from the old master weight.
         shrink = tl.where(offset < decay_end, lr * decay, 0.0)
         step = (moment1 / correction1) / (tl.sqrt(moment2 / correction2) + eps)
         master = master - master * shrink - lr * step
@@ -56,11 +57,11 @@ def adamw(
     beta2: float,
     eps: float,
 ) -> None:
-    """One update in place. All tensors are flat and have equal length. weights: None if the model reads `master`
-    itself, which may have any dtype.
+    """Apply one update in place. All tensors are flat and have equal lengths. weights: None if the model's weights are
+    `master`, which may then have any dtype.
 
-    scalars: fp32 [4] on the device: 1 to apply the step, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. decay_end:
-    weight decay applies to the elements before this index.
+    scalars: fp32 [4] on the device, with 1 to apply the step or else 0, the clip factor, 1 - beta1^t, and 1 - beta2^t.
+    decay_end: weight decay is applied to the elements before this index.
     """
     size = master.numel()
     if size:

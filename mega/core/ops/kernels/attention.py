@@ -467,7 +467,7 @@ class TilePlan(NamedTuple):
     """The tiles of each kernel."""
 
     forward: Tiles
-    forward_full: Tiles  # for bidirectional masks, where larger tiles are faster because there is no diagonal
+    forward_full: Tiles  # for bidirectional masks, which have no diagonal, so larger tiles are faster
     backward_keys: Tiles
     backward_queries: Tiles
 

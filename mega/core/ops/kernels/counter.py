@@ -1,7 +1,7 @@
-"""Dropout masks inside kernels: the generator of `ops.counter`, bit for bit.
+"""Dropout masks inside kernels, bitwise equal to those of `ops.counter`.
 
-One draw of 32 bits gives two elements that are eight apart. With tensor cores a thread holds rows and columns that are
-eight apart, so one draw is enough for two scores, in either orientation of the tile.
+One draw of 32 bits is used for two elements that are eight apart. With tensor cores, a thread has rows and columns that
+are eight apart, so one draw is enough for two scores, in either orientation of the tile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mega.core.ops.kernels.language import jit, tl
 
 @jit
 def row_keys(keys, site, number):
-    """`counter.row_keys` of tokens' keys at one site of the model: int64 -> uint64."""
+    """Compute `counter.row_keys` of token keys at one site of the model, as uint64."""
     z = (keys + site + number.to(tl.int64) * 0x2545F4914F6CDD1D).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -26,7 +26,7 @@ def _fold(x, factor):
 
 @jit
 def kept_elements(row, elements, threshold):
-    """The elements of one row that survive. row: uint64, from `row_keys`."""
+    """Return a mask of the elements of one row that survive. row: uint64, from `row_keys`."""
     group = ((elements >> 4 << 3) | (elements & 7)).to(tl.uint32)
     bits = _fold(_fold(row.to(tl.uint32) ^ group, 0xD2511F53) ^ (row >> 32).to(tl.uint32), 0xCD9E8D57)
     return tl.where(elements & 8 != 0, bits, bits << 16) >= threshold.to(tl.uint32)
@@ -34,13 +34,13 @@ def kept_elements(row, elements, threshold):
 
 @jit
 def kept(rows, first, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST: tl.constexpr, threshold):
-    """The elements first, first + 1, ... of each row that survive: `counter.keep_mask`.
+    """Compute `counter.keep_mask` for the elements first, first + 1, ... of each row.
 
     rows: uint64 [R], from `row_keys`. threshold: over 2^32. ALIGNED: `first` is a multiple of 16. Returns [R, BLOCK],
     or [BLOCK, R] with COLUMNS_FIRST.
     """
     offset = tl.arange(0, BLOCK)
-    if ALIGNED:  # in this form the compiler recognises that two elements share a draw
+    if ALIGNED:  # the compiler recognises in this code that two elements share a draw
         group = (first >> 1) + ((offset >> 4 << 3) | (offset & 7))
         late = offset & 8
     else:

@@ -1,4 +1,4 @@
-"""Dropout of branches of the residual stream: inside the kernels that add them, and as a separate kernel."""
+"""Dropout of residual branches, inside the kernels that add branches and as a separate kernel."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Values(NamedTuple):
     keys: torch.Tensor
     site: int
     threshold: int  # over 2^32
-    scale: float  # factor of surviving elements
+    scale: float  # factor by which surviving elements are multiplied
 
 
 def values_of(drop: Dropout | None) -> Values | None:
-    """The kernel argument for a dropout; None if dropout is off."""
+    """Return the kernel argument for a dropout, or None if dropout is off."""
     if drop is None:
         return None
     return Values(drop.keys.contiguous(), drop.site, drop.threshold << 16, 1.0 / drop.keep)
@@ -34,7 +34,7 @@ def values_of(drop: Dropout | None) -> Values | None:
 
 @jit
 def dropped(x, drop, row, elements):
-    """Apply dropout to elements of one row: scale the elements that survive and set the others to 0."""
+    """Apply dropout to elements of one row: scale elements that survive, and set all others to 0."""
     key = row_keys(tl.load(drop.keys + row), drop.site, tl.cast(0, tl.int64))
     return tl.where(kept_elements(key, elements, drop.threshold), x * drop.scale, 0.0)
 
@@ -69,7 +69,7 @@ def _launch(
 
 
 _AddState = tuple[torch.Tensor | None, Dropout, bool, torch.dtype]
-"""Bias, dropout, whether there is a residual, and the dtype of the branch."""
+"""(bias, dropout, whether there is a residual, dtype of the branch)."""
 
 
 class _Added(torch.autograd.Function):
@@ -95,7 +95,7 @@ class _Added(torch.autograd.Function):
 def added(
     x: torch.Tensor | None, branch: torch.Tensor | None, branch_bias: torch.Tensor | None, drop: Dropout | None
 ) -> torch.Tensor:
-    """`ops.norm.added`, by a kernel if there is dropout."""
+    """Compute `ops.norm.added`, with a kernel if there is dropout."""
     if branch is None or drop is None or drop.rule != RULE:
         return norm.added(x, branch, branch_bias, drop)
     return _Added.apply(None if x is None else x.contiguous(), branch.contiguous(), branch_bias, drop)  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-"""fp8 casts in two passes: the largest magnitude, then the cast with its transpose. cuBLAS does the GEMM."""
+"""Casts to fp8 in two passes, which compute the largest magnitude, and then the cast tensor and its transpose. GEMMs
+use cuBLAS."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from mega.core.ops.fp8 import LIMITS, TINY, Cast
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 BLOCK, BLOCKS = 4096, 8
-"""Elements per step of a program, and steps per program, in the search for the largest magnitude."""
+"""Number of elements per step and steps per program when the largest magnitude is computed."""
 TALL, WIDE, WARPS = 256, 64, 8
-"""Rows, columns and warps of a tile of the cast. With the transpose the cast reaches 3.8 TB/s on H200; a copy reaches
-4.2 TB/s."""
+"""Rows, columns and warps of a tile in the cast. A cast with the transpose reaches 3.8 TB/s on an H200, whereas a copy
+reaches 4.2 TB/s."""
 INVERSE = 4
-"""The index of the inverse among the scales [8] of a cast, fp32, aligned to 16 bytes. Index 0 is the largest
-magnitude."""
+"""Index of the inverse in the fp32 scales [8] of a cast, where it is aligned to 16 bytes. The largest magnitude has
+index 0."""
 
 
 @jit
@@ -48,7 +49,7 @@ def _cast(
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
-    """`ops.fp8.cast`."""
+    """Implement `ops.fp8.cast`."""
     x = x.contiguous()
     height, width = x.shape
     scales = torch.zeros(2 * INVERSE, dtype=torch.float32, device=x.device)
@@ -73,5 +74,5 @@ def multiply(
     *,
     fast: bool = False,
 ) -> torch.Tensor:
-    """`ops.fp8.multiply`. The device requires every dimension to be a multiple of 16."""
+    """Implement `ops.fp8.multiply`. The device requires every dimension to be a multiple of 16."""
     return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)

@@ -1,7 +1,9 @@
-"""GEMMs with fp8 weights: each weight is read once and converted in registers, then multiplied by tensor cores.
+"""GEMMs with fp8 weights in Triton. Each weight is read only once, converted in registers, and multiplied by tensor
+cores.
 
-For a single row few_rows.py is used instead. A program computes a tile of outputs and rows. If there are too few tiles
-to occupy the device, each program handles a share of the inputs, and a second kernel sums the shares in a fixed order.
+For a single row, few_rows.py is used instead. A program computes a tile of outputs and rows. If there are too few tiles
+to fill the device, each program handles only a share of the inputs, and a second kernel sums the results of shares in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, t
 from mega.core.ops.matmuls import Factor
 
 WARPS, MOST_SHARES = 8 * 132, 8
-"""Number of warps that occupy a device, and the maximum number of shares of the inputs."""
+"""WARPS: number of warps that fill a device. MOST_SHARES: maximum number of shares into which inputs are divided."""
 BLOCK = 1024
-"""Number of elements per program that sums shares."""
+"""Number of elements per program in the kernel that sums shares."""
 
 
 class GemmTile(NamedTuple):
-    """The tile of a program."""
+    """The tile that a program computes."""
 
     rows: int
     outs: int
-    ins: int  # number of inputs in one step
+    ins: int  # number of inputs per step
     warps: int
     stages: int
 
@@ -36,8 +38,8 @@ def _multiply(
     x_at, narrow_at, scale_at, y_at, rows, outs, ins, x_row, share,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """y: [shares, rows, outs]. share: number of inputs of a share. Tiles of the same outputs are neighbours, so that
-    weights stay in L2."""
+    """Compute one tile of y [shares, rows, outs]. share: number of inputs per share. Tiles of the same outputs run
+    consecutively, so that their weights stay in the L2 cache."""
     tall = tl.cdiv(rows, ROWS)
     row = tl.program_id(0) % tall * ROWS + tl.arange(0, ROWS)
     out = tl.program_id(0) // tall * OUTS + tl.arange(0, OUTS)
@@ -50,7 +52,8 @@ def _multiply(
         part = start + tl.arange(0, INS)[None, :]
         weights = tl.load(weights_from + part, (out < outs)[:, None] & (part < end), 0.0)
         x = tl.load(x_from + part, (row < rows)[:, None] & (part < end), 0.0)
-        # Weights are the left operand, which tensor cores can read from registers, where the weights are converted.
+        # Weights are the left operand, because they are converted in registers, and tensor cores can read only the left
+        # operand from registers.
         total = tl.dot(weights.to(x.dtype), tl.trans(x), total, input_precision="ieee")
     if SCALED:
         total = total * tl.load(scale_at + out, out < outs, 0.0)[:, None]
@@ -75,7 +78,7 @@ def tile_of(rows: int) -> GemmTile:
 
 
 def shares_of(tiles: int, ins: int, tile: GemmTile) -> int:
-    """The number of shares of the inputs.
+    """Choose the number of shares into which inputs are divided.
 
     >>> shares_of(64, 11008, GemmTile(16, 64, 128, 4, 4)), shares_of(192, 4096, GemmTile(16, 64, 128, 4, 4))
     (5, 2)
@@ -86,7 +89,7 @@ def shares_of(tiles: int, ins: int, tile: GemmTile) -> int:
 def tiled(
     x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor, tile: GemmTile | None = None, shares: int | None = None
 ) -> torch.Tensor:
-    """`multiply` with tensor cores."""
+    """Compute `multiply` with tensor cores."""
     (rows, ins), outs = x.shape, len(narrow)
     tile = tile or tile_of(rows)
     tiles = cdiv(outs, tile.outs) * cdiv(rows, tile.rows)
@@ -104,7 +107,7 @@ def tiled(
 
 
 def multiply(x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`ops.fp8_weights.multiply`."""
+    """Implement `ops.fp8_weights.multiply`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     factor = Factor(narrow, None, scale)
     if few_rows.takes(len(x), factor):

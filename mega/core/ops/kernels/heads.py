@@ -1,5 +1,5 @@
-"""Rotate query and key in place inside the fused projection. The backward pass reverses the rotation while it
-concatenates the three gradients, with one launch for all heads that are rotated and one launch for the other heads."""
+"""Rotates queries and keys in place within the fused projection. The backward pass reverses the rotation while it
+concatenates the three gradients, with one launch for heads that are rotated and one launch for all other heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mega.core.ops.kernels.sums import deliver_sums
 TOKENS = 32
 """Number of tokens per program."""
 SUMMED = 128
-"""Number of tokens per program, and per partial sum, if the gradient of the bias is computed."""
+"""Number of tokens per program and per partial sum if the gradient of the bias is computed."""
 
 
 @jit
@@ -45,7 +45,8 @@ def _gather(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     token_mask = (token < tokens)[:, None]
-    # Select the tensor of this head: heads of the second tensor begin at index `second`, heads of the third at `third`.
+    # Select the gradient tensor of this head. Heads of the second tensor begin at index `second`, and heads of the
+    # third tensor at `third`.
     grad_at = first_at
     if head >= third:
         grad_at = third_at
@@ -106,7 +107,7 @@ def _split(
 
 
 _SplitState = tuple[torch.Tensor | None, int, int, int]
-"""Bias, number of tokens, stride of a token, width of a head."""
+"""(bias, number of tokens, stride of a token, width of a head)."""
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -152,8 +153,8 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads(
     fused: torch.Tensor, bias: torch.Tensor | None, heads: int, kv_heads: int, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ops.heads.split_heads`, which rotates `fused` in place here."""
+    """Implement `ops.heads.split_heads`, and rotate `fused` in place."""
     cos, sin = (None, None) if rotary is None else rotary
-    if not torch.is_grad_enabled():  # skip autograd, whose overhead is longer than a launch
+    if not torch.is_grad_enabled():  # skip autograd, whose overhead exceeds that of a launch
         return _split(fused, heads, kv_heads, cos, sin)
     return _SplitHeads.apply(fused, bias, heads, kv_heads, cos, sin)  # type: ignore[no-any-return]

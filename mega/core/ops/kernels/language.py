@@ -1,6 +1,6 @@
-"""Triton imports for kernels, and a fast launch.
+"""Provides Triton's names for kernels, and a fast launch of kernels.
 
-On the meta device a launch only reports to observers, and Triton need not be installed.
+On the meta device, a launch is only reported to observers, and Triton need not be installed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ except ImportError:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, **options: object) -> None:
-    """kernel[grid](x, *args, **options).
+    """Launch `kernel[grid](x, *args, **options)`.
 
-    Before every launch Triton inspects each argument, its own settings and globals. Looking up the compiled kernel
-    here, by the kinds of the arguments, can halve that time.
+    Before every launch, Triton inspects each argument, its settings and global variables. Looking up the compiled
+    kernel in this function, by the kinds of the arguments, can halve the time of a launch.
     """
     if x.is_meta:
         observe.kernel(getattr(kernel, "__name__", "kernel"), (x, *args))
@@ -45,17 +45,18 @@ def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, *
     names = getattr(kernel, "arg_names", ["unknown"])[1 + len(args) :]
     if hasattr(compiled, "packed_metadata") and all(
         name in options for name in names
-    ):  # the interpreter compiles nothing
+    ):  # Triton's interpreter compiles nothing
         _compiled[key] = compiled, tuple(options[name] for name in names)
 
 
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
-"""Kinds of arguments -> the compiled kernel, and the values of its constants, which are the last arguments. An entry
-keeps the kernel alive, so its id stays unique."""
+"""Kinds of arguments -> (compiled kernel, values of its constants, which are the last arguments). An entry keeps the
+kernel alive, so the kernel's id stays unique."""
 
 
 def _kinds(*args: object) -> list[torch.dtype | str | None] | None:
-    """The properties of arguments for which Triton specialises kernels on CUDA; None if only Triton can determine them.
+    """Return the properties of arguments for which Triton specialises kernels on CUDA, or None if only Triton can
+    determine these properties.
 
     >>> _kinds(torch.empty(4), None, 0.5, 1, 2, 32), _kinds(-1), _kinds((1, 2))
     ([torch.float32, None, 'float', '1', 'int', '16'], None, None)
@@ -85,25 +86,25 @@ except ImportError:  # older versions of Triton
 
 OVERLAP = True
 """Whether kernels of a decoding step start while the previous kernel ends (programmatic dependent launch). These
-kernels call `before_next` first, and `after_kernel` before they read results of the previous kernel or write."""
+kernels must call `before_next` first, and `after_kernel` before they write or read results of the previous kernel."""
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """The options of a launch for a kernel that supports overlapping."""
+    """Return the launch options of a kernel that supports overlapping."""
     able = OVERLAP and before_next is not None and overlaps_kernels(device)
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 @jit
 def in_turn(OVERLAP: tl.constexpr):
-    """Call this first in a kernel that can do nothing before the previous kernel has ended."""
+    """Wait for the previous kernel. A kernel that cannot do any work before must call this function first."""
     if OVERLAP:
         before_next()
         after_kernel()
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up.
+    """Return a / b, rounded up.
 
     >>> cdiv(5, 4)
     2
@@ -112,7 +113,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of 2 that is not less than n.
+    """Return the smallest power of 2 that is at least n.
 
     >>> [next_power_of_2(n) for n in (1, 3, 4)]
     [1, 4, 4]

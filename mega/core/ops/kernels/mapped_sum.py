@@ -1,14 +1,14 @@
-"""The sum of a tensor over devices that map each other's memory, as one kernel.
+"""Sums a tensor over devices that map each other's memory, in a single kernel.
 
-Every device writes its tensor into a buffer of each other device, sets a mark on that device, waits for the marks in
-its own memory, and sums the received tensors in the order of ranks, so that the result is bitwise identical on all
-devices. A lane is one program's share of the tensor, with its own part of the buffers and its own marks.
+Every device writes its tensor into a buffer on every other device, and then sets a mark there. It waits for the marks
+of the other devices, and sums the received tensors in the order of ranks, so that the result is bitwise identical on
+all devices. A lane is one program's share of the tensor, with a separate section of the buffers and separate marks.
 
     memory of a rank:   buffer 0 [ranks, lanes, lane] | buffer 1 [ranks, lanes, lane] | marks [ranks, lanes], int64
 
-Two buffers alternate. Before a sender writes to a buffer again, it has seen the receiver's mark of the sum in between,
-which the receiver sets after it has read the buffer; so no wait is needed at the end. This module does not use process
-groups.
+Consecutive sums use the two buffers alternately. A device sets the mark for a sum only after it has read the buffer of
+the previous sum. Before a sender writes to a buffer again, it has waited for this mark, so no wait is needed at the end
+of a sum. This module does not use process groups.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from mega.core.ops.kernels.language import cdiv, in_turn, jit, launch, overlapping, tl
 
 LANES = 128
-"""Maximum number of programs of a sum. All of them must be resident on the device at the same time."""
+"""Maximum number of programs of a sum. All programs must be resident on the device at the same time."""
 
 SHORT = 1024
-"""Number of elements of a block, and the minimum for a lane. If a lane has several blocks, they are four times as
-large."""
+"""Number of elements of a block, and minimum number of elements of a lane. The blocks of a lane with several blocks
+have four times as many elements."""
 
 
 @jit
@@ -31,9 +31,9 @@ def _sum(
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr, MARKS: tl.constexpr,
     BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """memories_at: addresses of each rank's memory. counts_at: number of earlier sums of each lane. share: number of
-    elements of a lane. MARKS: number of bytes before the marks. ADD: add the sum to `into`; otherwise the sum replaces
-    x."""
+    """Sum one lane. memories_at: addresses of the ranks' memory. counts_at: number of earlier sums of each lane. share:
+    number of elements of a lane. MARKS: number of bytes before the marks. ADD: whether to add the sum to `into`; if
+    False, the sum replaces x."""
     in_turn(OVERLAP)
     lane, part = tl.program_id(0), tl.arange(0, BLOCK)
     number = tl.load(counts_at + lane) + 1
@@ -48,7 +48,7 @@ def _sum(
                 to_at = tl.load(memories_at + rank).to(tl.pointer_type(x_at.dtype.element_ty))
                 to_at = tl.multiple_of(to_at, 16) + (place + RANK * LANES) * LANE
                 tl.store(to_at + start + part, values, mask)
-    tl.debug_barrier()  # one thread sets the mark, after all threads have written
+    tl.debug_barrier()  # all threads have written before one thread sets the mark
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             mark_at = (tl.load(memories_at + rank) + MARKS).to(tl.pointer_type(tl.int64))
@@ -79,7 +79,7 @@ def _sum(
 
 
 def memory_bytes(ranks: int, limit: int) -> tuple[int, int]:
-    """Bytes of a rank's memory for tensors of `limit` bytes: the bytes before the marks, and the total.
+    """Return (bytes before the marks, total bytes) of a rank's memory, for tensors of at most `limit` bytes.
 
     >>> memory_bytes(2, 1 << 20)
     (4194304, 4196352)
@@ -91,11 +91,12 @@ def memory_bytes(ranks: int, limit: int) -> tuple[int, int]:
 def mapped_sum(
     x: torch.Tensor, into: torch.Tensor | None, memories: torch.Tensor, counts: torch.Tensor, rank: int, limit: int
 ) -> None:
-    """Sum x over ranks.
+    """Sum x over ranks, in place or into another tensor.
 
-    x: contiguous, at most `limit` bytes, a multiple of 16. into: the sum is added to `into`, or replaces x if it is
-    None.
-    memories: int64 [ranks], addresses of the ranks' memory. counts: int64 [LANES], the counters of this device.
+    x: contiguous tensor of at most `limit` bytes, a multiple of 16. into: tensor to which the sum is added; if None,
+    the sum replaces x.
+    memories: int64 [ranks], addresses of the ranks' memory. counts: int64 [LANES], number of earlier sums of each lane
+    on this device.
     """
     size = x.numel()
     block, warps = (SHORT, 4) if size <= LANES * SHORT else (4 * SHORT, 8)

@@ -1,7 +1,8 @@
-"""Residual addition and norm in one kernel, and their backward pass in one kernel.
+"""Residual addition and norm in Triton, with one kernel for the forward pass and one for the backward pass.
 
-Forward: a program handles one row. Backward: a program handles every n-th row and sums its share of the gradients of
-weight, bias and branch bias. It writes these sums to its row of small tables, which are summed at the end.
+In the forward pass, a program handles one row. In the backward pass, a program handles every n-th row and sums the
+gradients of weight, bias and branch bias over these rows. Each program writes its sums to one row of small tables,
+which are summed at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mega.core.ops.kernels.language import jit, launch, next_power_of_2, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
 STAGES = 3
-"""Number of rows whose loads are in flight while one row is computed, in the backward pass."""
+"""Number of rows whose loads are in flight in the backward pass while one row is computed."""
 
 
 @jit
@@ -27,7 +28,8 @@ def _norm_forward(
     BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
     KEPT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """KEPT: store mean and rstd for the backward pass. OFFSET: the factor is weight + 1."""
+    """Add the branch and normalise one row. KEPT: whether to store mean and rstd for the backward pass. OFFSET: whether
+    the factor is weight + 1."""
     row = tl.program_id(0).to(tl.int64)
     offset = tl.arange(0, BLOCK)
     mask = offset < width
@@ -76,7 +78,7 @@ def _norm_backward(
     grad_weight = tl.zeros([BLOCK], tl.float32)
     grad_bias = tl.zeros([BLOCK], tl.float32)
     grad_branch = tl.zeros([BLOCK], tl.float32)
-    # Each program has a fixed set of rows, in a fixed order, so the sums do not depend on scheduling.
+    # Each program handles a fixed set of rows in a fixed order, so the sums do not depend on scheduling.
     for number in tl.range(program, rows, programs, num_stages=STAGES):
         row = tl.cast(number, tl.int64)
         x = tl.load(x_at + row * width + offset, mask, 0.0).to(tl.float32)
@@ -109,7 +111,8 @@ def _norm_backward(
 
 
 def _shape(width: int) -> tuple[int, int]:
-    """Elements and warps of a program. A thread holds 16 elements of a row, or more if the row is long."""
+    """Return the number of elements and warps of a program. A thread handles 16 elements of a row, or more if the row
+    is long."""
     block = next_power_of_2(width)
     return block, min(8, max(1, block // 512))
 
@@ -142,7 +145,7 @@ def _forward(
 
 
 _NormState = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Dropout | None, torch.dtype | None, bool]
-"""Weight, bias, the branch's bias, dropout and dtype; whether the factor is weight + 1."""
+"""(weight, bias, the branch's bias, dropout, the branch's dtype, whether the factor is weight + 1)."""
 
 
 class _AddNorm(torch.autograd.Function):
@@ -201,11 +204,11 @@ def add_norm(
     eps: float,
     form: norm.NormForm = norm.USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.norm.add_norm`. The sum is rounded once, whereas plain torch rounds after each addition. The norm is also
-    rounded once, in every form."""
+    """Implement `ops.norm.add_norm`. The sum is rounded only once, whereas plain torch rounds after each addition. The
+    norm is also rounded only once, in every variant."""
     if drop is not None and drop.rule != RULE:
         x, branch, branch_bias, drop = norm.added(x, branch, branch_bias, drop), None, None, None
     x = x.contiguous()
-    if not torch.is_grad_enabled():  # skip autograd, whose overhead is longer than a launch
+    if not torch.is_grad_enabled():  # skip autograd, whose overhead exceeds that of a launch
         return _forward(x, branch, branch_bias, drop, weight, bias, eps, form.offset)
     return _AddNorm.apply(x, branch, branch_bias, drop, weight, bias, eps, form.offset)  # type: ignore[no-any-return]

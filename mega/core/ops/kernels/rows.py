@@ -1,4 +1,4 @@
-"""Sums of rows selected by index: a program sums a block of columns over one token's rows."""
+"""Sums of rows that are selected by index, in Triton. A program sums a block of columns over the rows of one token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _sum_rows(rows_at, numbers_at, out_at, count, width, K: tl.constexpr, BLOCK:
 
 
 def sum_rows(rows: torch.Tensor, numbers: torch.Tensor, whole: bool) -> torch.Tensor:
-    """As the reference."""
+    """Implement `ops.rows.sum_rows`."""
     tokens, k = numbers.shape
     rows, out = rows.contiguous(), rows.new_empty(tokens, *rows.shape[1:])
     width = out[0].numel() if tokens else 0

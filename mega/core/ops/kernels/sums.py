@@ -1,4 +1,5 @@
-"""Sum tables of partial gradients and add the sums to the weights' main_grads: one launch for all weights of an op."""
+"""Sums tables of partial gradients and adds the sums to the weights' main_grads, in one launch for all weights of an
+op."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from mega.core.ops.autograd import deliver
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 PARTS, COLUMNS, WARPS = 256, 16, 8
-"""Number of partial sums read at once, of columns per program, and of warps per program."""
+"""Number of partial sums read per step, columns per program, and warps per program."""
 MOST = 3
 """Maximum number of weights in one launch."""
 
@@ -40,9 +41,8 @@ def _add_up(
 
 
 def deliver_sums(weights: Sequence[Any], tables: torch.Tensor) -> list[torch.Tensor | None]:
-    """`deliver(weight, table.sum(0))` for each weight, [width], and its table. tables: fp32 [weights, parts, width].
-
-    The table of a weight that equals None is ignored.
+    """Compute `deliver(weight, table.sum(0))` for each weight [width] and its table. tables: fp32 [weights, parts,
+    width]. The table of a weight that equals None is ignored.
     """
     trained = [(number, weight) for number, weight in enumerate(weights) if weight is not None and weight.requires_grad]
     targets = [weight.open_main_grad() if hasattr(weight, "open_main_grad") else None for _, weight in trained]

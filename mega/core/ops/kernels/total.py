@@ -1,4 +1,5 @@
-"""The sum of a few blocks, and accumulation into an fp32 tensor. A program handles the same elements of each block."""
+"""Sums of a few blocks, and accumulation into an fp32 tensor, in Triton. A program handles the same elements of each
+block."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def _total(blocks_at, out_at, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def total(blocks: torch.Tensor) -> torch.Tensor:
-    """As the reference; blocks are made contiguous."""
+    """Implement `ops.total.total`. Blocks are made contiguous."""
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks[0])
     block = 4096
@@ -35,7 +36,8 @@ def _accumulate(main_at, x_at, size, BLOCK: tl.constexpr):
 
 
 def accumulate(main: torch.Tensor, x: torch.Tensor) -> None:
-    """As the reference. torch's kernel for different dtypes accesses single elements; this kernel is vectorised."""
+    """Implement `ops.total.accumulate`. torch's kernel for different dtypes accesses single elements, whereas this
+    kernel is vectorised."""
     if not main.is_contiguous():
         main.add_(x)
         return

@@ -107,7 +107,7 @@ def _earlier_end(render: Callable[..., Rendered | None], names: Collection[str])
 
 
 def _end_of_a_call(render: Callable[..., Rendered | None], names: Collection[str]) -> str | None:
-    """Return the token that ends a turn in which the assistant calls a function; None if there is no such token."""
+    """Return the token that ends a turn in which the assistant calls a function, or None."""
     call = {"type": "function", "id": "call12345", "function": {"name": "look", "arguments": {"at": "it"}}}
     talk = [*_talk(1), {"role": "assistant", "content": ANSWERED[0], "tool_calls": [call]}]
     with_call, without_call = render(talk), render(_talk(2))
