@@ -1,7 +1,8 @@
-"""The `mega` command: its verbs, each loaded only when it is called, and how its errors end.
+"""The command line `mega`: find and import the module of a verb when the verb is called, and report errors.
 
-A verb is a file in mega/commands with a function `run`, or with a Typer `app` if it has subcommands. This file knows
-their names and one line about each; it imports none of them, and no torch.
+A verb is a module in mega/commands with a function `run`, or with a Typer `app` if the verb has subcommands. This
+module contains the name and a one-line description of each verb. Importing this module imports neither the verbs nor
+torch.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from mega import COMPLETE_VARIABLE, __version__
 from mega.command_line.help import Group
 from mega.core.terminal import BrokenStdout
 
-if TYPE_CHECKING:  # Typer's own copy of click
+if TYPE_CHECKING:  # Typer's copy of click
     from typer._click.core import Command, Context
 
 VERBS = {
-    "quickstart": "From nothing to a trained model and its text, in about three minutes",
+    "quickstart": "Train a small model and generate text with it, in about three minutes",
     "train-tokenizer": "Train a tokenizer on texts",
     "corpus": "Make a corpus from raw text: clean, deduplicate, decontaminate, filter",
-    "preprocess": "Turn text into token files",
+    "preprocess": "Convert text to token files",
     "data": "Merge, verify, inspect and split corpora",
     "retro": "Find neighbours of a corpus's chunks, for models with a retriever",
     "pretrain": "Train a model from scratch, or resume",
@@ -38,21 +39,21 @@ VERBS = {
     "launch": "Print a script that starts a run on several hosts",
     "lr-find": "Find a learning rate by a sweep of a few steps",
     "eval": "Score a model on a benchmark",
-    "serve": "Answer prompts over HTTP",
-    "chat": "Talk with a model in the terminal",
+    "serve": "Serve a model over HTTP",
+    "chat": "Chat with a model in the terminal",
     "generate": "Continue a text with a trained model",
     "reshard": "Convert a checkpoint to another layout",
     "checkpoint": "Verify, show, compare and clean up checkpoints",
-    "convert-llama": "Convert foreign weights to a checkpoint, and back",
+    "convert-llama": "Convert weights of other programs to a checkpoint, and back",
     "download": "Download a model, a tokenizer or a data set from the Hugging Face Hub",
     "push": "Upload a model to a repository of the Hugging Face Hub",
     "presets": "List the presets of --model: shape, parameters, memory",
     "memory-estimate": "Estimate memory and speed of a run before it is started",
     "preflight": "Measure every rank and link before a run, and report slow ones",
-    "parity": "Prove that every layout computes the same",
+    "parity": "Check that every layout trains the same model",
     "bench": "Measure speed",
     "plot": "Plot metrics of one or several runs",
-    "report": "Show a run, an evaluation or a corpus as one page of HTML",
+    "report": "Show a run, an evaluation or a corpus as one HTML page",
     "translate": "Translate another program's command line to mega",
     "doctor": "Report what works on this machine and what does not",
     "completions": "Write the shell completions",
@@ -68,20 +69,21 @@ def _module(verb: str) -> str:
 
 
 class Verbs(Group):
-    """A group that knows its commands by name and loads one when it is called."""
+    """A group of commands that lists verbs by name, and imports the module of a verb only when the verb is called."""
 
     def list_commands(self, ctx: Context) -> list[str]:
-        """Verbs whose file exists, in the order of VERBS."""
+        """Return the verbs whose module exists, in the order of `VERBS`."""
         return [verb for verb in VERBS if importlib.util.find_spec(_module(verb)) is not None]
 
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
-        """A placeholder with the line of help, so that listing the verbs does not load them."""
+        """Return a placeholder with the one-line description, so that listing the verbs does not import their
+        modules."""
         if cmd_name not in self.list_commands(ctx):
             return None
         return TyperCommand(cmd_name, help=VERBS[cmd_name], rich_markup_mode="rich")
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
-        """Load the verb itself, to call it or to complete its flags."""
+        """Import the module of a verb, to call the verb or to complete its flags."""
         from mega.command_line.options import load
 
         name, stand_in, rest = super().resolve_command(ctx, args)
@@ -112,18 +114,19 @@ def root(
 ) -> None:
     """Train large transformers on any tensor x pipeline x data layout.
 
-    Every verb explains itself: mega VERB --help.
+    For help on a verb: mega VERB --help.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 1 for a failure, 2 for a mistake of the user, and 128 + the
-    signal for a run that a signal ended early.
+    """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for a mistake of the user, and
+    128 + the signal number for a run that a signal ended early.
 
-    A mistake, a NaN loss, or a fault of the machine such as a full disk, is reported in one line on stderr, without a
-    traceback unless MEGA_DEBUG=1.
+    A mistake, a NaN loss, or a failure of the machine such as a full disk is reported in one line on stderr. A
+    traceback is printed only if MEGA_DEBUG=1.
     """
-    # Torch reads this when it is loaded. Otherwise every rank prints C++ stack frames when the store has gone.
+    # torch reads this variable when it is imported. Without it, every rank prints C++ stack frames when the connection
+    # to the store is lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _open_streams()
     if COMPLETE_VARIABLE in os.environ:
@@ -154,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_working_directory() -> None:
-    """Check that it exists; without it, libraries end the process with their own messages. Errors: ValueError."""
+    """Check that the working directory exists. Otherwise libraries would end the process with unclear messages. Errors:
+    ValueError."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -162,21 +166,21 @@ def _check_working_directory() -> None:
 
 
 def _open_streams() -> None:
-    """Open /dev/null for every standard stream that is closed. Otherwise the next opened file would get its number, and
-    libraries would print into that file."""
+    """Open /dev/null for every standard stream that is closed. Otherwise the next file to be opened would get the
+    stream's descriptor, and libraries would print into this file."""
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open() takes the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open() uses the lowest free descriptor
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _broken_stdout() -> OSError | None:
-    """The error with which stdout refuses to be flushed, or None. After an error, Python's last flush goes to
-    /dev/null.
+    """Flush stdout, and return the error if this fails, or None. After an error, stdout is redirected to /dev/null, so
+    that Python's flush at exit does not fail.
 
-    If the reader has left, as `head` does, it has read all that it needs, so no message is printed.
+    If the reader has closed the pipe, as `head` does, it needs no more output, so no message is printed.
     """
     try:
         sys.stdout.flush()
@@ -188,10 +192,11 @@ def _broken_stdout() -> OSError | None:
 
 
 def _report(error: Exception) -> int:
-    """Report an error on stderr, once for all ranks, and return the exit code."""
+    """Report an error on stderr, only once for all ranks, and return the exit code."""
     from mega.core.processes.exit_reports import ExitReport, report_exit, report_of
 
-    # Versions of Typer contain Click under different names, so its errors are recognised by their attributes.
+    # Versions of Typer contain Click under different module names, so Click's errors are recognised by their
+    # attributes.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         return report_exit(ExitReport(int(error.exit_code), _format_error(error)))
     if isinstance(error, typer.Abort):
@@ -205,11 +210,11 @@ RULES = {
     "float_parsing": "must be a number",
     "greater_than_equal": "must be at least {ge}",
 }
-"""Pydantic's kinds of problems -> our rule. Newer versions of Typer check values with Pydantic."""
+"""Pydantic's type of an error -> the rule for our message. Newer versions of Typer check values with Pydantic."""
 
 
 def _format_error(error: Any) -> str:
-    """Typer's message about a mistake, in the form in which `check` reports it: the flag, its value, the rule."""
+    """Return a message about a mistake that Typer found, in the format of `check`: the flag, its value, the rule."""
     problems: list[Any] = getattr(error.__cause__, "errors", list)()
     param, kind, ctx = getattr(error, "param", None), type(error).__name__, getattr(error, "ctx", None)
     if kind == "MissingParameter" and param is not None:
@@ -226,7 +231,8 @@ def _format_error(error: Any) -> str:
 
 
 def _unknown_verb(word: str, ctx: Any) -> str:
-    """The message about an unknown verb. It suggests the nearest verb and says how to list all verbs."""
+    """Return the message about an unknown verb, which suggests the most similar verb and explains how to list all
+    verbs."""
     from mega.core.config.compose import nearest
 
     suggestion = nearest(word.removesuffix(".py").replace("_", "-"), ctx.command.list_commands(ctx))

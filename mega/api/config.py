@@ -1,4 +1,4 @@
-"""The options of a run, from a preset, a TOML file and keywords. This module does not import torch."""
+"""Make the options of a run from a preset, a TOML file and keyword arguments. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from mega.core.hub.folders import with_folders
 
 
 def config(preset: str | None = None, *, file: str | Path | None = None, **options: object) -> Options:
-    """The options of a run: a preset of `mega presets`, a TOML file, and keywords; later ones override earlier ones.
+    """Return the options of a run from a preset listed by `mega presets`, a TOML file, and keyword arguments. The file
+    overrides the preset, and keyword arguments override both.
 
-    A keyword is a flag of `mega pretrain` with underscores: `--lr-warmup-steps 200` is `lr_warmup_steps=200`.
-    docs/configuration.md lists all options. An option with the value None is left out.
+    A keyword argument is a flag of `mega pretrain` written with underscores: `--lr-warmup-steps 200` is
+    `lr_warmup_steps=200`. docs/configuration.md lists all options. The value None leaves an option unset.
 
-    Errors: ValueError naming the preset, file or option, its value, and the valid ones.
+    Errors: ValueError naming the preset, file or option, its value, and the valid values.
 
     >>> run = config("gpt2-124m", lr=6e-4, tp=2)
     >>> run.model.layers, run.optimizer.lr, run.parallel.tp
@@ -40,8 +41,8 @@ def config(preset: str | None = None, *, file: str | Path | None = None, **optio
 
 
 def with_options(run: Options, options: Mapping[str, object]) -> Options:
-    """`run` with some options replaced by keywords. Names of the Hugging Face Hub are replaced by paths of downloaded
-    files.
+    """Return `run` with options replaced by keyword arguments. Names on the Hugging Face Hub are replaced with paths of
+    downloaded files.
 
     Errors: ValueError naming the option; OSError if a download fails.
     """
@@ -52,7 +53,7 @@ def with_options(run: Options, options: Mapping[str, object]) -> Options:
 
 
 def checked_keywords(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
-    """Convert the values of keywords to the types of the options of `schema`. Errors: ValueError with a line for each
+    """Convert the values of keyword arguments to the option types in `schema`. Errors: ValueError with one line per
     mistake.
 
     >>> checked_keywords({"tp": "two"}, run_schema())
@@ -84,15 +85,15 @@ def checked_keywords(options: Mapping[str, object], schema: Schema) -> dict[str,
 
 
 def _nearest(name: str, schema: Schema) -> str:
-    """A hint for messages: the option with this name in Megatron-LM or as a synonym, else the one with the most similar
-    name."""
+    """Return a hint for messages about an unknown name: the option for which the name is Megatron-LM's name or a
+    synonym, or otherwise the option with the most similar name."""
     flag = "--" + name.replace("_", "-")
     synonyms = (each.name for each in schema.entries.values() if flag in (*each.option.megatron, *each.option.synonyms))
     return nearest(name, schema.entries) if (synonym := next(synonyms, None)) is None else f" (nearest: {synonym})"
 
 
 def _plain(value: object) -> object:
-    """The value in TOML's types: paths as strings, tuples as lists."""
+    """Return the value in types of TOML: paths as strings, tuples as lists."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -24,15 +24,17 @@ def convert(
     outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
     **layout: int,
 ) -> ConversionReport:
-    """Convert weights to a checkpoint, or a checkpoint to the format of another program, in a new directory, which is
-    written completely or not at all. The report counts tensors, elements and bytes, and lists what is lost.
+    """Convert weights to a mega checkpoint, or a mega checkpoint to another format, in a new directory. The directory
+    is written completely or not at all. The returned report counts tensors, elements and bytes, and lists settings that
+    are lost.
 
-    source: a run, one of its steps, or weights in the format of Hugging Face, Meta, llama2.c or fairseq, recognised by
-    their files. to: format to write, "mega", "hf", "meta", "peft" or "gguf" ["hf" if a mega checkpoint is read, else
-    "mega"]. base: base weights of a peft adapter. parts: number of files of a Meta folder. outtype: dtype of matrices
-    in a GGUF file. layout: tp, pp and chunks for which the files of a checkpoint are split.
+    source: directory of a run or of a step, or weights in the format of Hugging Face, Meta, llama2.c or fairseq; the
+    format is recognised by the files. to: format to write, "mega", "hf", "meta", "peft" or "gguf"; default "hf" for a
+    mega checkpoint, otherwise "mega". base: base weights of a peft adapter. parts: number of files of a Meta folder.
+    outtype: dtype of matrices in a GGUF file. layout: tp, pp and chunks for which the files of a mega checkpoint are
+    split.
 
-    Errors: ValueError naming the option, file or tensor; `target` is then unchanged.
+    Errors: ValueError naming the option, file or tensor. After an error, `target` is unchanged.
     """
     from mega.api.config import checked_keywords
     from mega.core.config.schema import schema_of
@@ -54,17 +56,17 @@ def convert(
 
 
 class Converted(NamedTuple):
-    """A finished conversion, for the report of the command."""
+    """The result of a conversion, for the command's report."""
 
     report: ConversionReport
     runs_both: bool
-    """Whether --verify is given and transformers can run one of the two models."""
+    """Whether --verify compares the outputs of both models, because transformers can run one of them."""
     imported: Path | None
-    """The checkpoint converted from foreign weights, or None."""
+    """The mega checkpoint that was written from weights of another format, or None."""
 
 
 def converted(weights: ConvertOptions, layout: Layout) -> Converted:
-    """Check the options and convert. Errors: ValueError naming flag, file or tensor."""
+    """Check the options and convert the weights. Errors: ValueError naming the flag, file or tensor."""
     from mega.core.files import check_save_dir, check_source
 
     load_dir, save_dir = weights.load_dir, weights.save_dir

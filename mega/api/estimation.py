@@ -1,4 +1,5 @@
-"""Estimate memory and step time of a run before it is started, as `mega memory-estimate` does. No device is needed."""
+"""Estimate the memory and step time of a run without starting it, as `mega memory-estimate` does. No device is
+needed."""
 
 from __future__ import annotations
 
@@ -19,26 +20,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """Memory of a run on each rank and, if a device is given, the speed of the run."""
+    """The estimated memory of a run and, if a device is given, the estimated time of a step."""
 
     run: RunConfig
-    """The resolved run; after a search, with the best layout."""
+    """The resolved run. After a search, it has the best layout."""
     world: int
     """Number of ranks."""
     memory: Memory
-    """Memory of every pipeline stage, in bytes."""
+    """Memory of each pipeline stage, in bytes."""
     device: Hardware | None
-    """The device that was planned for; None if `gpu` is not given."""
+    """The device for which the run was planned; None if no device is given."""
     found: SearchResult | None = None
-    """After a search: the best layouts."""
+    """The best layouts; None without a search."""
     start: tuple[str, ...] = ()
-    """After a search: command lines that start the run."""
+    """Command lines that start the run with the best layout; empty without a search."""
     missing: tuple[str, ...] = ()
-    """After a search: required flags that these command lines lack because they were not given."""
+    """Required flags that the user must add to the command lines in `start`; empty without a search."""
 
     @property
     def peak_gib(self) -> float:
-        """Peak memory, over all ranks, in GiB."""
+        """Peak memory in GiB, the maximum over all ranks."""
         return self.memory.worst.peak / 2**30
 
     @property
@@ -55,14 +56,14 @@ class RunEstimate:
 
     @cached_property
     def step(self) -> StepTime | None:
-        """Time of a step: seconds, MFU, bubble and other parts; None if no device is given."""
+        """Estimated time of a step, with MFU, pipeline bubble and other parts; None if no device is given."""
         from mega.core.estimate.steptime import step_time
 
         return None if self.device is None else step_time(self.run, self.world, self.device)
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step; None if no device is given."""
+        """Estimated time of a step in seconds; None if no device is given."""
         return None if self.step is None else self.step.seconds
 
 
@@ -71,9 +72,9 @@ def estimate(
 ) -> RunEstimate:
     """Estimate the memory that the trainer allocates on `world` ranks and, if `gpu` is given, the time of a step.
 
-    run: options from `mega.config`; keywords such as `world=64` override them. gpu: a device such as "h100", or a file
-    written by `mega bench --calibrate`. gpus: search for the fastest layout on this many devices. fit: the same, with
-    number and device in one text such as "8xh100".
+    run: options from `mega.config`; keyword arguments such as `world=64` override them. gpu: a device such as "h100",
+    or a file written by `mega bench --calibrate`. gpus: number of devices on which to search for the fastest layout.
+    fit: number and kind of devices for a search in one string, such as "8xh100".
 
     Errors: ValueError naming the option, its value and the rule.
 
@@ -92,15 +93,15 @@ def estimate(
 
 
 def estimated(run: RunConfig, world: int, device: Hardware | None) -> RunEstimate:
-    """The estimate of a resolved run."""
+    """Return the estimate for a resolved run."""
     from mega.core.estimate.memory import memory
 
     return RunEstimate(run, world, memory(run, world), device)
 
 
 def in_bf16(answer: RunEstimate) -> RunEstimate | None:
-    """The estimate of the same run and layout in bf16; None unless the run is in fp32, the default, which is seldom
-    intended on a GPU."""
+    """Return the estimate for the same run and layout in bf16, for comparison, because the default dtype, fp32, is
+    seldom intended on a GPU; None if the run is not in fp32."""
     if answer.run.precision.dtype != "fp32":
         return None
     from mega.core.config.resolve import variant
@@ -109,8 +110,8 @@ def in_bf16(answer: RunEstimate) -> RunEstimate | None:
 
 
 def planned(options: Options) -> tuple[RunConfig, int]:
-    """The run as its ranks would resolve it, and the number of ranks. Errors: ValueError as in a dry run."""
-    # The interval of saves is part of the estimate, so it is allowed without --save.
+    """Return (the run as its ranks would resolve it, number of ranks). Errors: ValueError as in a dry run."""
+    # The save interval affects the estimate, so --save-interval is allowed without --save.
     save = options.checkpoint.save
     nowhere = save is None and options.checkpoint.save_interval is not None
     options = updated(options, {"dry_run": True, "save": "." if nowhere else save})
@@ -122,8 +123,8 @@ def planned(options: Options) -> tuple[RunConfig, int]:
 
 
 def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | None) -> RunEstimate:
-    """Search for the layout with the fastest predicted step among the layouts that fit. Errors: ValueError naming the
-    flag."""
+    """Search for the layout with the fastest predicted step among the layouts that fit into memory. Errors: ValueError
+    naming the flag."""
     from mega.core.estimate.search import any_layout, cluster, command, search, without_layout
     from mega.core.estimate.show import launch_lines
 
@@ -133,8 +134,9 @@ def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | Non
         if (typed := value_of(options, name)) not in (None, count):
             raise ValueError(f"{flag_of(name)} {typed}: excludes {flag}, which plans {count} ranks; leave it out")
     options = without_layout(options)
-    # Report mistakes that all layouts share by checking one rank. One rank has no tensor axis to overlap, and its fp8
-    # GEMMs have other sizes than those of most layouts, so these two options are off.
+    # Checking the run on one rank reports mistakes that are common to all layouts. `tp_overlap` and `fp8` are disabled
+    # for this check, because one rank has no tensor parallelism to overlap and fp8 GEMMs of sizes that differ from
+    # those in most layouts.
     smallest, _ = planned(updated(any_layout(options, 1), {"tp_overlap": False, "fp8": False}))
     sized = updated(options, {"vocab": smallest.model.vocab})
     result = search(sized, count, device)
@@ -150,7 +152,7 @@ def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | Non
 
 
 def _missing(options: Options, world: int) -> tuple[str, ...]:
-    """Flags without which `pretrain` refuses to start these options."""
+    """Return the required flags of `pretrain` that are missing in `options`."""
     from mega.core.config.check import check
 
     try:

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 class ScoredFigure(NamedTuple):
-    """One number of a score, and the bounds of its 95 % confidence interval if it has one."""
+    """A figure, with the bounds of its 95 % confidence interval if it has one."""
 
     value: float | None
-    """None if no example counts."""
+    """The value of the figure; None if no example was scored."""
     low: float | None
     high: float | None
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """A score, the same on every rank."""
+    """The result of an evaluation, identical on every rank."""
 
     task: str
     figures: Mapping[str, ScoredFigure]
-    """Figures by name, such as "accuracy" or "ppl"."""
+    """Name, such as "accuracy" or "ppl" -> figure."""
     tokens: int
     """Number of tokens that the model processed."""
     settings: Mapping[str, Json]
-    """Everything that the score depends on: model, data, tokenizer, options."""
+    """All inputs that determine the result: model, data, tokenizer, options."""
 
 
 def evaluate(
@@ -55,12 +55,12 @@ def evaluate(
     verbose: bool = False,
     **options: object,
 ) -> EvaluationResult:
-    """Score the model at `path`, in any format that `mega.load` opens, on a benchmark at any layout.
+    """Score a model on a benchmark, in any layout. path: weights in any format that `mega.load` opens.
 
-    The evaluation runs in this process, on `nproc` local ranks, or as one rank of a launcher. task: lambada, ppl,
-    wikitext103, mnli, qqp or race. data: the benchmark's file; labelled tasks take several. out: JSON file for the
-    result, which `mega report` reads. options: those of `mega eval`, such as `tp=2`, `nproc=2`, `limit=100` and the
-    benchmark's own; a model with a retriever also takes `retro` and `embedder`. verbose: print what `mega eval` prints.
+    The evaluation uses this process, `nproc` new local ranks, or the ranks of a launcher. task: lambada, ppl,
+    wikitext103, mnli, qqp or race. data: the benchmark's file, or several files for labelled tasks. out: JSON file to
+    write, which `mega report` reads. options: those of `mega eval`, such as `tp=2`, `nproc=2`, `limit=100` and options
+    of the benchmark; with a retriever also `retro` and `embedder`. verbose: whether to print what `mega eval` prints.
 
     Errors: ValueError naming the option or file, its value and the rule, before any rank starts.
     """
@@ -99,7 +99,7 @@ def evaluate(
 
 
 def _check_read(given: Iterable[str]) -> None:
-    """Errors: ValueError naming options of a run that do not affect a score."""
+    """Check the options. Errors: ValueError naming options of a run that do not affect an evaluation."""
     from mega.core.tasks.options import unread
 
     if "load" in given:

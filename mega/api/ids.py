@@ -1,4 +1,4 @@
-"""Check token ids from the caller, for all functions of the interface."""
+"""Check token ids passed by the caller, for all functions of the Python interface."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def checked_ids(name: str, given: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], vocab: int) -> torch.Tensor:
-    """Convert token ids to int64, on their current device. name: the argument, for errors. vocab: vocabulary size
-    without padding.
+    """Check token ids and convert them to int64, on their current device. name: name of the argument, for errors.
+    vocab: vocabulary size without padding.
 
-    Errors: ValueError naming the argument, the rule and the first id that breaks it.
+    Errors: ValueError naming the argument, the rule and the first invalid id.
     """
     try:
         ids = torch.as_tensor(given)

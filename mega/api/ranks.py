@@ -1,10 +1,10 @@
-"""Run a function on several local ranks; return its results, or raise the error of a rank. This module does not import
+"""Run a function on several local ranks, and return its results or raise a rank's error. This module does not import
 torch.
 
-1 pickle the function by its name, or by its code if it is from a notebook, which other processes cannot import
+1 pickle the function by name, or by code if it is defined in a notebook, which other processes cannot import
 2 start the ranks and watch them (processes/launch.py)
-3 receive, on a thread, what the function returned on each rank, or the error that ended it
-4 raise the error that caused the others, if any; else return the results, in the order of ranks
+3 receive, on a thread, the function's result on each rank, or the error that ended the rank
+4 raise the error that caused the other errors, if any; otherwise return the results, in the order of ranks
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ Args = TypeVarTuple("Args")
 def launch(function: Callable[[*Args], Result], *args: *Args, ranks: int = 2) -> list[Result]:
     """Call `function(*args)` on `ranks` new local ranks, and return its results in the order of ranks.
 
-    On each rank the function runs as under torchrun: `mega.Trainer(...)` there is one rank of the layout. Arguments and
-    results are pickled. The function is imported by name, so a script must call `launch` below `if __name__ ==
-    "__main__":`; a function defined in a notebook is sent as code, with the globals that it names. Call it in the main
-    thread.
+    On each rank the function runs as under torchrun, so `mega.Trainer(...)` in the function is one rank of the layout.
+    Arguments and results are pickled. The function is imported by name, so a script must call `launch` below `if
+    __name__ == "__main__":`. A function defined in a notebook is sent as code, together with the globals that it uses.
+    `launch` must be called in the main thread.
 
-    Errors: ValueError if ranks cannot be started here, or the function or its arguments cannot be pickled; the error of
-    the rank that failed first, with its traceback as a note; RuntimeError if a rank was killed; KeyboardInterrupt.
+    Errors: ValueError if ranks cannot be started here, or the function or its arguments cannot be pickled; the error
+    that the function raised on the rank that caused the failure, with the rank's traceback as a note; RuntimeError if a
+    rank was killed; KeyboardInterrupt.
     """
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"ranks {ranks}: must be a whole number of at least 1")
@@ -73,7 +74,7 @@ def launch(function: Callable[[*Args], Result], *args: *Args, ranks: int = 2) ->
 
 
 class RankFailure(NamedTuple):
-    """The error that ended a rank. consequence: whether the end of another rank caused this error."""
+    """The error that ended a rank. consequence: whether the error was caused by the end of another rank."""
 
     error: Exception
     trace: str
@@ -81,14 +82,14 @@ class RankFailure(NamedTuple):
 
 
 def _raise(failures: dict[int, RankFailure]) -> None:
-    """Raise the error of the first rank whose error is not a consequence of another's."""
+    """Raise the error of the first rank whose error is not a consequence of another rank's error."""
     rank, failure = min(failures.items(), key=lambda each: (each[1].consequence, each[0]))
     failure.error.add_note(f"on rank {rank}:\n{failure.trace}".rstrip())
     raise failure.error
 
 
 def _call(job: bytes, writers: Sequence[Connection[bytes, bytes]]) -> int:
-    """Run on a rank: call the function, send its result or error, and return the exit code."""
+    """Call the function on a rank, send its result or error to the parent process, and return the exit code."""
     writer, failed = writers[int(os.environ["RANK"])], True
     try:
         function, args = pickle.loads(job)  # noqa: S301 - written by the process that started this one
@@ -110,8 +111,8 @@ def _failure(error: Exception) -> RankFailure:
 
 
 class _Inbox:
-    """Receives the answers of ranks on a thread, because a rank waits until its answer is read. readers: one connection
-    per rank."""
+    """A thread that receives the results of all ranks, because a rank waits until its result is read. readers: one
+    connection per rank."""
 
     def __init__(self, readers: Sequence[Connection[bytes, bytes]]):
         self._ranks = {reader: rank for rank, reader in enumerate(readers)}
@@ -120,7 +121,8 @@ class _Inbox:
         self._thread.start()
 
     def close(self) -> dict[int, object]:
-        """The answer of each rank that sent one. Call this method only when no process can send any more."""
+        """Return rank -> result or error, for the ranks that sent one. Call this method only when all ranks have
+        ended."""
         self._thread.join()
         return {rank: pickle.loads(answer) for rank, answer in self._answers.items()}  # noqa: S301 - of our own ranks
 
@@ -136,18 +138,18 @@ class _Inbox:
 
 
 def _pickled(value: object) -> bytes:
-    """Errors: ValueError if the value cannot be pickled."""
+    """Pickle a value. Errors: ValueError if the value cannot be pickled."""
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(f"mega.launch: cannot send to or from a rank: {error}") from None
 
 
-# Functions of a notebook
+# Functions defined in a notebook
 
 
 def _portable(function: Callable[..., object]) -> Callable[..., object]:
-    """The function in a form that can be pickled."""
+    """Return the function, or a wrapper that can be pickled if the function is defined in a notebook."""
     if not isinstance(function, types.FunctionType) or function.__module__ != "__main__":
         return function
     main = sys.modules["__main__"]
@@ -156,8 +158,9 @@ def _portable(function: Callable[..., object]) -> Callable[..., object]:
 
 
 class NotebookFunction:
-    """A function that other processes cannot import, sent as its code and the globals of the notebook that it names:
-    modules, plain values, other functions of the notebook. Classes of the notebook cannot be sent."""
+    """A function that other processes cannot import. It is pickled as code, together with the globals of the notebook
+    that it uses: modules, plain values and other functions of the notebook. Classes defined in the notebook cannot be
+    pickled."""
 
     def __init__(self, function: types.FunctionType):
         self._function = function
@@ -172,7 +175,7 @@ class NotebookFunction:
 
 
 class _CodePickler(pickle.Pickler):
-    """Writes functions of `__main__` as code, and modules as their names."""
+    """A pickler that writes functions of `__main__` as code, and modules as their names."""
 
     def reducer_override(self, value: object) -> object:  # type: ignore[override]
         if isinstance(value, types.ModuleType):
@@ -187,7 +190,7 @@ class _CodePickler(pickle.Pickler):
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the global names that a function and its inner functions look up; names of attributes are not included."""
+    """Yield the global names that a function and its inner functions use, without names of attributes."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             yield str(instruction.argval)

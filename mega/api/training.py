@@ -1,6 +1,7 @@
-"""Whole runs: pretraining, and finetuning from existing weights. Torch is not imported before a run starts.
+"""Complete training runs: pretraining, and finetuning from existing weights. Importing this module does not import
+torch.
 
-`mega pretrain` and `mega finetune` also start with `resolved`, `with_stored_options` and `from_weights` of this file.
+The commands `mega pretrain` and `mega finetune` also use `resolved`, `with_stored_options` and `from_weights`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ Note = Callable[[str], None]
 def pretrain(run: Options, *, verbose: bool = False, **options: object) -> TrainingResult:
     """Train from scratch, or resume, to the last step, with checkpoints and metrics, as `mega pretrain` does.
 
-    The run takes place in this process, on `nproc` local ranks, or as one rank of torchrun, mpirun, srun or
-    `mega.launch`; every rank returns the same result. run: options from `mega.config`; keywords override them. verbose:
-    print what `mega pretrain` prints.
+    The run uses this process, `nproc` local ranks that the function starts, or the ranks of torchrun, mpirun, srun or
+    `mega.launch`. Every rank returns the same result. run: options from `mega.config`; keyword arguments override them.
+    verbose: whether to print what `mega pretrain` prints.
 
     Errors: ValueError naming the option or file, its value and the rule, before any rank starts; FloatingPointError if
     the loss is NaN or infinite; RuntimeError and OSError for failures during training.
@@ -49,15 +50,16 @@ def pretrain(run: Options, *, verbose: bool = False, **options: object) -> Train
         from mega.api.ranks import launch
         from mega.core.training.start.inputs import open_inputs
 
-        open_inputs(started)  # a mistake in a file is reported before any rank starts
+        open_inputs(started)  # reports mistakes in files before any rank starts
         return launch(_train, started, verbose, ranks=size)[0]
     return _train(started, verbose)
 
 
 def finetune(run: Options, *, verbose: bool = False, **options: object) -> TrainingResult:
-    """Train from the weights at `load`, as `mega finetune` does, with a new step counter and optimizer state.
+    """Train from the weights at `load`, as `mega finetune` does, starting at step 0 with new optimizer state.
 
-    As `pretrain`, but the weights determine the model and the tokenizer. Errors: as in `pretrain`.
+    The arguments and the result are those of `pretrain`, but the weights determine the model and the tokenizer. Errors:
+    as in `pretrain`.
     """
     run_options = pretrained(with_options(run, options))
     check_begin(run_options, note if verbose else discard)
@@ -65,7 +67,8 @@ def finetune(run: Options, *, verbose: bool = False, **options: object) -> Train
 
 
 def check_here(options: Options) -> None:
-    """Errors: ValueError naming options that are supported only on the command line."""
+    """Check that all options are supported in Python. Errors: ValueError naming options that are supported only on the
+    command line."""
     supervision, runtime = options.supervision, options.runtime
     if supervision.max_restarts or supervision.hosts:
         raise ValueError("max_restarts, hosts: ranks are started again by `mega pretrain` alone; leave them out")
@@ -77,15 +80,16 @@ def _train(started: ResolvedRun, verbose: bool) -> TrainingResult:
     from mega.core.processes.connect import disconnect
     from mega.core.training.start.rank import train
 
-    atexit.register(disconnect)  # a later run of this process may use the process group, so it is kept
+    atexit.register(disconnect)  # a later run in this process may use the same process group
     return train(started, quiet=not verbose)
 
 
-# The start of both commands
+# The start of `mega pretrain` and `mega finetune`
 
 
 def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
-    """The checked run of `size` ranks. note: receives messages for the user about the weights or files.
+    """Return the resolved and checked run on `size` ranks. note: receives messages for the user about the weights or
+    files.
 
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
@@ -95,8 +99,9 @@ def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
 
 
 def with_stored_options(options: Options, note: Note = discard) -> Options:
-    """Add the tokenizer and, for conversations, the chat template of the initial weights. Errors: ValueError if flags
-    name a tokenizer other than that of the weights, or a template that the weights do not have."""
+    """Add options for the tokenizer and, for training on conversations, the chat template of the initial weights.
+    Errors: ValueError if flags name a tokenizer that differs from the weights' tokenizer, or a template that the
+    weights do not have."""
     from mega.core.training.start.inputs import weights_of
 
     weights = next(weights_of(options), None)
@@ -116,7 +121,8 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
 
 
 def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
-    """Add the tokenizer recorded in the token files, if flags set neither a tokenizer nor a vocabulary."""
+    """Add options for the tokenizer recorded with the token files, if flags set neither a tokenizer nor a
+    vocabulary."""
     data, typed_options = options.data, dataclasses.asdict(options.tokenizer)
     words = data.data_path or data.train_data
     if (
@@ -130,7 +136,7 @@ def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
     from mega.core.data.indexed import exists, noted_tokenizer
     from mega.core.text.build import missing_file
 
-    # All files of a blend must agree on their tokenizer, which is checked later; the first one is enough here.
+    # All files of a blend must have the same tokenizer, which is checked later, so the first file is enough here.
     prefix = next((word for word in expand(words, data.corpora) if not is_number(word) and exists(word)), None)
     noted = {} if prefix is None else noted_tokenizer(prefix)
     if not noted or not noted.keys() <= typed_options.keys():
@@ -145,9 +151,10 @@ def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
 
 
 def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dict[str, object], list[str]]:
-    """Options of the tokenizer, by name, and messages for the user: the tokenizer that flags name, else that of the
-    weights at `place`. Flags without a kind, such as --vocab-extra-ids, modify the tokenizer of the weights. Errors:
-    ValueError if flags name a tokenizer other than that of the weights."""
+    """Return (option name -> value for the tokenizer, messages for the user). The tokenizer is the one that flags name,
+    or otherwise that of the weights at `place`. If flags do not include --tokenizer, flags such as --vocab-extra-ids
+    modify the weights' tokenizer. Errors: ValueError if flags name a tokenizer that differs from the weights'
+    tokenizer."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.config.resolve import implied_tokenizer
     from mega.core.inference.loading.identity import check_tokenizer_flags
@@ -165,7 +172,7 @@ def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dic
         tokenizer = build(**tokenizer_options)
     except ValueError as error:
         if typed_options:
-            return {}, []  # the mistake is reported when the run is checked
+            return {}, []  # reported when the run is checked
         if not _reads_tokens(options):
             raise
         return {}, [f"{place}: its tokenizer cannot be opened, so token files are not compared with it: {error}"]
@@ -184,7 +191,8 @@ def _reads_tokens(options: Options) -> bool:
 
 
 def check_begin(options: Options, note: Note) -> None:
-    """Errors: ValueError if --load is missing, unless the task adds a new head."""
+    """Check that the source of the initial weights is given. Errors: ValueError if --load is missing, unless the task
+    adds a new head."""
     checkpoint = options.checkpoint
     if checkpoint.load is not None or checkpoint.resume not in (None, "auto"):
         return
@@ -202,8 +210,8 @@ def check_begin(options: Options, note: Note) -> None:
 
 
 def pretrained(options: Options) -> Options:
-    """Replace --pretrained-checkpoint with --load, and a --load of the run's own steps, which Megatron-LM tries first,
-    with --resume auto.
+    """Replace --pretrained-checkpoint with --load. With both flags, Megatron-LM first tries to continue from --load, so
+    a --load that equals --save becomes --resume auto.
 
     Errors: ValueError if --load differs from --save.
     """
@@ -219,7 +227,7 @@ def pretrained(options: Options) -> Options:
 
 
 def from_weights(options: Options) -> Options:
-    """Set the options that finetuning implies. A run that loads from its own --save resumes.
+    """Set the options that finetuning implies. A run whose --load equals --save resumes.
 
     Errors: ValueError if the source of the weights does not exist."""
     checkpoint = options.checkpoint

@@ -1,4 +1,5 @@
-"""The verbs of `mega`, one file each: a verb turns its options into one call to the core.
+"""The verbs of `mega`, one module per verb. A verb converts its options to one call of a function in mega/core or
+mega/api.
 
-A file defines the flags of its verb and prints the results; the core does the work.
+A verb's module defines the flags and prints the results, and contains no other logic.
 """

@@ -33,12 +33,12 @@ def run(
         typer.Argument(help="w1, w2, w2-fp8, w3, t5 or serve [the run that the flags define]"),
     ] = None,
 ) -> int:
-    """Measure speed: the trainer's step on random tokens, one row after another in one process group.
+    """Measure the speed of training steps on random tokens, one row after another in one process group.
 
     Rows: w1 (GPT 345M), w2 (Llama-2 7B), w2-fp8 (w2 with --fp8), w3 (GPT 22B with tensor ranks), t5 (T5 220M). The
-    number of ranks determines the batch and layout of a row; flags override them. The row serve measures throughput,
-    the time to the first token and the time between tokens for requests that arrive at random. It measures the model
-    at --load, a model with random weights defined by flags, or a server at --url.
+    number of ranks determines the batch and layout of a row; flags override both. The row serve measures throughput,
+    time to first token and time between tokens for requests that arrive at random times. It uses the model at --load, a
+    model with random weights defined by flags, or a server at --url.
     """
     if rows == ["serve"]:
         return _serving(options, given, bench, serving, engine)
@@ -55,7 +55,7 @@ def run(
 
 
 def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows: list[str]) -> None:
-    """Errors: ValueError naming options of a run, which a calibration excludes."""
+    """Check the options of a calibration. Errors: ValueError naming options of a run, which a calibration excludes."""
     excluded = {"--json": bench.json, "--against": bench.against, "--trace": bench.trace, "--model": given.preset}
     typed = [f"{flag} {value}" for flag, value in excluded.items() if value is not None] + rows
     typed += [flag_of(name) for name in given.values if name not in options_with(bench="host")]
@@ -64,15 +64,15 @@ def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows:
 
 
 def _training(options: Options, given: GivenOptions, rows: list[str], bench: BenchOptions) -> int:
-    """Measure rows of training steps. Errors: ValueError naming row, flag or file."""
+    """Measure rows of training steps. Errors: ValueError naming the row, flag or file."""
     world, repeats, warmup = world_from_env(), bench.repeats, bench.warmup
     size = ranks(world, options.runtime.nproc, options.runtime.world)
     from mega.core.bench.rows import read_rows, row
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
-    # Rows are appended to --json, so an existing file must hold rows: they would damage a script, for example.
-    # Devices such as /dev/null hold no rows.
+    # Rows are appended to --json. An existing file must contain rows, because appending rows would damage any other
+    # file, such as a script. Devices such as /dev/null are not checked.
     against, out = bench.against, bench.json
     for flag, file in (("--against", against), ("--json", out if out and os.path.isfile(out) else None)):
         if file is not None:
@@ -100,13 +100,13 @@ def _training(options: Options, given: GivenOptions, rows: list[str], bench: Ben
 
 
 def _announce(rows: str, size: int, *, dry: bool = False) -> None:
-    """Print the first line before torch is loaded, which takes many seconds on some disks."""
+    """Print the first message before torch is imported, which takes many seconds on some disks."""
     if is_first_rank() and not dry:
         print(f"{rows}: {size} rank{'s are' if size > 1 else ' is'} starting", file=sys.stderr, flush=True)
 
 
 def _note_unused(runs: Iterable[Options], given: GivenOptions) -> None:
-    """Print, on stderr, the options that were given and are not measured."""
+    """Print on stderr the given options that do not affect the measurement."""
     unused = [flag_of(name) for name in given.values if name in options_with(bench="unused")]
     if unused:
         print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
@@ -115,8 +115,8 @@ def _note_unused(runs: Iterable[Options], given: GivenOptions) -> None:
 
 
 def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> RunConfig:
-    """The run to measure. --reset-attention is set after the checks, because these would require a tokenizer, which
-    random tokens do not have."""
+    """Return the run to measure. --reset-attention is set after the checks, because with this option the checks require
+    a tokenizer, which random tokens do not have."""
     from mega.core.config.resolve import variant
     from mega.core.training.start.inputs import resolve_run
 
@@ -125,20 +125,21 @@ def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> R
 
 
 def _measurable(options: Options, given: GivenOptions, steps: int) -> Options:
-    """`options` with the data, files and length of the run replaced with the minimum that a run needs."""
+    """Return `options` with the run's data, files and length replaced with the minimum that a run needs."""
     from mega.core.bench.rows import LR
 
     values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
     values |= {"mock_data": True, "steps": steps, "reset_attention": False}
     values |= {"lr": LR} if options.optimizer.lr is None else {}
-    # With the default loss scale, most of the timed steps would overflow and update nothing.
+    # With the default loss scale, most of the timed steps would overflow and skip the update.
     if "initial_loss_scale" not in given.values and options.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16
     return updated(options, values)
 
 
 def _check_outputs(paths: Mapping[str, str | None], overwrite: bool) -> None:
-    """Errors: ValueError if a file cannot be written, or would be replaced without --overwrite."""
+    """Check the output files. Errors: ValueError if a file cannot be written, or would be replaced without
+    --overwrite."""
     for flag, path in paths.items():
         if path is not None:
             check_file(flag, path)
@@ -166,7 +167,7 @@ def _calibrate(options: Options, out: str, repeats: int, start: bool, size: int)
 def _serving(
     options: Options, given: GivenOptions, bench: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
 ) -> int:
-    """Measure the row serve. Errors: ValueError naming a flag that it excludes."""
+    """Measure the row serve. Errors: ValueError naming a flag that this row excludes."""
     for name in ("against", "trace", "calibrate"):
         if (value := getattr(bench, name)) is not None:
             raise ValueError(f"--{name} {value}: excludes the row serve")
@@ -183,7 +184,7 @@ def _serving(
     check_ranges(options)
     engine.check_speculation()
     size = options.parallel.tp * options.parallel.pp
-    # Printed before torch is imported below, which takes many seconds on some disks.
+    # Printed before the import of torch below, which takes many seconds on some disks.
     if url is None and size > 1:
         _announce("serve", size, dry=options.runtime.dry_run)
     from mega.core.bench.serving import ServingBench, bench_engine, bench_url
@@ -212,8 +213,8 @@ def _serving(
 
 
 def _check_model(options: Options, given: GivenOptions, url: str | None) -> None:
-    """Check the flags of the model, and print a line on stderr for those that are not used. Errors: ValueError if flags
-    define a model although --load or --url has one."""
+    """Check the flags that define a model, and print the unused flags on stderr. Errors: ValueError if flags define a
+    model although --load or --url is given."""
     sizes, has_model = [*vars(options.model), "seq_length"], url is not None or given.values.get("load") is not None
     if has_model and (typed := _model_flags(given, sizes)):
         raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
@@ -225,5 +226,5 @@ def _check_model(options: Options, given: GivenOptions, url: str | None) -> None
 
 
 def _model_flags(given: GivenOptions, sizes: Iterable[str]) -> list[str]:
-    """The given flags that define a model."""
+    """Return the given flags that define a model."""
     return ["--model"] * (given.preset is not None) + [flag_of(name) for name in sizes if name in given.values]

@@ -1,4 +1,4 @@
-"""`mega chat`: talk with a model in the terminal."""
+"""`mega chat`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mega.core.files import check_source
 from mega.core.inference.options import ChatOptions, EngineOptions, SamplingOptions
 
 STATED_BY = "the checkpoint says it, or nothing is trained"
-"""The reason, in notes, why training options have no effect here."""
+"""The reason why training options have no effect, for messages."""
 
 OF_SERVER = ("url", "system", "tokens", "name")
 """Options that also apply to a conversation with a server."""
@@ -28,14 +28,14 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="a run's directory, one step in it, foreign weights, a name of the Hub", show_default=False
+            help="a run's or a step's directory, weights in another format, a name of the Hub", show_default=False
         ),
     ] = None,
 ) -> int:
-    """Talk with a model: answers are streamed and follow the model's chat template; a base model continues text.
+    """Chat with a model. Answers are streamed, and use the model's chat template; a base model continues the text.
 
-    Each line is a turn; lines that begin with / are commands, and /help lists them. With --url a server answers: mega
-    serve, or another server with OpenAI's API. Ctrl-C ends an answer, Ctrl-D the conversation.
+    Each line is a turn. Lines that begin with / are commands; /help lists all commands. With --url, a server answers:
+    mega serve, or any server with OpenAI's API. Ctrl-C ends an answer, and Ctrl-D ends the conversation.
     """
     from mega.core.inference.request import sampling_of
 

@@ -24,7 +24,7 @@ Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-
 
 @app.command(cls=Command)
 def verify(directory: Directory) -> None:
-    """Hash every byte again and compare the hashes with the saved ones."""
+    """Hash every byte of the checkpoints, and compare the hashes with the saved hashes."""
     check_source("DIRECTORY", directory)
     from mega.core.checkpoint.own import inspect
 
@@ -50,8 +50,8 @@ def show(
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Facts about a checkpoint: the model, the base of its adapters, the layout of the run that wrote the checkpoint,
-    the date, and the losses of its step if the run's metrics still exist."""
+    """Return information about a checkpoint: the model, the base of adapters, the layout of the run that wrote the
+    checkpoint, the date, and the losses at the checkpoint's step if the run's metrics still exist."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import parameter_words, shape_words
     from mega.core.checkpoint.own.base import named_base
@@ -59,7 +59,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, Json]:
     from mega.core.untrusted import numbers_below
 
     table: dict[str, Json] = {}
-    with suppress(ValueError):  # a checkpoint of tensors only has no model section
+    with suppress(ValueError):  # a checkpoint that contains only tensors has no model section
         model = model_of(checkpoint.meta, str(checkpoint.path))
         table["model"] = f"{shape_words(architecture(model))}; {parameter_words(model)}"
         if base := named_base(checkpoint):
@@ -74,7 +74,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, Json]:
 
 
 def _losses(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Training and validation loss of the checkpoint's step."""
+    """Return the training and validation loss at the checkpoint's step."""
     from mega.core.report.read import RunRecord, read
 
     try:
@@ -94,7 +94,7 @@ def diff(
     second: Directory,
     weights: Annotated[bool, typer.Option("--weights", help="compare only the weights")] = False,
 ) -> None:
-    """List tensors that differ between two checkpoints of any layouts; exit code 1 if there are any."""
+    """List the tensors that differ between two checkpoints of any layouts. The exit code is 1 if any tensor differs."""
     for name, path in (("FIRST", first), ("SECOND", second)):
         check_source(name, path)
     from mega.core.checkpoint.own.tables import show_differences
@@ -106,18 +106,18 @@ def diff(
 @app.command(cls=Command)
 def clean(
     directory: Annotated[
-        Path, typer.Argument(help="a run's directory, while no run saves into it; or the target of an export")
+        Path, typer.Argument(help="a run's directory, into which no run is saving, or the target of an export")
     ],
-    keep_last: Annotated[int | None, typer.Option(help="remove all but this many of the newest checkpoints")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="keep only this many of the newest checkpoints")] = None,
     keep_every: Annotated[
         int | None, typer.Option(help="also keep checkpoints at multiples of this many steps")
     ] = None,
     keep_optimizer_last: Annotated[
-        int | None, typer.Option(help="remove the optimizer's state from all but this many of the newest")
+        int | None, typer.Option(help="keep the optimizer's state in only this many of the newest")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
 ) -> None:
-    """Remove leftovers of interrupted saves and exports, and old checkpoints according to the limits."""
+    """Remove files left by interrupted saves and exports, and old checkpoints that exceed the limits."""
     from mega.core.checkpoint.own import inspect
 
     inspect.clean(directory, keep_last, keep_every, keep_optimizer_last, dry_run, typer.echo)

@@ -1,6 +1,7 @@
-"""`mega completions`: files with which shells complete mega's verbs and flags.
+"""`mega completions`: write files with which shells complete mega's verbs and flags.
 
-A file only calls `mega` for the completions, so new verbs and flags do not change it; a new version of Typer may.
+A file calls `mega` to get the completions, so new verbs and flags do not change the file. A new version of Typer may
+change it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def script(shell: str) -> str:
-    """The completion file of a shell."""
+    """Return the content of the completion file for a shell."""
     from typer.completion import get_completion_script
 
     text = get_completion_script(prog_name="mega", complete_var=COMPLETE_VARIABLE, shell=shell)
@@ -29,7 +30,7 @@ def run(
 ) -> int:
     """Write the shell completions into a directory.
 
-    Source the file of your shell in its start-up file afterwards.
+    Afterwards, source the file for your shell in the shell's start-up file.
     """
     check_folder("directory", directory, directory)
     directory.mkdir(parents=True, exist_ok=True)

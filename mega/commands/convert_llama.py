@@ -1,4 +1,4 @@
-"""`mega convert-llama`: convert weights of Hugging Face, Meta, llama.cpp, llama2.c and fairseq to checkpoints, and
+"""`mega convert-llama`: convert weights of Hugging Face, Meta, llama.cpp, llama2.c and fairseq to mega checkpoints, and
 back."""
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def run(weights: ConvertOptions, layout: Layout) -> int:
-    """Convert weights to a checkpoint for any layout, or a checkpoint to the format of another program.
+    """Convert weights to a mega checkpoint for any layout, or a mega checkpoint to another format.
 
-    Supports Llama and its relatives, GPT-2, BERT and fairseq's Megatron-11b. Adapters of a run are merged, unless --to
-    is peft. The format to read is recognised by its files. No code is executed, and no tensor is lost or invented.
+    Supports Llama and similar models, GPT-2, BERT and fairseq's Megatron-11b. Adapters of a run are merged unless --to
+    is peft. The format to read is recognised by the file names. No code in the files is executed, and the conversion
+    checks that every element is converted exactly once.
     """
     load_dir, save_dir = weights.load_dir, weights.save_dir
     report, runs_both, imported = converted(weights, layout)
@@ -50,14 +51,14 @@ def run(weights: ConvertOptions, layout: Layout) -> int:
 
 
 def _compared(one: Path, other: Path) -> LogitComparison | None:
-    """Compare the logits of two models; None if they do not continue text."""
+    """Compare the logits of two models; None if the models do not continue text."""
     from mega.core.proof.logits import compare_logits, continues_text
 
     return compare_logits(one, other) if continues_text(one, other) else None
 
 
 def _print_doubts(losses: tuple[str, ...], imported: Path | None) -> None:
-    """Print what the conversion loses, and which parts of imported weights cannot be used."""
+    """Print the settings that the conversion loses, and what cannot be used of imported weights."""
     from mega.core.inference.loading.identity import doubts
 
     for line in (*losses, *(() if imported is None else doubts(imported))):

@@ -1,5 +1,5 @@
-"""`mega corpus VERB`: the steps from raw text to a corpus. Each step reads and writes documents, one JSON object per
-line."""
+"""`mega corpus VERB`: the steps that make a corpus from raw text. Each step reads and writes documents, one JSON object
+per line."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ app = help_pages.group("Make a corpus from raw text.")
 _SECONDS_BETWEEN_LINES = 10.0
 
 Run = Callable[[CorpusStep | SurveyStep], int]
-"""Applies a step according to the shared flags, and returns the exit code."""
+"""Runs a step with the flags that all steps share, and returns the exit code."""
 
 
 def _shared(
     files: CorpusStepOptions,
 ) -> Run:
-    """The function that applies a step according to the flags that all steps share."""
+    """Return the function that runs a step with the flags that all steps share."""
 
     def run(step: CorpusStep | SurveyStep) -> int:
         from mega.core.corpus.folder import RunOptions
@@ -94,7 +94,7 @@ def _shared(
 
 
 def _step(function: Callable[..., CorpusStep | SurveyStep]) -> Callable[..., int]:
-    """Make a verb of a function that turns the verb's own sections into a step; add the section that all steps
+    """Make a verb from a function that converts option sections to a step. The verb also has the section that all steps
     share."""
     own_parameters = inspect.signature(function, eval_str=True).parameters
     shared = inspect.Parameter("files", inspect.Parameter.KEYWORD_ONLY, annotation=CorpusStepOptions)
@@ -122,7 +122,7 @@ def _shard(word: str) -> tuple[int, int]:
 
 
 def _progress() -> Callable[[StepCounts, int, int], None]:
-    """A function that prints a line of progress on stderr every few seconds."""
+    """Return a function that prints the progress on stderr every few seconds."""
     begin = last = time.monotonic()
 
     def report(counts: StepCounts, done: int, total: int) -> None:
@@ -172,7 +172,7 @@ def root() -> None:
 def urls(
     step: UrlOptions,
 ) -> SurveyStep:
-    """Drop URLs by domain, extension, length and form, and repeated URLs: the tests of OpenWebText.
+    """Drop URLs by domain, extension, length and syntax, and repeated URLs, with the tests of OpenWebText.
 
     With --as-megatron, .7z, .ai and domains in capitals are kept, as in Megatron-LM's blacklist_urls.py.
     """
@@ -192,10 +192,10 @@ def _clean(
     step: CleanOptions,
     tokenizer: TokenizerConfig,
 ) -> CorpusStep:
-    """Repair text with ftfy, and drop texts that are short or in another language: the clean-up of OpenWebText.
+    """Repair text with ftfy, and drop texts that are short or in another language, with the rules of OpenWebText.
 
-    Without a tokenizer, four bytes count as a token. With --as-megatron, langdetect recognises languages, and a task
-    after ftfy_fix_text is skipped, as in cleanup_fix_dataset.py.
+    Without a tokenizer, every four bytes count as one token. With --as-megatron, langdetect recognises languages, and a
+    task after ftfy_fix_text is skipped, as in cleanup_fix_dataset.py.
     """
     from mega.core.corpus.clean import DEFAULT_TASKS, Clean
 
@@ -231,7 +231,7 @@ def near_duplicates(
     """
     from mega.core.corpus.near_duplicates import NearDuplicates
 
-    # None is distinguished from a typed value, because --as-megatron has other defaults.
+    # Not given means None, because the defaults differ with --as-megatron.
     bands = step.bands or (10 if step.as_megatron else 20)
     permutations = step.permutations or (100 if step.as_megatron else 120)
     threshold = step.threshold if step.threshold is not None else 0.7 if step.as_megatron else 0.8
@@ -263,7 +263,7 @@ def near_duplicates(
 def decontaminate(
     step: DecontaminateOptions,
 ) -> SurveyStep:
-    """Cut questions of benchmarks out of a corpus, matched by n-grams of 8 to 13 words.
+    """Remove questions of benchmarks from a corpus, matched by n-grams of 8 to 13 words.
 
     With --as-megatron, every document gets a split_id, as in filter_ngrams.py.
     """
@@ -300,7 +300,7 @@ def decontaminate(
 def wikipedia(
     step: WikipediaOptions,
 ) -> CorpusStep:
-    """Turn a dump of Wikipedia, pages-articles.xml.bz2, into documents in the JSON format of WikiExtractor."""
+    """Convert a dump of Wikipedia, pages-articles.xml.bz2, to documents in the JSON format of WikiExtractor."""
     from mega.core.corpus.wikipedia import Wikipedia
 
     return Wikipedia(
@@ -331,8 +331,8 @@ def annotate(
 ) -> CorpusStep:
     """Score every document, for example for toxicity, with a server, a classifier, a list of words or a file of scores.
 
-    A server must have the API of Perspective (POST /v1alpha1/comments:analyze). Blank texts, and texts that the server
-    refuses, get null.
+    A server must have the API of Perspective (POST /v1alpha1/comments:analyze). The score of a blank text, or of a text
+    that the server refuses, is null.
     """
     from mega.core.corpus.annotate import Annotate
 
@@ -348,7 +348,8 @@ def annotate(
 def select(
     step: SelectOptions,
 ) -> SurveyStep:
-    """Keep the documents with the lowest values, such as the least toxic half; drop documents without a value."""
+    """Keep the documents with the lowest values, such as the least toxic half. Documents without a value are
+    dropped."""
     from mega.core.corpus.select import Select
 
     return Select(by=step.by, share=step.share, above=step.above, report=str(step.report or ""))
@@ -395,7 +396,8 @@ def shuffle(
 def quality_filter(
     step: FilterOptions,
 ) -> CorpusStep:
-    """Drop texts of low quality by the published rules of Gopher and FineWeb, and record which rule each breaks."""
+    """Drop texts of low quality by the published rules of Gopher and FineWeb, and record the rule that each text
+    violates."""
     from mega.core.corpus.quality import PRESETS, QualityFilter, QualityPreset
 
     if unknown := sorted(set(step.preset or ()) - set(PRESETS)):
@@ -411,7 +413,7 @@ def quality_filter(
 def exact_duplicates(
     step: ExactDuplicateOptions,
 ) -> SurveyStep:
-    """Drop repeated documents, or cut out repeated paragraphs; the first copy stays."""
+    """Drop repeated documents, or remove repeated paragraphs. The first copy is kept."""
     from mega.core.corpus.exact import ExactDuplicates
 
     return ExactDuplicates(key=step.json_key, paragraphs=step.paragraphs, least=step.min_characters)
@@ -422,7 +424,7 @@ def exact_duplicates(
 def mask_pii(
     step: MaskOptions,
 ) -> CorpusStep:
-    """Mask e-mail addresses, IP addresses, telephone numbers and numbers of bank cards."""
+    """Mask e-mail addresses, IP addresses, telephone numbers and bank card numbers."""
     from mega.core.corpus.personal import MaskPersonal, PersonalKind
 
     if unknown := sorted(set(step.kinds or ()) - set(get_args(PersonalKind))):
@@ -435,7 +437,7 @@ def run_recipe(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="input, output, and a [[step]] for each verb")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command lines without running them")] = False,
 ) -> int:
-    """Run all steps of a recipe in order; finished steps are kept. Show the result with mega report OUTPUT."""
+    """Run all steps of a recipe in order. Finished steps are not repeated. Show the result with mega report OUTPUT."""
     from mega.core.corpus.recipe import steps
 
     group = typer.main.get_command(app)
@@ -446,7 +448,7 @@ def run_recipe(
             verbs = ", ".join(name for name in group.commands if name != "run")  # type: ignore[attr-defined]
             raise ValueError(f"{recipe}: step {number}: verb {step.verb}: must be of {verbs}")
         try:
-            command.make_context(step.verb, list(step.arguments))  # refuses flags that the verb lacks
+            command.make_context(step.verb, list(step.arguments))  # refuses flags that the verb does not have
         except Exception as error:
             message = error.format_message() if hasattr(error, "format_message") else str(error)
             raise ValueError(f"{recipe}: step {number}, {step.verb}: {message}") from None

@@ -38,7 +38,7 @@ def merge(
         list[str] | None, typer.Argument(help="prefixes in the order of merging, or one folder")
     ] = None,
 ) -> None:
-    """Merge pairs of token files into one by concatenating their documents; the pairs of a folder are sorted by
+    """Merge pairs of token files into one pair by concatenating their documents. The pairs in a folder are sorted by
     name."""
     from mega.core.data.preprocessing.merge import merge as merged
 
@@ -53,7 +53,8 @@ def merge(
 
 @app.command(cls=Command)
 def verify(prefixes: Prefixes) -> None:
-    """Check magic number, sizes, offsets and documents, and the checksums recorded when the pair was written."""
+    """Check a pair of token files: magic number, sizes, offsets, documents, and the checksums recorded when the pair
+    was written."""
     from mega.core.data import inspect
 
     for prefix in prefixes:
@@ -65,14 +66,15 @@ def _kept(kept: bool) -> str:
 
 
 def _built(options: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer, if any of its options is set. Without a kind, `build` reports the missing option."""
+    """Return the tokenizer; None if no tokenizer option is set. If --tokenizer is missing, `build` reports this."""
     from mega.core.text.build import build
 
     return build(**dataclasses.asdict(options)) if options != TokenizerConfig() else None
 
 
 def _note(prefixes: Prefixes, tokenizer: TokenizerConfig) -> None:
-    """Record counts, the range of ids, checksums and, if given, the tokenizer of pairs that another program wrote."""
+    """Record information about pairs of token files that another program wrote: counts, range of ids, checksums and, if
+    given, the tokenizer."""
     from mega.core.data import inspect
 
     chosen_tokenizer = _built(tokenizer)
@@ -88,7 +90,8 @@ def _inspect(
     prefix: Annotated[str, typer.Argument(help="prefix of a .bin/.idx pair")],
     tokenizer: TokenizerConfig,
 ) -> None:
-    """Show documents, tokens, a histogram of lengths and some sequences, decoded if a tokenizer is given."""
+    """Show the number of documents and tokens, a histogram of lengths, and some sequences, which are decoded if a
+    tokenizer is given."""
     from mega.core.data import inspect
 
     inspect.show(prefix, typer.echo, _built(tokenizer), shown.samples, as_json=shown.json)
@@ -102,8 +105,8 @@ app.command(name="inspect", cls=Command)(command(_inspect))
 def from_numpy(
     files: NumpyOptions,
 ) -> None:
-    """Turn numpy arrays into token files: an array of arrays, a table with a document in each row, or one long array of
-    ids."""
+    """Convert numpy arrays to token files. The input is an array of arrays, a table with one document per row, or one
+    long array of ids."""
     from mega.core.data.preprocessing.numpy_files import convert
 
     report = convert(files.input, files.output_prefix, files.eod, overwrite=files.overwrite)
@@ -115,7 +118,7 @@ def from_numpy(
 def split(
     documents: SplitOptions,
 ) -> None:
-    """Split documents into train.jsonl, valid.jsonl and test.jsonl, by shares and a seed."""
+    """Split documents randomly into train.jsonl, valid.jsonl and test.jsonl, with given shares and a seed."""
     from mega.core.data.preprocessing.split import split as into_parts
 
     for name, count in into_parts(
@@ -153,7 +156,7 @@ def presplit(
 def detokenize(
     lines: DetokenizeOptions,
 ) -> None:
-    """Detokenize the lines of a published test set: remove the blanks around punctuation."""
+    """Detokenize the lines of a published test set, that is, remove the spaces around punctuation."""
     from mega.core.data.preprocessing.plain_lines import detokenize as by_line
 
     count = by_line(lines.input, lines.output, lines.detokenizer, overwrite=lines.overwrite)
@@ -165,7 +168,8 @@ def _encode(
     lines: EncodeOptions,
     tokenizer: TokenizerConfig,
 ) -> None:
-    """Write the token ids of each line as a line of text, as fairseq-preprocess reads it. See also: mega preprocess."""
+    """Write the token ids of each line as text, in the format that fairseq-preprocess reads. See also: mega
+    preprocess."""
     from mega.core.data.preprocessing.plain_lines import encode as by_line
     from mega.core.text.build import build
 
@@ -185,8 +189,8 @@ def _sample(
     masking: MaskingConfig,
     tokenizer: TokenizerConfig,
 ) -> None:
-    """Show training samples as a model gets them, one line for each token: its text, its id, and whether it is trained
-    on."""
+    """Show training samples as the model receives them. Each line shows a token's text, its id, and whether the token
+    contributes to the loss."""
     from mega.core.data import show
     from mega.core.text.build import build
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mega.core.ops.mask import AttentionMask
 
 Row = tuple[str, str, str]
-"""Name, version or value, and a remark."""
+"""(name, version or value, remark)"""
 
 NAMES = ("name", "value", "remark")
 
@@ -36,17 +36,17 @@ class Package(NamedTuple):
     module: str
     """Name of the imported module."""
     use: str
-    """Its purpose, for the report."""
+    """The library's purpose, for the report."""
     cuda: bool = False
-    """Whether the library can be tried only on a CUDA device."""
+    """Whether the library can be tested only on a CUDA device."""
     tried: bool = True
-    """Whether mega has been run with the library."""
+    """Whether mega has ever been tested with the library."""
     extra: str = ""
     """The extra of mega that installs the library."""
 
 
 TOKENS = 1024
-"""Length of the rows whose attention is described."""
+"""Sequence length for which the choice of attention implementation is shown."""
 
 REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
 PACKAGES = (
@@ -79,7 +79,7 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> int:
-    """Report what works on this machine, and the reason for what does not, in ten lines; --all lists everything."""
+    """Report in ten lines what works on this machine, and why something does not work; --all lists everything."""
     if as_json:
         tables = {title: [dict(zip(NAMES, row, strict=True)) for row in rows] for title, rows in _tables().items()}
         print_whole(json.dumps(tables, indent=2) + "\n")
@@ -93,7 +93,7 @@ def run(
 
 
 def _tables() -> dict[str, list[Row]]:
-    """Title -> rows of each table. Imports every optional part that is installed."""
+    """Return title -> rows, for each table. This function imports all installed optional libraries."""
     cuda = _cuda_devices()
     return {
         "Versions": list(_versions()),
@@ -105,7 +105,7 @@ def _tables() -> dict[str, list[Row]]:
 
 
 def _summary() -> Iterator[str]:
-    """A summary in ten lines. Optional parts are located without importing them."""
+    """Yield a summary of ten lines. Optional libraries are located without importing them."""
     devices = _cuda_devices()
     versions = {name: value for name, value, _ in _versions()}
     yield f"mega {versions['mega']}, Python {versions['python']}, {platform.platform()}"
@@ -134,7 +134,7 @@ def _print_tables() -> None:
         for column in NAMES:
             table.add_column(column, overflow="fold")
         for row in rows:
-            # A string would be read as markup, and a remark may hold brackets.
+            # rich would interpret brackets in a string as markup, so remarks are passed as `Text`.
             table.add_row(*row[:2], _styled(row[2]))
         console.print(table)
 
@@ -163,7 +163,7 @@ def _host() -> Iterator[Row]:
 
 
 def _memory() -> int | None:
-    """Bytes of main memory; None if the system does not report them."""
+    """Return the size of main memory in bytes; None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -171,7 +171,7 @@ def _memory() -> int | None:
 
 
 def _cuda_devices() -> list[Row]:
-    """A row for each CUDA device; empty if torch finds none or is not installed."""
+    """Return one row per CUDA device; empty if torch finds none or is not installed."""
     if importlib.util.find_spec("torch") is None:
         return []
     from mega.core.device import Device
@@ -212,7 +212,7 @@ def _backends(cuda: bool) -> Iterator[Row]:
 
 
 def _operators() -> Iterator[Row]:
-    """Yield the implementation of each op that a run would use here, and the reason."""
+    """Yield the implementation of each op that a run on this machine would use, and the reason."""
     if importlib.util.find_spec("torch") is None:
         return
     from mega.core.device import DTYPES, Device
@@ -231,7 +231,7 @@ def _operators() -> Iterator[Row]:
 
 
 def _masks() -> Iterator[tuple[str, AttentionMask]]:
-    """Yield the kinds of attention that runs use, and a mask of each."""
+    """Yield (name, example mask) for each kind of attention that runs use."""
     import torch
 
     from mega.core.ops.dropout import AttentionDropout
@@ -253,7 +253,7 @@ def _parts(cuda: bool) -> Iterator[Row]:
 
 
 def _state(part: Package, cuda: bool) -> str:
-    """The state of a part: live, or the reason why not."""
+    """Return the state of an optional library: live, or the reason why it cannot be used."""
     if importlib.util.find_spec(part.module) is None:
         return "absent"
     if part.cuda and not cuda:

@@ -1,4 +1,4 @@
-"""`mega download`: fetch a model, a tokenizer or a data set of the Hub into its cache."""
+"""`mega download`: fetch a model, a tokenizer or a data set of the Hub into the Hub's cache."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def run(
     files: DownloadOptions,
     name: Annotated[str, typer.Argument(help="OWNER/NAME, optionally followed by @REVISION or :FILE.gguf")],
 ) -> int:
-    """Download the safetensors, tokenizer and JSON files of a repository, or the rows of a data set; print their path.
+    """Download the safetensors, tokenizer and JSON files of a repository, or the rows of a data set, and print the
+    path.
 
-    Every verb that takes a directory also takes such a name, and downloads missing files by itself. HF_TOKEN, HF_HOME,
-    HF_HUB_OFFLINE and HF_ENDPOINT have the same meaning as in the Hub's own tools.
+    Wherever a verb takes a directory, a name of the Hub can be given too; the verb then downloads missing files.
+    HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT have the same meaning as in the Hub's tools.
     """
     repository = hub_name(name)
     if repository is None:

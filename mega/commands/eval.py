@@ -41,9 +41,9 @@ def run(
     scorer: Annotated[ScorerOptions, without("key_variable", "connections", "tries", "timeout")],
     retrieval: Annotated[RetrievalOptions, without("retro")],
 ) -> int:
-    """Score a model on a benchmark, at any layout: a mega run, or foreign weights in their own format.
+    """Score a model on a benchmark, in any layout. The model is a mega run, or weights in another program's format.
 
-    The directory supplies the model and its tokenizer. An interrupted evaluation resumes when it is started again.
+    The model's directory also provides the tokenizer. An interrupted evaluation resumes when it is started again.
     """
     _note_unused(given)
     world = world_from_env()
@@ -84,7 +84,7 @@ def run(
 
 
 def _task(benchmark: TaskOptions, result: EvalOptions) -> str:
-    """The name of the task. Errors: ValueError if none is given, or it does not exist."""
+    """Return the name of the task. Errors: ValueError if no task is given, or the task does not exist."""
     name = benchmark.task or ("lambada" if result.cloze_eval else "ppl" if result.webtext_eval else None)
     if name is None:
         raise ValueError(
@@ -131,7 +131,8 @@ def _toxicity(
 
 
 def _check_effect(of: str, given: Iterable[str]) -> None:
-    """Errors: ValueError naming the first option that was given and has no effect with `of`."""
+    """Check that no given option is ignored. Errors: ValueError naming the first given option, which has no effect with
+    `of`."""
     for name in given:
         raise ValueError(f"{flag(name)}: has no effect with {of}")
 
@@ -140,7 +141,7 @@ Prepared = TypeVar("Prepared")
 
 
 def _out(given: str | None, name: str) -> str:
-    """The file of the result. Errors: ValueError if it cannot be written."""
+    """Return the absolute path of the output file. Errors: ValueError if the file cannot be written."""
     out = given or f"eval-{name}" + ("" if name.endswith(".jsonl") else ".json")
     check_file("--json", out)
     return os.path.abspath(out)
@@ -155,7 +156,7 @@ def _launched(world: World, size: int, job: Callable[[Prepared], int], prepared:
 
 
 def _note_unused(given: GivenOptions) -> None:
-    """Print, on stderr of the first rank, the options that were given and are not read."""
+    """Print the given options that have no effect, on stderr of the first rank."""
     unused = [flag_of(name) for name in unread(given.values)]
     if unused and is_first_rank():
         print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`mega finetune`: `mega pretrain` from existing weights, for a task."""
+"""`mega finetune`: train existing weights for a task, as `mega pretrain` does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LOADS_MODEL = True
 
 
 def run(options: Options) -> int:
-    """Train from the weights at --load for --task, with a new step counter and optimizer state.
+    """Train the weights at --load for --task, starting at step 0 with new optimizer state.
 
-    If --load is given, the verb is mega pretrain with --finetune, --use-checkpoint-config and the tokenizer of those
-    weights. The loop, checkpoints and resume are the same, so --resume auto continues an interrupted run.
+    With --load, this is equivalent to mega pretrain with --finetune, --use-checkpoint-config and the tokenizer of the
+    weights. Checkpoints and resuming work as in mega pretrain, so --resume auto continues an interrupted run.
 
     Exit codes: as in mega pretrain.
     """
@@ -24,5 +24,5 @@ def run(options: Options) -> int:
 
 
 def train(options: Options) -> int:
-    """As `run`, but --load may be missing: training then starts from random weights."""
+    """Do what `run` does, but if --load is missing, start from random weights."""
     return pretrain.run(from_weights(pretrained(options)))

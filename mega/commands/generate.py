@@ -1,4 +1,4 @@
-"""`mega generate`: continue a text, a file of texts, or typed prompts with a model."""
+"""`mega generate`: continue a text, the texts in a file, or typed prompts with a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mega.core.inference.options import (
 )
 
 STATED_BY = "the checkpoint says it, or nothing is trained"
-"""The reason, in notes, why training options have no effect here."""
+"""The reason why training options have no effect, for messages."""
 
 ASKED = {"url", "prompt", "tokens", "beams", "length_penalty", "chat_template"}
-"""Options of `GenerateOptions` that --url sends to a server."""
+"""Options of `GenerateOptions` that may be combined with --url."""
 
 
 def run(
@@ -36,11 +36,10 @@ def run(
     tokenizer: OtherTokenizer,
     retrieval: RetrievalOptions,
 ) -> int:
-    """Continue text with a trained model, from any checkpoint of any layout: one text, a file of texts, or typed
-    prompts.
+    """Continue text with a trained model from any checkpoint: one text, the texts in a file, or typed prompts.
 
-    Without --prompt, --input and --num-samples, prompts are read from the terminal. --tp and --pp use several ranks,
-    started here or by a launcher.
+    Without --prompt, --input and --num-samples, prompts are read from the terminal. With --tp and --pp, several ranks
+    are used, which this verb or a launcher starts.
     """
     given_sampling = sampling.given()
     _check_search([*(["greedy"] if sampling.greedy else []), *changed(sampling)], texts)
@@ -81,9 +80,9 @@ def run(
 
 
 def _check_asked(texts: GenerateOptions, given: dict[str, float], others: Sequence[str], *, recorded: bool) -> None:
-    """Check the flags given with --url; remove from `given`, the sampling options, those that a server lacks. others:
-    names of other given options. recorded: False for --no-cuda-graph. Errors: ValueError naming a flag that --url
-    excludes."""
+    """Check the flags given with --url. given: the sampling options, from which options that a server lacks are
+    removed. others: names of other given options. recorded: False for --no-cuda-graph. Errors: ValueError naming a flag
+    that --url excludes."""
     excluded = [name for name in changed(texts) if name not in ASKED]
     excluded += ["min_p"] * bool(given.pop("min_p", 0))
     excluded += ["repetition_penalty"] * (given.pop("repetition_penalty", 1) != 1)
@@ -94,8 +93,8 @@ def _check_asked(texts: GenerateOptions, given: dict[str, float], others: Sequen
 
 
 def _check_texts(texts: GenerateOptions) -> bool:
-    """Whether to read prompts from the terminal. Errors: ValueError if there are two sources of prompts, or a file does
-    not exist."""
+    """Check the sources of prompts, and return whether to read prompts from the terminal. Errors: ValueError if there
+    are two sources, or a file does not exist."""
     prompt, source, output = texts.prompt, texts.input, texts.output
     if prompt is not None and any("\ud800" <= sign <= "\udfff" for sign in prompt):
         raise ValueError("--prompt: is not UTF-8")
@@ -116,7 +115,7 @@ def _check_texts(texts: GenerateOptions) -> bool:
 
 
 def _check_template(chat_template: str | None, load: Path | None) -> None:
-    """Errors: ValueError if a chat template is given, because this verb uses none."""
+    """Check that no chat template is given, because this verb does not use one. Errors: ValueError."""
     from mega.core.text.identity import judge
 
     if chat_template is not None:
@@ -126,8 +125,8 @@ def _check_template(chat_template: str | None, load: Path | None) -> None:
 
 
 def _check_search(sampled: Sequence[str], texts: GenerateOptions) -> None:
-    """Errors: ValueError for a given flag without effect: a sampling flag with --beams, or a flag of beams without
-    --beams."""
+    """Check the flags for beam search. Errors: ValueError for a flag without effect, that is, a sampling flag with
+    --beams, or --length-penalty without --beams."""
     if texts.beams and sampled:
         flag = sampled[0].replace("_", "-")
         raise ValueError(
@@ -138,7 +137,8 @@ def _check_search(sampled: Sequence[str], texts: GenerateOptions) -> None:
 
 
 def _ask(url: str, texts: GenerateOptions, sampling: Mapping[str, float]) -> int:
-    """Let a server continue the prompt, or typed prompts. Errors: ValueError for options that its API lacks."""
+    """Request continuations of the prompt, or of typed prompts, from a server. Errors: ValueError for options that the
+    server's API lacks."""
     from mega.core.inference.server.client import ask, converse, fields_of
 
     fields = fields_of(sampling, texts.beams, texts.length_penalty)

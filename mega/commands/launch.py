@@ -18,11 +18,12 @@ def run(
     line: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="pretrain or finetune, with its flags")],
     launch: LaunchOptions,
 ) -> int:
-    """Print a script that starts COMMAND on several hosts, for Slurm, torchrun or mpirun, or a Kubernetes manifest.
+    """Print a script for Slurm, torchrun or mpirun, or a Kubernetes manifest, that starts COMMAND on several hosts.
 
     For example: mega launch slurm --hosts 4 --nproc 8 -- pretrain --config run.toml --max-restarts 3 > run.sh. The
-    command is checked first, as a run of that many ranks. With --max-restarts each host starts its ranks, and restarts
-    them after a failure; without it the scheduler starts each rank. Nothing is started here.
+    command is checked first, as a run on all ranks. With --max-restarts, each host starts its ranks and restarts them
+    after a failure; without --max-restarts, the scheduler starts each rank. This verb only prints the script, and
+    starts nothing.
     """
     from mega.core.processes.scripts import WRITERS, process_command, written
 
@@ -34,14 +35,15 @@ def run(
     if options is None:
         return 0
     command = process_command(kind, launch, line, options)
-    with contextlib.redirect_stderr(io.StringIO()):  # `_read` has printed these notes above
+    with contextlib.redirect_stderr(io.StringIO()):  # `_read` has already printed these messages
         _check(command, launch)
     print(written(kind, launch, command, options.supervision.max_restarts), end="")
     return 0
 
 
 def _read(line: list[str]) -> Options | None:
-    """The options of a command, including those from files that it names; None for --help. Errors: ValueError."""
+    """Return the options of a command, including options from files that the command names; None for --help. Errors:
+    ValueError."""
     from mega.command_line.options import Command, command
 
     read_options: list[Options] = []
@@ -52,7 +54,7 @@ def _read(line: list[str]) -> Options | None:
 
 
 def _check(command: list[str], launch: LaunchOptions) -> None:
-    """Check the command of each process as a dry run of all ranks, since their files may be on other machines. Errors:
+    """Check the command of each process as a dry run of all ranks, because the files may be on other machines. Errors:
     ValueError."""
     from mega.core.config.check import check
     from mega.core.config.run import updated
@@ -63,7 +65,7 @@ def _check(command: list[str], launch: LaunchOptions) -> None:
 
 
 def _reader(found: list[Options]) -> Callable[[Options], None]:
-    """A verb that appends its options to `found`."""
+    """Return a verb that appends its options to `found`."""
 
     def keep(options: Options) -> None:
         found.append(options)

@@ -1,4 +1,4 @@
-"""`mega lr-find`: sweep over learning rates before a run, plot the loss, and suggest a rate."""
+"""`mega lr-find`: sweep over learning rates before a run, plot the loss, and suggest a learning rate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ LOADS_MODEL = True
 
 
 def run(options: Options) -> int:
-    """Find a learning rate: train some steps with a growing rate, and suggest the rate at which the loss falls fastest.
+    """Train some steps with an increasing learning rate, and suggest the rate at which the loss falls fastest.
 
-    Takes the flags of the planned run, of mega pretrain or mega finetune. The rate grows from --min-lr [1e-7] to --lr
-    [1] over --steps [100]; no checkpoint is saved. The curve is written as an SVG next to --metrics [lr-find.jsonl].
+    Takes the flags of the planned run, for mega pretrain or mega finetune. The learning rate increases from --min-lr
+    [1e-7] to --lr [1] over --steps [100]. No checkpoint is saved. The curve is written as an SVG next to --metrics
+    [lr-find.jsonl].
     """
     from mega.core.report.lr_find import LEAST_POINTS, draw, has_risen, read, suggest, sweep
 
@@ -32,7 +33,8 @@ def run(options: Options) -> int:
     if not reports or code not in (0, 1) or _version(metrics) == before:
         return code
     points = read(metrics)
-    # Only the exit code of ranks that were started here is known, so the curve decides whether the sweep succeeded.
+    # The exit code alone does not tell a sweep that diverged at a high rate from a failure, so the curve decides
+    # whether the sweep succeeded.
     if code and not (has_risen(points) or (diverged and len(points) >= LEAST_POINTS)):
         return code
     suggestion, picture = suggest(points), metrics.with_suffix(".svg")
@@ -43,5 +45,5 @@ def run(options: Options) -> int:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """A value that changes when the file is written again; None if the file does not exist."""
+    """Return a value that changes when the file is written again; None if the file does not exist."""
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None

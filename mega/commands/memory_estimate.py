@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mega.core.estimate.hardware import Hardware
 
 SERVED = {"serve", "json", "gpu", "max_length"}
-"""Options that --serve reads."""
+"""Options that have an effect with --serve."""
 
 
 def run(
@@ -32,10 +32,10 @@ def run(
     engine: Annotated[EngineOptions, without("prefill_chunk", "batch_invariant", "cuda_graph", "speculate")],
     retrieval: Annotated[RetrievalOptions, without("retro", "probes")],
 ) -> int:
-    """Estimate memory and speed of a run before it is started.
+    """Estimate the memory and speed of a run without starting it.
 
-    Takes the flags of mega pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on --world
-    ranks. --fit and --gpus search for the fastest layout. No device is needed.
+    Takes the flags of mega pretrain. Memory is estimated for each pipeline stage on --world ranks, as the trainer
+    allocates it. --fit and --gpus search for the fastest layout. No device is needed.
     """
     if estimate.serve:
         for name in changed(estimate):
@@ -82,7 +82,7 @@ def _training(options: Options, estimate: EstimateOptions) -> int:
 
 
 def _typed(name: str, value: object) -> str:
-    """A flag with its value, as the user types it.
+    """Return a flag with its value, as typed on a command line.
 
     >>> _typed("fit", "8xh200"), _typed("megatron", True)
     ('--fit 8xh200', '--megatron')
@@ -92,7 +92,7 @@ def _typed(name: str, value: object) -> str:
 
 
 def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions, retrieval: RetrievalOptions) -> int:
-    """Print what `mega serve` reports before it listens, for a device or for this machine's processors."""
+    """Print the capacity that `mega serve` would report at startup, for a device or for this machine's CPU."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import size_words
     from mega.core.config.check import check_ranges
@@ -115,7 +115,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions,
     if gpu is None:
         kind, room = "cpu", Device.choose("cpu").room()
     else:
-        # Each rank has a group of its tensor axis, one of all ranks, and links to the stages next to it.
+        # Each rank has a tensor-parallel group, a group of all ranks, and links to the adjacent stages.
         device, groups = hardware(gpu), (tp > 1) + (tp * pp > 1) + 2 * (pp > 1)
         kind, room = "cuda", int((device.memory - groups * device.communicator) * GIB)
     size = DTYPES[options.precision.dtype].itemsize
@@ -139,7 +139,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions,
 
 
 def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:
-    """The given values, else the defaults of `Interruptions`. Errors: ValueError naming a flag without effect."""
+    """Return the given values, with defaults for the others. Errors: ValueError naming a flag without effect."""
     from mega.core.estimate.duration import Interruptions
 
     mtbf, save, restart = estimate.mtbf, estimate.save_seconds, estimate.restart_seconds
@@ -159,7 +159,7 @@ def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:
 
 
 def _check_pictures(asked: Mapping[str, Path | None]) -> None:
-    """Check, before anything is computed, that each picture can be written and none replaces another. Errors:
+    """Check, before any computation, that each picture can be written and no two pictures have the same path. Errors:
     ValueError."""
     from importlib.util import find_spec
 
@@ -181,7 +181,7 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
 
 
 def _estimate_typed(options: Options, device: Hardware | None) -> RunEstimate:
-    """The estimate of the typed layout. Options without effect are reported on stderr."""
+    """Return the estimate for the layout given by flags. Options without effect are reported on stderr."""
     answer = estimated(*planned(options), device)
     for line in unread(options, "read"):
         print(line, file=sys.stderr)
@@ -189,14 +189,14 @@ def _estimate_typed(options: Options, device: Hardware | None) -> RunEstimate:
 
 
 def _typed_layout(options: Options) -> str:
-    """The flags of `options` that a search replaces."""
+    """Return the flags in `options` that a search would replace."""
     layout = {name: value_of(options, name) for name in options_with(layout=True)}
     changed = {flag_of(name): value for name, value in layout.items() if value != entries()[name].default}
     return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())
 
 
 def _document(answer: RunEstimate, megatron: bool, stops: Interruptions) -> dict[str, object]:
-    """Everything that `_report` prints, for a program."""
+    """Return the values that `_report` prints, for JSON."""
     from dataclasses import asdict
 
     from mega.core.estimate import show
@@ -231,7 +231,7 @@ def _report(answer: RunEstimate, megatron: bool, stops: Interruptions) -> None:
     from mega.core.estimate.duration import training
 
     console = Console(highlight=False, soft_wrap=True)
-    report = partial(console.print, soft_wrap=not console.is_terminal)  # sentences, which a terminal breaks
+    report = partial(console.print, soft_wrap=not console.is_terminal)  # terminals wrap sentences
     run, world, device = answer.run, answer.world, answer.device
     if answer.found is not None and device is not None:
         console.print(show.layouts_table(answer.found))
@@ -257,7 +257,8 @@ def _report(answer: RunEstimate, megatron: bool, stops: Interruptions) -> None:
 
 
 def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:
-    """Draw the pipeline's timeline: with the estimated times of a device, else with equal times for all acts."""
+    """Draw the pipeline's timeline, with the estimated times on `device`, or with equal times for all operations
+    without one."""
     from mega.core.config.resolve import microbatches
     from mega.core.estimate.steptime import plan_costs
     from mega.core.plan import plan, simulate

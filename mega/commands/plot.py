@@ -11,19 +11,19 @@ from mega.core.files import check_file, whole_file
 
 
 def run(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs, or files of metrics")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs, or metrics files")],
     metrics: Annotated[
         list[str] | None, typer.Option("--metric", "-m", help="metric to plot, such as grad_norm [loss, valid_loss]")
     ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="a .svg or .png file, instead of the terminal")] = None,
     smooth: Annotated[
-        float, typer.Option("--smooth", help="weight of the previous values, 0 to below 1; 0 is off")
+        float, typer.Option("--smooth", help="weight of the previous values, below 1; 0 disables smoothing")
     ] = 0.0,
-    log: Annotated[bool, typer.Option("--log", help="logarithmic axis of values, for a file")] = False,
+    log: Annotated[bool, typer.Option("--log", help="logarithmic y axis, for a file")] = False,
 ) -> int:
-    """Plot metrics of one run, or of several in one picture.
+    """Plot metrics of one run, or of several runs in one picture.
 
-    The runs may still be training. A .png needs the extra track; a .svg and the terminal need no extra.
+    The runs may still be training. Writing a .png requires the extra track; a .svg and the terminal require no extra.
     """
     from mega.core.report.chart import Scale, svg
     from mega.core.report.plot import charts_of, png, smoothed, terminal
@@ -44,7 +44,7 @@ def run(
         from rich.console import Console
 
         console = Console()
-        # 12 columns hold the labels of the axis.
+        # The labels of the axis use 12 columns.
         width = max(20, min(console.width - 12, 100)) if console.is_terminal else 72
         for name, curves in charts.items():
             print(terminal(name, curves, width, colour=console.is_terminal and not console.no_color))

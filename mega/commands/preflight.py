@@ -1,4 +1,4 @@
-"""`mega preflight`: check that the hosts of a run are alike and fast before it is started."""
+"""`mega preflight`: check before a run that all hosts are equal and fast."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from mega.core.bench.options import PreflightOptions
 
 
 def run(preflight: PreflightOptions) -> int:
-    """Measure every rank and every pair of hosts, and report those that are slow or have other versions.
+    """Measure every rank and every pair of hosts, and report slow ranks, slow links and different versions.
 
-    Start it in the same way as the run: with --nproc on one host, or once per rank under torchrun, mpirun or srun. Exit
-    codes: 0; 1 if something is off; 2 for a mistake.
+    Start this verb in the same way as the run: with --nproc on one host, or once per rank under torchrun, mpirun or
+    srun. Exit codes: 0 if all hosts pass; 1 if one does not; 2 for a mistake.
     """
     from mega.core.files import check_folder
     from mega.core.processes.launch import launch

@@ -1,4 +1,4 @@
-"""`mega preprocess`: turn text into token files."""
+"""`mega preprocess`: convert text to token files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def run(
     texts: PreprocessOptions,
     tokenizer: TokenizerConfig,
 ) -> int:
-    """Turn text into token files, PREFIX_KEY_document.bin and .idx, which training reads as --data-path.
+    """Convert text to token files, PREFIX_KEY_document.bin and .idx, which are read by training with --data-path.
 
-    The files are byte for byte those of Megatron-LM, with any number of workers. See also: mega data.
+    The files are byte for byte equal to those that Megatron-LM writes, with any number of workers. See also: mega data.
     """
     from mega.core.data.preprocessing.preprocess import Sentences, preprocess
     from mega.core.data.preprocessing.progress import shown
@@ -77,7 +77,7 @@ def _print(report: Report, parsed: bool) -> None:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    """Index from 0 and number of shards: 2/8 -> (1, 8)."""
+    """Return (index from 0, number of shards): 2/8 -> (1, 8)."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise ValueError(f"--shard {text}: must be i/N with 1 <= i <= N, such as 2/8")

@@ -1,4 +1,4 @@
-"""`mega presets`: list the models that --model accepts: their shapes, parameters and memory."""
+"""`mega presets`: list the models that --model accepts, with their shapes, parameters and memory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from mega.core.config.presets import PRESETS
 from mega.core.terminal import print_whole
 
 WEIGHTS, TRAINING = 2, 18
-"""Bytes per parameter: only the bf16 weights; also fp32 gradients, master weights and Adam's two moments."""
+"""Bytes per parameter: for bf16 weights alone, and for bf16 weights, fp32 gradients, fp32 master weights and Adam's two
+moments."""
 
 HEAD = ["preset", "family", "layers", "hidden", "heads", "seq", "vocab", "size", "weights", "training"]
 
 SMALL_VOCABULARY = 1024
-"""Vocabulary size assumed for presets that use the tokenizer's."""
+"""Vocabulary size assumed for presets whose vocabulary size depends on the tokenizer."""
 
 
 def run(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="only presets whose names begin with this")
+        list[str] | None, typer.Argument(metavar="NAME...", help="only presets whose names begin with NAME")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print numbers as JSON instead of a table")] = False,
 ) -> int:
     """List the presets of --model with their shapes, parameters and memory.
 
-    Weights are in bf16; training adds fp32 gradients, master weights and moments, which --tp, --pp and --zero split;
-    both in GiB. Activations are not included: mega memory-estimate --model NAME counts everything.
+    Memory is given in GiB for bf16 weights, and for training, which adds fp32 gradients, master weights and moments.
+    --tp, --pp and --zero divide the memory over ranks. Activations are not included; mega memory-estimate --model NAME
+    includes them.
     """
     from mega.core.config.compose import nearest
 
@@ -50,7 +52,7 @@ def run(
 
 
 def _numbers(name: str) -> dict[str, str | int | list[int] | None]:
-    """The shape of a preset, the bytes of its weights in bf16, and those of its training."""
+    """Return a preset's shape, the bytes of its bf16 weights, and the bytes for training."""
     from mega.core.architecture import architecture, parameters
     from mega.core.config.compose import compose
     from mega.core.config.resolve import model_alone
@@ -75,7 +77,7 @@ def _numbers(name: str) -> dict[str, str | int | list[int] | None]:
 
 
 def _row(name: str) -> list[str]:
-    """The cells of a preset's row."""
+    """Return the cells of a preset's row in the table."""
     from mega.core.words import count_words
 
     preset = _numbers(name)

@@ -1,4 +1,4 @@
-"""`mega pretrain`: check everything, then train, on as many ranks as the launcher or --nproc gives."""
+"""`mega pretrain`: check all options and files, then train on the ranks of the launcher or on --nproc local ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def run(options: Options) -> int:
     """Train a model from scratch, or resume from a checkpoint.
 
-    Run it directly (with --nproc for several local ranks), or under torchrun, mpirun or srun. Every flag also has its
-    Megatron-LM spelling. --model, --config and flags define the run; later ones override earlier ones.
+    Run this verb directly (with --nproc for several local ranks), or under torchrun, mpirun or srun. Flags may also be
+    given in Megatron-LM's spelling. --model, --config and flags define the run: --config overrides --model, and flags
+    override both.
 
     Exit codes: 0 at the end, or when --exit-interval or --exit-minutes ended the run; 1 for a failure, 2 for a mistake;
     130, 143, 138, 129 when Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped it, after saving.
@@ -32,7 +33,7 @@ def run(options: Options) -> int:
         size = supervised_ranks(world, runtime.nproc or 1, supervision.hosts)
     else:
         size = ranks(world, runtime.nproc, runtime.world)
-    resolved = resolved_run(options, size, note)  # fast: no heavy module is imported before
+    resolved = resolved_run(options, size, note)  # fast, because no heavy module has been imported yet
     if runtime.dry_run:
         if is_first_rank():
             from mega.core.training.start.dry_run import dry_run
@@ -40,7 +41,7 @@ def run(options: Options) -> int:
             dry_run(open_inputs(resolved), size)
         return 0
     if supervised or (world.source == "alone" and size > 1):
-        inputs = open_inputs(resolved)  # a mistake in a file is reported once, before any rank starts
+        inputs = open_inputs(resolved)  # reports a mistake in a file once, before any rank starts
         _report_shortage(resolved.run, runtime.nproc or 1)
         if supervised:
             from mega.core.training.start.equal import alike
@@ -58,7 +59,7 @@ def run(options: Options) -> int:
 
 
 def _report_shortage(run: RunConfig, local_ranks: int) -> None:
-    """Report on stderr which resources of this host are too small, before anything is allocated."""
+    """Report on stderr which resources of this host are too small, before memory is allocated."""
     from mega.core.estimate.host import resource_warnings
 
     for line in resource_warnings(run, local_ranks):
@@ -66,7 +67,7 @@ def _report_shortage(run: RunConfig, local_ranks: int) -> None:
 
 
 def _supervise(options: Options, resolved: ResolvedRun, alike: Mapping[str, str], size: int) -> int:
-    """Run the ranks of this host, and restart them after a transient failure. alike: values that must be equal on all
+    """Run this host's ranks, and restart them after a transient failure. alike: values that must be equal on all
     hosts."""
     from mega.core.checkpoint.own.store import store_at
     from mega.core.processes.hosts import supervise_hosts
@@ -75,14 +76,14 @@ def _supervise(options: Options, resolved: ResolvedRun, alike: Mapping[str, str]
 
     save, nproc, supervision = options.checkpoint.save, options.runtime.nproc or 1, options.supervision
     resumed = resolved
-    if save is not None:  # a restart loads the run's own checkpoint, optimizer included, even with --no-load-optim
+    if save is not None:  # a restart loads the run's checkpoint, including optimizer state, even with --no-load-optim
         resuming = updated(options, {"resume": "auto", "load_optim": True})
         resumed = resolved_run(resuming, size, note)
 
     newest = [max(store_at(save).steps(), default=0)] if save is not None else [0]
 
     def saved() -> int:
-        with contextlib.suppress(OSError, ValueError):  # the store may be unreachable for a moment
+        with contextlib.suppress(OSError, ValueError):  # the store may be temporarily unreachable
             newest.extend(store_at(save).steps()[-1:] if save is not None else ())
         return newest[-1]
 

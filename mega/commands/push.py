@@ -41,7 +41,7 @@ def run(
     from mega.core.checkpoint.forms.form import OWN
     from mega.core.checkpoint.forms.recognise import form_at
 
-    # The folder must exist until the upload has ended, so everything below is inside the block.
+    # The folder must exist until the upload has ended, so all code below is inside the block.
     with tempfile.TemporaryDirectory(prefix="mega-push-") as temporary:
         folder = directory
         if (form := form_at(directory)) is OWN:
@@ -69,7 +69,7 @@ def run(
 
 
 def _weight_bytes(tensors: Tensors) -> int:
-    """The size of all weights, without optimizer state."""
+    """Return the size of all weights in bytes, without optimizer state."""
     weights = (value for name, value in tensors.items() if name.startswith("weights/"))
     return sum(prod(shape) * dtype.itemsize for shape, dtype in weights)
 
@@ -82,7 +82,7 @@ def _read_card(path: Path) -> str:
 
 
 def _card(directory: Path, name: HubName, options: PushOptions) -> str:
-    """A model card generated from the weights."""
+    """Return a model card generated from the weights."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import parameter_words, shape_words
     from mega.core.checkpoint.forms.open import open_weights

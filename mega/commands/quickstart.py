@@ -1,4 +1,4 @@
-"""`mega quickstart`: all steps from text to a small trained model."""
+"""`mega quickstart`: run all steps from text to a small trained model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def run(
     steps: Annotated[int, typer.Option("--steps", help="training steps")] = 800,
     only: Annotated[
         Literal["corpus", "plot", "verdict"] | None,
-        typer.Option("--only", help="run only this step, in the --out of an earlier tour"),
+        typer.Option("--only", help="run only this step, in the --out of an earlier call"),
     ] = None,
 ) -> int:
-    """Train a small model and let it write text: no download, no GPU, about three minutes on two cores.
+    """Train a small model and generate text with it, without a download or a GPU, in about three minutes on two cores.
 
-    Every step prints the command that runs it.
+    For each step, the equivalent command is printed.
     """
     from mega.core.quickstart.tour import play, tour
 

@@ -1,4 +1,4 @@
-"""`mega report`: show a run, an evaluation or a corpus as one page of HTML."""
+"""`mega report`: show a run, an evaluation or a corpus as one HTML page."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def run(
         str | None, typer.Option("--out", "-o", help="output file [report.html in the directory, or FILE.html]")
     ] = None,
 ) -> int:
-    """Write one self-contained page: loss, learning rate, norms, throughput, memory, events and samples of a run; the
-    score of an evaluation; or the steps of a corpus, with reasons, lengths, languages, domains and examples.
+    """Write one self-contained HTML page. For a run, it shows loss, learning rate, norms, throughput, memory, events
+    and samples; for an evaluation, the score; for a corpus, each step's counts of documents by reason, length, language
+    and domain, with examples.
 
-    A run may still be training; the page shows its steps so far.
+    A run may still be training; the page then shows the steps up to now.
     """
     from mega.core.report.page import page
     from mega.core.report.read import CorpusRecord, read
 
     report_data = read(record)
-    in_directory = record.is_dir() and not isinstance(report_data, CorpusRecord)  # the files in a corpus are documents
+    in_directory = record.is_dir() and not isinstance(report_data, CorpusRecord)  # a corpus contains documents
     target = out or str(record / "report.html" if in_directory else record.with_name(f"{record.name}.html"))
     if not out and not in_directory and not isinstance(report_data, CorpusRecord):
         target = str(record.with_suffix(".html"))

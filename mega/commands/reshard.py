@@ -1,7 +1,7 @@
-"""`mega reshard`: convert a checkpoint to another layout, also from and to Megatron-LM's checkpoints.
+"""`mega reshard`: convert a checkpoint to a different layout, or from and to Megatron-LM's formats.
 
-It accepts every flag of Megatron-LM's own tool (tools/checkpoint); flags that only control its two processes have no
-effect.
+The verb accepts every flag of Megatron-LM's conversion tool (tools/checkpoint). Flags that only control the two
+processes of that tool have no effect.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from mega.core.checkpoint.own.ledger import ConversionReport
 
 STATED_BY = "the checkpoint says it"
-"""The reason, in notes, why training options have no effect here."""
+"""The reason why training options have no effect, for messages."""
 
 
 def run(reshard: ReshardOptions, layout: Layout) -> int:
-    """Convert a checkpoint to another layout, on the CPU: weights, master weights and moments, also to and from
-    Megatron-LM.
+    """Convert a checkpoint to a different layout, or to and from Megatron-LM's formats, on the CPU. Weights, master
+    weights and moments are converted.
 
-    Mega loads its own checkpoints into any layout without this verb; converted files match the ranks that read them.
+    A mega checkpoint can be loaded in any layout without this verb; after the conversion, there is one file per rank.
     """
     from mega.core.files import check_save_dir, check_source
 
@@ -37,7 +37,8 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
     from mega.core.checkpoint.own.tables import progress_bar
 
     if reshard.verify:
-        # Checked before the conversion, which may take hours, because not every format can be read back.
+        # Not every format can be read back, which is checked before the conversion, because a conversion may take
+        # hours.
         check_comparable(load, to_ours=reshard.saver == "mega")
     check_flags(form_at(load), writer_of(reshard.saver), {**layout.flags, **reshard.flags})
     vocab = _vocab(reshard)
@@ -94,7 +95,8 @@ def _upcycle(reshard: ReshardOptions, layout: Layout, vocab: int | None) -> int:
 
 
 def _vocab(reshard: ReshardOptions) -> int | None:
-    """The true vocabulary size, if it was given. Errors: ValueError if the vocabulary file has another one."""
+    """Return the true vocabulary size, if it was given. Errors: ValueError if the vocabulary file has a different
+    size."""
     size, file = reshard.true_vocab_size, reshard.vocab_file
     if file is None:
         return size
@@ -105,7 +107,7 @@ def _vocab(reshard: ReshardOptions) -> int | None:
 
 
 def _pieces_of(path: Path) -> int:
-    """The number of pieces of a vocab.json."""
+    """Return the number of tokens in a vocab.json."""
     from mega.core.text.gpt2 import read_vocab
 
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""`mega retro build | query | inspect`: a database of chunks, and the neighbours of a run's samples in it."""
+"""`mega retro build | query | inspect`: build a database of chunks, and find the neighbours of a run's samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = group("Build the database that a model with a retriever reads.")
 @app.command(cls=Command)
 @command
 def build(database: DatabaseOptions, tokenizer: TokenizerConfig) -> None:
-    """Cut a corpus into chunks and embed them. Finished blocks are kept, so an interrupted call resumes."""
+    """Split a corpus into chunks and embed the chunks. Finished blocks are kept, so an interrupted call resumes."""
     from mega.core.retro.database import build_database
     from mega.core.text.build import build as made
 
@@ -33,7 +33,7 @@ def build(database: DatabaseOptions, tokenizer: TokenizerConfig) -> None:
 @app.command(cls=Command)
 @command
 def query(run: Options, search: QueryOptions) -> None:
-    """Find the neighbours of all samples that a run reads. Takes the flags of the run, with --retro."""
+    """Find the neighbours of all samples that a run reads. Takes the flags of the run, including --retro."""
     from mega.core.retro.database import query_run
 
     query_run(run, search, _share(search.shard), typer.echo)
@@ -42,7 +42,7 @@ def query(run: Options, search: QueryOptions) -> None:
 @app.command(cls=Command)
 @command
 def inspect(run: Options, shown: LookOptions) -> None:
-    """Show a database: the number of chunks, the text of a chunk, or the chunks of a sample with their neighbours."""
+    """Show the number of chunks in a database, the text of a chunk, or the chunks of a sample with their neighbours."""
     from mega.core.retro.database import describe_database
 
     for line in describe_database(run, shown):

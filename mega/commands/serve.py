@@ -18,7 +18,7 @@ from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 
 STATED_BY = "the checkpoint says it, or each request does"
-"""The reason, in notes, why training options have no effect here."""
+"""The reason why training options have no effect, for messages."""
 
 
 def run(
@@ -32,14 +32,14 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="a run's directory, one step in it, foreign weights, a name of the Hub", show_default=False
+            help="a run's or a step's directory, weights in another format, a name of the Hub", show_default=False
         ),
     ] = None,
 ) -> int:
-    """Serve a model over HTTP: OpenAI's API, Megatron-LM's PUT /api, and a page for trying it.
+    """Serve a model over HTTP with OpenAI's API, Megatron-LM's PUT /api, and a web page for trying the model.
 
-    The checkpoint supplies the model, its tokenizer and its chat template; any layout may serve it. After SIGTERM the
-    server answers all accepted requests, then ends with exit code 0.
+    The checkpoint provides the model, the tokenizer and the chat template, and can be served in any layout. After
+    SIGTERM, the server answers all accepted requests, then ends with exit code 0.
     """
     _check_extra()
     from mega.core.inference.request import sampling_of
@@ -74,21 +74,21 @@ def run(
 
 
 def _check_names(names: Sequence[str], adapters: Mapping[str, Path]) -> None:
-    """Errors: ValueError if an adapter has a name of the model."""
+    """Check the names of adapters. Errors: ValueError if an adapter has the same name as the model."""
     for name in names:
         if name in adapters:
             raise ValueError(f"--adapter {name}={adapters[name]}: {name} is the model itself; give it another name")
 
 
 def _check_extra() -> None:
-    """Errors: ValueError naming the extra of mega that is not installed."""
+    """Check that the required libraries are installed. Errors: ValueError naming the extra of mega to install."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(library) is None:
             raise ValueError(f"mega serve: needs {library}; pip install '.[serve]' in a clone")
 
 
 def _place(checkpoint: Path | None, load: Path | None) -> Path:
-    """The model's directory. Errors: ValueError unless it is given exactly once."""
+    """Return the model's directory. Errors: ValueError unless the directory is given exactly once."""
     if checkpoint is not None and load is not None:
         raise ValueError(f"--load {load}: excludes the checkpoint {checkpoint}, which means the same")
     path = checkpoint or load
@@ -101,7 +101,7 @@ def _place(checkpoint: Path | None, load: Path | None) -> Path:
 
 
 def _own_name(place: Path | None) -> str:
-    """The default name of a model: that of its directory, or its name on the Hub."""
+    """Return the default name of a model: its name on the Hub, or the name of its directory."""
     if place is None:
         return ""
     name = hub_name(place) or cached_name(place)

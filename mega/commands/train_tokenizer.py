@@ -18,7 +18,7 @@ FILES = {
     "wordpiece": ("vocab.txt",),
     "sentencepiece": ("tokenizer.model", "tokenizer.vocab"),
 }
-"""Kind of tokenizer -> the files that training writes."""
+"""Kind of tokenizer -> names of the files that training writes."""
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
         tokenizer.json_key,
         tokenizer.text_lines,
     ]
-    # The record of inputs and settings decides whether existing files are kept or refused.
+    # The record of inputs and settings determines whether existing files are kept or refused.
     record = WorkRecord([tokenizer.output_dir / name for name in names], work_of(settings, find(tokenizer.input)))
     is_current = record.is_current("--output-dir", tokenizer.output_dir, tokenizer.overwrite)
     if not is_current:

@@ -21,11 +21,12 @@ def run(
 ) -> int:
     """Translate a command line of Megatron-LM (2019 to 2026), its forks, DeepSpeed or fairseq to mega.
 
-    Include the launcher and the program, whose name says what is trained, as in mega translate torchrun
-    pretrain_bert.py --num-layers 24. The output is a script: the new commands, with comments on flags that have no
-    effect or no counterpart. Nothing is started, and no file that a line names is opened.
+    The command line must include the program, whose name determines what is trained, and the launcher, if any, as in
+    mega translate torchrun pretrain_bert.py --num-layers 24. The output is a script with the new commands, and with
+    comments about flags that have no effect or no equivalent. Nothing is started, and files that a command names are
+    not opened.
 
-    Exit codes: 0; 1 if something has no counterpart.
+    Exit codes: 0 if everything was translated; 1 if something has no equivalent.
     """
     from mega.command_line.legacy.lines import translated
     from mega.command_line.legacy.scripts import command_lines, split_command
@@ -33,7 +34,7 @@ def run(
     from mega.command_line.options import spellings_of
 
     words = line or []
-    # os.path.isfile, not Path.is_file, which raises an error for a quoted line that is too long for a file name.
+    # os.path.isfile is used because Path.is_file raises an error for a quoted line that is too long for a file name.
     if len(words) == 1 and (" " not in words[0] or os.path.isfile(words[0])):
         source = words[0]
         commands = list(command_lines(_text(source)))
@@ -47,7 +48,7 @@ def run(
     for each in commands:
         try:
             results.append(translated(each, spellings_of))
-        except ValueError as error:  # other lines of the script may be translated
+        except ValueError as error:  # other lines of the script may still be translated
             unknown.append(error)
     if not results:
         raise unknown[0]
@@ -57,7 +58,7 @@ def run(
 
 
 def _text(what: str) -> str:
-    """The text of a script. Errors: ValueError if it cannot be read."""
+    """Return the text of a script. Errors: ValueError if the script cannot be read."""
     from mega.core.untrusted import read_limited
 
     try:
