@@ -1,8 +1,8 @@
 """Read token files: `<prefix>.bin` contains concatenated ids, `<prefix>.idx` the offset of each sequence.
 
-The format is Megatron-LM's MMIDIDX, so that each program can read the other's files. A *sequence* is one stored run of
-tokens (a document, or one sentence of a document). A *document* is a run of consecutive sequences. This module does not
-depend on texts or samples.
+The format is Megatron-LM's MMIDIDX, so that Megatron-LM can read these files, and this module can read files from
+Megatron-LM. A *sequence* is one stored run of tokens (a document, or one sentence of a document). A *document* is a run
+of consecutive sequences. This module does not depend on texts or samples.
 
     .bin   only the ids of all sequences, little-endian, in the dtype given by the .idx
     .idx   "MMIDIDX\\0\\0" · u64 version 1 · u8 dtype code · u64 S sequences · u64 D = documents + 1
@@ -92,7 +92,7 @@ class IndexedDataset:
 
     lengths: int32 [S]; document_index: int64 [D]; tokens: all ids in the .bin.
     `dataset[i]` is sequence i, without a copy.
-    mmap: if False, the whole .idx is read at once, and tokens are read from the .bin on each access.
+    mmap: if False, the whole .idx is read into memory, and tokens are read from the .bin on each access.
     Raises ValueError naming the file if the contents of the pair are inconsistent.
     """
 

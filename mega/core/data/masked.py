@@ -329,8 +329,8 @@ def mask(
 
 
 def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
-    """Return the positions of all tokens that belong to words, and the index in these positions of each word's first
-    token, followed by the number of positions.
+    """Return the positions of all tokens that belong to words. Also return, for each word, the index of its first token
+    in these positions; the last entry is the number of positions.
 
     [CLS] un ##aff a [SEP] -> [1, 2, 3], [0, 2, 3]
     """

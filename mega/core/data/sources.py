@@ -49,7 +49,7 @@ Kind = Literal["lines", "packed lines", "text", "parquet", "arrow"]
 
 
 class BadLine(ValueError):
-    """Raised for a line that holds no document. The message names file and line."""
+    """Raised for a line that does not contain a document. The message names file and line."""
 
 
 class Place(NamedTuple):

@@ -167,7 +167,7 @@ class ChatOptions(VerbSection):
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(VerbSection):
     """Sampling options of `mega generate`. None means that an option is not given: beam search does not sample, and a
-    server has its own defaults."""
+    server applies its defaults."""
 
     title: ClassVar[str] = "Sampling"
 

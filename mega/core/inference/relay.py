@@ -54,7 +54,7 @@ class LostRank(RuntimeError):
 
 class Relay:
     """The connection between the ranks of a model replica, in which the first rank sends and the other ranks receive.
-    All ranks of `mesh` must construct the relay at the same time. shared: whether to use shared memory where
+    The constructor is a collective operation of all ranks of `mesh`. shared: whether to use shared memory where
     possible."""
 
     def __init__(self, mesh: Mesh, shared: bool = True):

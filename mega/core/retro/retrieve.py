@@ -87,7 +87,7 @@ class DatabaseRetriever:
     tokenizer: Tokenizer  # the model's tokenizer
     database: ChunkDatabase  # the chunks
     embedder: Embedder  # embeds the queries
-    search: Search  # finds the nearest vectors of chunks
+    search: Search  # finds the chunks with the nearest vectors
     device_bytes: int  # bytes that the embedder and the search need on the device
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:

@@ -141,7 +141,7 @@ class IndexedWriter:
     def extend(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
         """Add many documents, given by all ids, the lengths of all sequences, and the number of sequences per document.
 
-        Raises ValueError for an id that the dtype cannot hold.
+        Raises ValueError for an id that the dtype cannot represent.
         """
         assert len(ids) == lengths.sum() and len(lengths) == counts.sum()
         self._write(ids, lengths, counts)

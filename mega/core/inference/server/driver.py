@@ -29,11 +29,11 @@ ENDING = 1.0
 
 
 class QueueFull(Exception):
-    """The queue is full now; a later attempt may succeed."""
+    """Raised if the queue is full; a later attempt may succeed."""
 
 
 class EngineLost(Exception):
-    """The engine has failed or is closed. The message may be shown to clients."""
+    """Raised if the engine has failed or is closed. The message may be shown to clients."""
 
 
 @dataclass(eq=False)

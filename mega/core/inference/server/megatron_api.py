@@ -65,7 +65,8 @@ _BEAMS = ("stop_token", "length_penalty")
 
 
 class Refused(ValueError):
-    """An invalid request, with Megatron-LM's message. always: whether the status is 400 even with --legacy-status."""
+    """Raised for an invalid request, with Megatron-LM's message. always: whether the status is 400 even with
+    --legacy-status."""
 
     def __init__(self, text: str, always: bool = False) -> None:
         super().__init__(text)
