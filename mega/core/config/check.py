@@ -1,10 +1,10 @@
 """Check all rules for the options of a run, before any process starts.
 
-`check` raises one ValueError with a line for each problem: the flag as the user typed it, its value, the rule, and the
-valid values. Ranges and most dependencies are properties of the option (config/option.py); every other rule is written
-once, in a small generator in this module that yields the lines of the message. config/resolve.py derives values, and
-config/check_files.py checks files. This module does not import torch; the ranks check the rules that depend on the
-device.
+`check` raises one ValueError with a line for each problem: the flag as the user typed it, the flag's value, the rule,
+and the valid values. Ranges and most dependencies are properties of the option (config/option.py); every other rule is
+written once, in a small generator in this module that yields the lines of the message. config/resolve.py derives
+values, and config/check_files.py checks files. This module does not import torch; the ranks check the rules that depend
+on the device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
 
 
 def check(options: Options, world: int) -> None:
-    """Check a run of `world` ranks. Rules about derived values are skipped if the model's sizes are unknown.
+    """Check the options of a run on `world` ranks. Rules about derived values are skipped if the model's sizes are
+    unknown.
 
     Errors: ValueError with one line per problem.
 
@@ -73,7 +74,7 @@ def check(options: Options, world: int) -> None:
     unsized = [*_sizes(options), *_ranges(options)]
     problems = [*_names(options), *unsized, *_missing(options), *_needs(options), *_families(options)]
     problems += [*_pairs(options), *_guards(options, world), *files(options)]
-    # resolve() needs these sizes, so rules about derived values wait until they are valid.
+    # resolve() needs these sizes, so rules about derived values are checked only if the sizes are valid.
     if not unsized and None not in (options.model.layers, options.model.hidden, options.model.heads):
         run = resolve(options, world, ANY_VOCABULARY)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _ahead):

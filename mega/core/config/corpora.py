@@ -1,4 +1,5 @@
-"""Short names for corpora: a TOML table, name -> prefix or list of weights and prefixes, usable in every data option.
+"""Resolve short names of corpora, which every data option accepts. A TOML table maps each name to a prefix or to a list
+of weights and prefixes:
 
 [corpora]
 wikipedia = "/data/wikipedia_text_document"
@@ -13,7 +14,7 @@ from mega.core.config.toml import loads, read_text
 
 
 def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
-    """Replace each name in `words` that the table [corpora] of the TOML file defines with its value.
+    """Replace names in `words` with their values in the table [corpora] of a TOML file. Other words are kept.
 
     Errors: ValueError if the file has no table [corpora].
     """

@@ -2,7 +2,7 @@
 
 Megatron-LM has a script for each family, and no flag that names the family. Here a flag of BERT or T5 in a run of
 another family is an error; otherwise such a command line would train a GPT. The families of a flag are properties of
-its option (`families`, `usual_in` and `spelling_families` in config/option.py) and include families that are not
+the flag's option (`families`, `usual_in` and `spelling_families` in config/option.py) and include families that are not
 implemented. This module does not depend on the names of flags.
 """
 
@@ -17,7 +17,7 @@ from mega.core.config.run import Options, entries, value_of
 from mega.core.config.schema import Entry
 
 TITLES = {"bert": "BERT", "t5": "T5"}
-"""Model family, implemented or not -> the name of its model."""
+"""Model family, implemented or not -> the name of the model."""
 
 
 class Typed(NamedTuple):

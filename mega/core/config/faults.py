@@ -20,7 +20,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "stop": ("step",),
     "fail": ("save",),
 }
-"""Kind of fault -> its valid targets, the first of which is the default.
+"""Kind of fault -> the valid targets, the first of which is the default.
 
     nan, inf   one number becomes NaN or infinite: a loss weight, a layer's output, a gradient before it is reduced, a
                weight, a moment, the last stage's reduced gradient of a tied tensor
@@ -28,7 +28,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     spike      the gradient is multiplied by x, or the labels are permuted
     sleep      the rank waits for `seconds` in each step
     kill stop  SIGKILL, SIGSTOP
-    fail       a save of the step finds the disk full
+    fail       a save in the step reports that the disk is full
 """
 
 SECRET = "MEGA_INJECT"

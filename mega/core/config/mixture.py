@@ -1,4 +1,4 @@
-"""Options of a mixture of experts: the number of experts, their choice by a router, and the balance of their load.
+"""Options of a mixture of experts: the number of experts, the router that chooses experts, and load balancing.
 
 These options are part of the model section (sections.py). Without --experts every layer's feed-forward network is dense
 and no other option of a mixture may be given. check_mixture.py contains the rules for these options. This module does
@@ -58,7 +58,7 @@ class MixtureOptions(Section):
         None, "width of one expert [ffn]", megatron="--moe-ffn-hidden-size", within=COUNT, most=2**24
     )
     experts_from: int = _mixed(
-        0, "index of the first layer with experts; the layers before it are dense", within=NOT_NEGATIVE
+        0, "index of the first layer with experts; earlier layers are dense", within=NOT_NEGATIVE
     )
     experts_every: int = _mixed(
         1, "every n-th layer has experts, starting at --experts-from", megatron="--moe-layer-freq", within=COUNT
@@ -131,7 +131,7 @@ class MixtureOptions(Section):
     )
     router_group_best: int | None = option(
         None,
-        "number of a group's best scores whose sum is the score of the group [experts-chosen / router-groups-chosen]",
+        "number of best expert scores whose sum is a group's score [experts-chosen / router-groups-chosen]",
         within=COUNT,
         needs={"router_groups": ()},
     )
@@ -192,7 +192,7 @@ class MixtureOptions(Section):
     )
     capacity_factor: float | None = _mixed(
         None,
-        "limit each expert to this times its even share of a microbatch's tokens and drop the excess [no limit]",
+        "limit each expert to this times an even share of a microbatch's tokens, and drop the excess [no limit]",
         megatron="--moe-expert-capacity-factor",
         within=POSITIVE,
         on_resume="noted",
@@ -206,7 +206,7 @@ class MixtureOptions(Section):
     )
     pad_to_capacity: bool = option(
         False,
-        "pad the input of every expert to its capacity, so that all ranks exchange the same number of rows",
+        "pad the input of every expert to the capacity limit, so that all ranks exchange the same number of rows",
         megatron={"--moe-pad-expert-input-to-capacity": True},
         needs={"capacity_factor": ()},
         on_resume="free",

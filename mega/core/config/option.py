@@ -133,11 +133,11 @@ class Option:
     choices: Collection[str] | None = None
     """Valid values that are registered at run time; fixed values are given by a `Literal` type."""
     needs: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
-    """Name of another option -> the values, or the range of values, that it must have if this option differs from its
-    default; () means any value except None and off."""
+    """Name of another option -> the values, or the range of values, that the other option must have if this option
+    differs from its default; () means any value except None and off."""
     read_with: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
-    """Name of another option -> its values, as in `needs`. If no entry is satisfied, this option has no effect, and the
-    user gets a message."""
+    """Name of another option -> values of the other option, as in `needs`. If no entry is satisfied, this option has no
+    effect, and the user gets a message."""
     families: Families = ()
     """Model families whose runs read the option, or a mapping from its values to families; () means all families. A
     family that sets a default for the option also reads the option."""

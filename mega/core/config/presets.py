@@ -13,7 +13,7 @@ Values = Mapping[str, object]
 
 
 class FamilyDefaults(NamedTuple):
-    """The defaults of a family, and what it supports."""
+    """The default option values of a model family, and the features that the family supports."""
 
     values: Values
     sentencepiece: str = "GPTSentencePieceTokenizer"
@@ -173,7 +173,7 @@ def _gemma(
 def _gemma2(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: int
 ) -> dict[str, object]:
-    """scalar: the number by whose square root attention scores are divided."""
+    """Gemma 2. scalar: the number by whose square root attention scores are divided."""
     scale = {} if scalar == head_dim else {"attention_scale": scalar**-0.5}
     return {
         **_gemma(layers, hidden, heads, kv_heads, ffn, head_dim, 8192, 256000),
@@ -199,7 +199,7 @@ def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, windo
 
 
 def _starcoder2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, base: float) -> dict[str, object]:
-    """GPT's norms, biases and activation with grouped heads and a window."""
+    """StarCoder2: GPT's norms, biases and activation, with grouped-query attention and an attention window."""
     return {
         **_gpt(layers, hidden, heads, 16384, 49152),
         "kv_heads": kv_heads,
@@ -214,7 +214,7 @@ def _starcoder2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, b
 def _granite(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, scale: float, divisor: float
 ) -> dict[str, object]:
-    """Embeddings, scores, branches and logits are multiplied by constants."""
+    """Granite: embeddings, attention scores, branches and logits are multiplied by constants."""
     return {
         **_llama(layers, hidden, heads, kv_heads, ffn, 131072, 49155),
         "rope_base": 5000000.0 if hidden < 4096 else 10000000.0,
@@ -406,7 +406,8 @@ PRESETS: Mapping[str, Values] = {
     "t5-770m": _t5(24, 1024, 16, 64, 4096),
     "t5-3b": _t5(24, 1024, 32, 128, 16384),
     "t5-11b": _t5(24, 1024, 128, 128, 65536),
-    # Shoeybi et al. trained by fairseq, https://github.com/facebookresearch/fairseq/tree/main/examples/megatron_11b
+    # trained by fairseq after Shoeybi et al. 2019,
+    # https://github.com/facebookresearch/fairseq/tree/main/examples/megatron_11b
     "megatron-11b": {
         **_gpt(72, 3072, 32, 1024, 51200),
         "ffn": 18432,

@@ -1,4 +1,4 @@
-"""Derive the values of options that are not given. No other code derives these values; it reads the resolved run.
+"""Derive the values of options that are not given. All other code reads these values from the resolved run.
 
 `resolve` makes a run from options, a world size and a vocabulary size. `resolve` checks only that sizes are given;
 config/check.py contains all other rules.
@@ -70,7 +70,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
 
 
 def profiled_steps(text: str) -> range | None:
-    """Parse the steps of --profile; None if the text is invalid.
+    """Parse the value of --profile; returns the steps, or None if the text is invalid.
 
     >>> profiled_steps("10:12"), profiled_steps("7"), profiled_steps("3:1")
     (range(10, 13), range(7, 8), None)
@@ -143,8 +143,8 @@ def with_head(model: ModelConfig, task: str) -> ModelConfig:
 
 
 def epoch_steps(run: RunConfig) -> int | None:
-    """Return the number of steps in one epoch; None unless the run's length is given in epochs and its steps are
-    resolved."""
+    """Return the number of steps in one epoch; None unless the run's length is given in epochs and the number of steps
+    is resolved."""
     steps, epochs = run.batch.steps, run.finetuning.epochs
     return None if steps is None or epochs is None else steps // epochs
 
@@ -166,7 +166,7 @@ def gathers_experts(run: RunConfig) -> bool:
 
 
 def column_unit(parallel: ParallelOptions) -> int:
-    """Return the number of which a row's columns must be a multiple, so that the ranks that split a row hold equal
+    """Return the divisor that a row's number of columns must have, so that the ranks that split a row hold equal
     numbers of columns: whole context chunks and whole sequence shards.
 
     >>> column_unit(ParallelOptions(tp=2, cp=3, sequence_parallel=True))
@@ -218,8 +218,8 @@ def eager_microbatches(shares: int, count: int) -> int:
     """Return how many of `count` microbatches run without a graph under --cuda-graph. shares: number of ranks that
     reduce gradients together.
 
-    With several ranks, the last of several microbatches runs without a graph, because its backward pass overlaps with
-    the reduction of gradients.
+    If several ranks reduce gradients, the last of several microbatches runs without a graph, because the backward pass
+    of the last microbatch overlaps with the reduction.
 
     >>> eager_microbatches(1, 4), eager_microbatches(2, 4), eager_microbatches(2, 1)
     (0, 1, 0)
@@ -236,7 +236,7 @@ SMALL_EXCHANGING_BLOCK = 3.5e12
 
 
 def records_graph(run: RunConfig, world: int) -> bool:
-    """Return whether a resolved run records its microbatches as CUDA graphs.
+    """Return whether a resolved run records microbatches as CUDA graphs.
 
     Without --cuda-graph and --no-cuda-graph, the run records graphs if graphs support its options and a block is so
     small that the device would wait for the host. A mixture of experts is not recorded, because the host computes the
@@ -258,7 +258,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
     if model.experts or model.retriever or model.mtp_layers:
         return False
     shares = data_parallel(run, world) * parallel.cp
-    if shares > 1 and microbatches(run, world) == 1:  # gradients would be reduced after the whole backward pass
+    if shares > 1 and microbatches(run, world) == 1:  # a graph would reduce gradients only after the backward pass
         return False
     linears = 2 * (model.heads + model.kv_heads) * model.head_dim
     linears += (3 if model.activation in GATED else 2) * model.ffn
@@ -413,7 +413,7 @@ def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
     if options.layers_per_chunk:
         chunks = max(1, model.blocks // options.pp // options.layers_per_chunk)
     if options.split_rank and not stage_layers and len(model.stacks) > 1:
-        with suppress(ValueError):  # config/check.py reports the mistake
+        with suppress(ValueError):  # config/check.py reports this mistake
             stage_layers = split_layers(model.stacks[0], model.stacks[1], options.pp, options.split_rank)
     schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
     etp = options.tp if options.etp is None else options.etp

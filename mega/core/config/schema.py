@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The flag as a user types it.
+        """The flag, as typed on the command line.
 
         >>> from mega.core.config.run import entries
         >>> entries()["seq_length"].flag

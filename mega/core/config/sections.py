@@ -117,7 +117,7 @@ class DenseOptions(Section):
     mask_padded_vocab: bool = option(
         True,
         "exclude padded vocabulary rows from the softmax; if off, padded rows count as tokens, and the loaded "
-        "checkpoint determines their number",
+        "checkpoint determines the number of rows",
         on_resume="noted",
     )
     positions: int | None = option(
@@ -175,13 +175,13 @@ class DenseOptions(Section):
     )
     rope_low_freq_factor: float = option(
         1.0,
-        "a frequency is low if it completes fewer turns than this in --rope-original-positions",
+        "rotary frequencies with fewer periods than this within --rope-original-positions are low",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3",)},
     )
     rope_high_freq_factor: float = option(
         4.0,
-        "a frequency that completes more turns than this in --rope-original-positions is not scaled",
+        "rotary frequencies with more periods than this within --rope-original-positions are not scaled",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3",)},
     )
@@ -193,13 +193,13 @@ class DenseOptions(Section):
     )
     rope_beta_fast: float = option(
         32.0,
-        "YaRN: a frequency that completes more turns than this in --rope-original-positions is not scaled",
+        "YaRN: rotary frequencies with more periods than this within --rope-original-positions are not scaled",
         within=POSITIVE,
         read_with={"rope_scaling": ("yarn",)},
     )
     rope_beta_slow: float = option(
         1.0,
-        "YaRN: a frequency is low if it completes fewer turns than this in --rope-original-positions",
+        "YaRN: rotary frequencies with fewer periods than this within --rope-original-positions are low",
         within=POSITIVE,
         read_with={"rope_scaling": ("yarn",)},
     )
@@ -221,14 +221,14 @@ class DenseOptions(Section):
     )
     rope_long_factors: tuple[float, ...] = option(
         (),
-        "divisors of the frequencies in longer rows (LongRoPE)",
+        "divisors of the frequencies in rows of more than --rope-original-positions tokens (LongRoPE)",
         within=POSITIVE,
         needs={"rope_scaling": ("longrope",)},
     )
     rope_layers: tuple[int, ...] = option(
         (),
         "pattern of layers with (1) and without (0) rotary positions, repeated over all layers; 1 1 1 0 leaves"
-        " out every fourth layer [all have rotary positions]",
+        " out every fourth layer [rotary positions in all layers]",
         within=CHANCE,
         needs={"position": ("rope",)},
     )
@@ -241,21 +241,21 @@ class DenseOptions(Section):
     )
     window: int | None = option(
         None,
-        "attention window of every layer: number of tokens, itself included, to which a token attends "
-        "backward; in an encoder also forward [all]",
+        "attention window of every layer: a token attends to itself and the previous --window - 1 tokens; in "
+        "an encoder, also to the next --window - 1 tokens [all tokens]",
         within=COUNT,
         most=2**26,
     )
     window_layers: tuple[int, ...] = option(
         (),
         "pattern of layers with --window (1) and with attention to all tokens (0), repeated over all layers "
-        "[all have the window]",
+        "[--window in all layers]",
         within=CHANCE,
         needs={"window": ()},
     )
     local_rope_base: float | None = option(
         None,
-        "rotary base of layers with --window; their positions are neither interpolated nor scaled [--rope-base]",
+        "rotary base of layers with --window, whose positions are neither interpolated nor scaled [--rope-base]",
         within=POSITIVE,
         needs={"window": (), "position": ("rope",)},
     )
@@ -267,7 +267,7 @@ class DenseOptions(Section):
     )
     embedding_multiplier: float = option(1.0, "multiply token embeddings by this", within=POSITIVE)
     residual_multiplier: float = option(
-        1.0, "multiply the output of each branch by this before it is added to the residual stream", within=POSITIVE
+        1.0, "multiply each branch's output by this before adding the output to the residual stream", within=POSITIVE
     )
     logit_divisor: float = option(1.0, "divide logits by this", within=POSITIVE, families=DECODERS)
     logit_softcap: float | None = option(
@@ -304,7 +304,7 @@ class DenseOptions(Section):
     )
     mtp_layers: int = option(
         0,
-        "number of tokens after the next one that training also predicts; adds one layer to the head for each",
+        "number of additional later tokens that training predicts, each with an additional layer in the head",
         megatron="--mtp-num-layers",
         within=NOT_NEGATIVE,
         most=64,
@@ -638,8 +638,7 @@ class ParallelOptions(Section):
     )
     tp_overlap: bool = option(
         False,
-        "overlap the exchange of tokens between tensor ranks with the GEMMs that use them, using copies into "
-        "peer memory",
+        "overlap the exchange of tokens between tensor ranks with GEMMs, using copies into peer memory",
         megatron={"--tp-comm-overlap": True},
         needs={"sequence_parallel": ()},
         evaluated=True,
@@ -679,7 +678,7 @@ class ParallelOptions(Section):
     )
     zero: int = option(
         0,
-        "shard optimizer state (1), also gradients (2), also parameters (3) over dp",
+        "ZeRO stage: shard over dp the optimizer state (1), also gradients (2), also parameters (3)",
         megatron={
             "--use-distributed-optimizer": weak(1),
             "--zero-stage": VALUE,
@@ -946,7 +945,7 @@ class OptimizerConfig(Section):
     )
     optimizer_offload: bool = option(
         False,
-        "keep master weights and moments in host memory, and run the update there",
+        "keep master weights and moments in host memory, and run the optimizer update on the host",
         megatron={"--optimizer-cpu-offload": True, "--zero-offload": {"cpu": "true", "none": "false"}},
     )
 
@@ -963,7 +962,7 @@ class ScheduleOptions(Section):
         "constant", "linear", "cosine", "inverse-square-root", "wsd", "range-test", "range-exponential"
     ] = option(
         "linear",
-        "curve of the learning rate; wsd stays at --lr until its final decay; range-test adds --lr every "
+        "curve of the learning rate; wsd stays at --lr until the final decay; range-test adds --lr every "
         "--lr-decay-steps; range-exponential grows from --min-lr to --lr",
         megatron={
             "--lr-decay-style": Renamed(
@@ -999,7 +998,7 @@ class ScheduleOptions(Section):
     )
     lr_wsd_decay_steps: int | None = option(
         None,
-        "wsd: number of steps of its final decay",
+        "wsd: number of steps in the final decay",
         megatron="--lr-wsd-decay-iters",
         unit="steps",
         within=COUNT,
@@ -1007,7 +1006,7 @@ class ScheduleOptions(Section):
     )
     lr_wsd_decay_samples: int | None = option(
         None,
-        "wsd: number of samples of its final decay",
+        "wsd: number of samples in the final decay",
         megatron="--lr-wsd-decay-samples",
         unit="samples",
         within=COUNT,
@@ -1015,7 +1014,7 @@ class ScheduleOptions(Section):
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential",
-        "wsd: curve of its final decay",
+        "wsd: curve of the final decay",
         megatron="--lr-wsd-decay-style",
         read_with={"lr_decay": ("wsd",)},
     )
@@ -1044,10 +1043,10 @@ class ScheduleOptions(Section):
         read_with={"lr_warmup_steps": COUNT, "lr_warmup_samples": COUNT, "lr_warmup_fraction": POSITIVE},
     )
     start_weight_decay: float | None = option(
-        None, "initial weight decay, if the weight decay changes", megatron="--start-weight-decay", within=NOT_NEGATIVE
+        None, "initial weight decay, if not constant", megatron="--start-weight-decay", within=NOT_NEGATIVE
     )
     end_weight_decay: float | None = option(
-        None, "final weight decay, if the weight decay changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
+        None, "final weight decay, if not constant", megatron="--end-weight-decay", within=NOT_NEGATIVE
     )
     weight_decay_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "curve of the weight decay over the run", megatron="--weight-decay-incr-style"
@@ -1183,8 +1182,8 @@ class DataConfig(Section):
     )
     repeat_short_parts: bool = option(
         False,
-        "repeat a split of a corpus that has fewer tokens than a sample, as Megatron-LM 23.06 does; if off, "
-        "such a split is an error",
+        "repeat splits of a corpus that are shorter than a sample, as Megatron-LM 23.06 does; if off, short "
+        "splits are an error",
     )
     mock_data: bool = option(False, "use random tokens instead of files", megatron={"--mock-data": True})
     retro: str | None = option(
@@ -1267,7 +1266,7 @@ class DataConfig(Section):
     )
     fim_fragment_rate: float = option(
         0.5,
-        "fraction of fragments that are changed",
+        "fraction of fragments that --fim-data changes",
         megatron="--fim-fragment-rate",
         within=CHANCE,
         on_resume="noted",
@@ -1320,9 +1319,7 @@ class DataConfig(Section):
         "accept token files or weights made with another tokenizer, such as an earlier version with fewer tokens",
         evaluated=True,
     )
-    allow_corpus_change: bool = option(
-        False, "resume even if the tokens of the token files differ from those that the run was trained on"
-    )
+    allow_corpus_change: bool = option(False, "resume even if the token files contain other tokens than before")
     data_workers: int = option(
         2,
         "0 loads the data of a step when the step needs it; any other number prefetches data on a thread",
@@ -1582,7 +1579,7 @@ class CheckpointConfig(Section):
     )
     save_retry_minutes: float = option(
         0,
-        "retry a failed save for this long before the run ends; at most --phase-timeout-minutes",
+        "retry a failed save for this many minutes before the run ends; at most --phase-timeout-minutes",
         unit="minutes",
         within=NOT_NEGATIVE,
         needs={"save": ()},
@@ -1597,8 +1594,8 @@ class CheckpointConfig(Section):
     )
     keep_last: int | None = option(
         None,
-        "keep only this many of the newest checkpoints, plus the newest good one, the next one to "
-        "become good, and the one with the lowest validation loss",
+        "keep only this many of the newest checkpoints, plus the newest good checkpoint, the next to become "
+        "good, and the checkpoint with the lowest validation loss",
         megatron={"--save-retain-interval": weak(1)},
         within=COUNT,
         needs={"save": ()},
@@ -1628,13 +1625,13 @@ class CheckpointConfig(Section):
     )
     override_schedule: bool = option(
         False,
-        "use this run's schedule if the checkpoint's differs",
+        "use the schedule of this run, even if the checkpoint's schedule differs",
         megatron={"--override-opt_param-scheduler": True, "--override-opt-param-scheduler": True},
         read_with={"load": (), "resume": ()},
     )
     use_checkpoint_schedule: bool = option(
         False,
-        "use the checkpoint's schedule if this run's differs",
+        "use the schedule of the checkpoint, even if this run's schedule differs",
         megatron={"--use-checkpoint-opt_param-scheduler": True, "--use-checkpoint-opt-param-scheduler": True},
         read_with={"load": (), "resume": ()},
     )
@@ -1702,8 +1699,8 @@ class LogOptions(Section):
     progress: bool = option(True, "show a progress bar on a terminal", evaluated=True)
     profile: str | None = option(
         None,
-        "profile the steps from FIRST to LAST: write a trace of each of --profile-ranks next to --metrics, and"
-        " a table to the log",
+        "profile the steps from FIRST to LAST: write a trace per rank in --profile-ranks next to --metrics, "
+        "and a table to the log",
         metavar="FIRST:LAST",
     )
     profile_ranks: tuple[int, ...] = option(
@@ -1732,13 +1729,14 @@ class GuardConfig(Section):
 
     on_nan: Literal["stop", "skip", "rollback"] = option(
         "stop",
-        "if a loss, a gradient (unless the loss scale handles it), a weight or a moment is not finite: end the"
-        " run; skip the batch; or return to the newest checkpoint and skip the batches since then",
+        "reaction to a loss, a gradient (unless the loss scale handles it), a weight or a moment that is not "
+        "finite: end the run (stop), skip the batch (skip), or return to the newest checkpoint and skip the "
+        "batches since then (rollback)",
     )
     on_spike: Literal["warn", "skip", "rollback"] = option(
         "warn",
-        "if the loss or the gradient norm is far above that of the last 128 steps: print a "
-        "warning; or act as --on-nan does",
+        "reaction to a loss or gradient norm far above that of the last 128 steps: print a warning (warn), or "
+        "act as --on-nan does (skip, rollback)",
     )
     spike_threshold: float = option(
         10.0,
@@ -1747,13 +1745,13 @@ class GuardConfig(Section):
     )
     max_rollbacks: int = option(
         3,
-        "maximum number of rollbacks; the run ends if it needs more",
+        "maximum number of rollbacks before the run ends",
         within=COUNT,
         read_with={"on_nan": ("rollback",), "on_spike": ("rollback",)},
     )
     slow_rank: float = option(
         1.25,
-        "report a rank whose working time per step is more than this many times that of other ranks",
+        "report a rank whose working time per step exceeds that of other ranks by this factor",
         within=ABOVE_ONE,
     )
     inject: tuple[str, ...] = option(
@@ -1789,7 +1787,8 @@ class RuntimeConfig(Section):
     )
     phase_timeout_minutes: float = option(
         60,
-        "time limit for ranks that respond while they load, build caches, evaluate or save; at least --timeout-minutes",
+        "time limit for loading, building caches, evaluating and saving while all ranks respond; at least "
+        "--timeout-minutes",
         unit="minutes",
         within=MINUTES,
         bench="unused",
@@ -1823,7 +1822,7 @@ class RuntimeConfig(Section):
     cuda_graph: bool | None = option(
         None,
         "on a GPU, record a microbatch's forward and backward pass as one CUDA graph, for models so small that"
-        " the device waits for the host [on for such models, except with pipeline stages or --zero 2 or 3]",
+        " the device waits for the host [on for small models, except with pipeline stages or --zero 2 or 3]",
         megatron={
             "--enable-cuda-graph": True,
             "--cuda-graph-impl": {"none": "false", "local": "true", "transformer_engine": "true"},
@@ -1840,7 +1839,7 @@ class RuntimeConfig(Section):
         None, "stop after this many tokens", megatron="--train-tokens", unit="tokens", within=COUNT
     )
     exit_minutes: int | None = option(
-        None, "stop after this long", megatron="--exit-duration-in-mins", unit="minutes", within=COUNT
+        None, "stop after this many minutes", megatron="--exit-duration-in-mins", unit="minutes", within=COUNT
     )
     exit_on_signal: bool = option(
         True,
@@ -1858,15 +1857,15 @@ class SupervisionConfig(Section):
 
     max_restarts: int = option(
         0,
-        "restart all ranks from the newest checkpoint when a rank is lost or fails, at most this many times in"
-        " a row without a newer checkpoint",
+        "after a rank is lost or fails, restart all ranks from the newest checkpoint, at most this many times "
+        "in a row without a newer checkpoint",
         within=FROM_0,
         needs={"save": ()},
     )
     hosts: int | None = option(
         None,
-        "run on this many hosts, each of which runs this command; additional hosts wait as "
-        "spares. MASTER_ADDR and MASTER_PORT name the first host",
+        "number of hosts, each of which runs this command; additional hosts wait as spares. MASTER_ADDR and "
+        "MASTER_PORT are the address of the first host",
         within=COUNT,
         needs={"nproc": ()},
     )

@@ -202,7 +202,7 @@ def _is(kind: type, value: object) -> bool:
 
 
 def converted(entry: Entry, value: Any) -> object:
-    """Convert a valid TOML value to the type of its option."""
+    """Convert a valid TOML value to the type of the option."""
     if entry.many:
         return tuple(entry.kind(item) for item in value)
     return entry.kind(value)

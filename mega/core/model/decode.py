@@ -84,9 +84,9 @@ class DecodeStep:
     their addresses.
 
     ids, positions: int64 [tokens], the next tokens of any sequences. The step returns the cargo for the next stage,
-    [tokens, h]; on the last stage it returns logits [w, ids of this rank] of the tokens with the indices `wanted`,
-    int64 [w]. sum_ranks: sums partial outputs of a branch, and rows of the embedding, over tensor ranks; default: the
-    collective of the region.
+    [tokens, h], or, on the last stage, logits [w, ids of this rank] of the tokens with the indices `wanted`, int64 [w].
+    sum_ranks: sums partial outputs of a branch, and rows of the embedding, over tensor ranks; default: the collective
+    of the region.
     """
 
     def __init__(self, stage: DecoderStage, sum_ranks: Sum | None = None):
@@ -211,7 +211,8 @@ def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodePa
     transposed = factor.weight.t()
 
     def add(x: torch.Tensor, mixed: torch.Tensor, context: DecodeContext) -> ResidualState:
-        # If no operation follows the last linear layer, one addmm computes its output and adds it to the stream.
+        # If no operation follows the last linear layer, one addmm computes the layer's output and adds the output to
+        # the stream.
         if in_place and x.dtype == mixed.dtype:
             return ResidualState(x.addmm_(mixed, transposed))
         return ResidualState(x, multiply(mixed), bias)

@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
     sequence: ReadingSequence
     first: int  # index of the first token in the sequence
-    tokens: int  # number of tokens
+    tokens: int  # number of tokens in the step
 
 
 def ended(first: int, count: int, chunk: int) -> range:

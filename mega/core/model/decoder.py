@@ -127,7 +127,7 @@ class HeadPredictions:
 
 @contextmanager
 def custom_loss(stages: Sequence[nn.Module], loss: CustomLoss) -> Iterator[None]:
-    """Return a context in which the head, if this stage holds it, computes `loss` instead of the usual loss."""
+    """Return a context in which the head, on the stage that holds it, computes `loss` instead of the usual loss."""
     heads = [head for stage in stages if isinstance(head := getattr(stage, "head", None), Head)]
     before = [head.objective for head in heads]
     for head in heads:

@@ -1,4 +1,4 @@
-"""The context of one microbatch, shared by all layers of a stage: its shape, positions, masks and dropout keys."""
+"""The context of one microbatch, shared by all layers of a stage: shape, positions, masks and dropout keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryTokens:
     documents: torch.Tensor
     """int64 [b, columns]: the document, within the row, of each memory token."""
     readers: torch.Tensor
-    """int64 [b, s]: the document that each token attends to."""
+    """int64 [b, s]: the document of the memory that each token attends to."""
     covered: bool
     """Whether every token is certain to attend to at least one memory token."""
     keys: torch.Tensor | None
@@ -51,13 +51,13 @@ class NeighbourStates:
     found: torch.Tensor | None
     """bool [b, l, k]: which neighbours exist; None if all exist."""
     shape: tuple[int, int, int]
-    """l, k and r."""
+    """Numbers l, k and r of chunks, neighbours and tokens per neighbour."""
     chunk: int
     """Number of tokens in a chunk."""
     encoded: torch.Tensor | None = None
     """The output of the neighbours' encoder, shaped like `tokens`; None before the encoder has run."""
     text: torch.Tensor | None = None
-    """[b s, h]: the states of the text that the neighbours' encoder reads."""
+    """[b s, h]: the states of the text, which the neighbours' encoder attends to."""
 
     @property
     def read(self) -> torch.Tensor:
@@ -77,7 +77,7 @@ class ForwardContext:
     """The context of one microbatch in a stage. Tokens are rows of [tokens, h], batch-major."""
 
     batch: int
-    """Number of rows."""
+    """Number of rows in the microbatch."""
     seq: int
     """Number of columns on this context rank."""
     documents: torch.Tensor | None

@@ -58,8 +58,8 @@ class MixerModule(nn.Module):
 
     @property
     def bias(self) -> Weight | None:
-        """The bias that the caller must add to the result of `finish`; None if `finish` adds it or the layer has no
-        bias."""
+        """The bias that the caller must add to the result of `finish`; None if `finish` adds the bias or the layer has
+        no bias."""
         return self.out.bias
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:

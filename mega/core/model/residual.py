@@ -23,7 +23,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class ResidualState(NamedTuple):
-    """The residual stream and a branch's output that is not yet added: x + drop(branch + bias)."""
+    """The residual stream x and a pending branch output, which is not yet added: x + drop(branch + bias)."""
 
     x: torch.Tensor  # [tokens, h]
     branch: torch.Tensor | None = None  # [tokens, h]

@@ -1,6 +1,6 @@
 """Left-to-right language models that attend to retrieved neighbours of each chunk (Retro), as pipeline stages.
 
-    stage(batch, *cargo) -> cargo             [tokens, h], and the neighbours [b l k r, h] if a later stage reads them
+    stage(batch, *cargo) -> cargo             [tokens, h], and neighbours [b l k r, h] if a later stage needs these
     last(batch, *cargo)  -> the term "lm"     as in a decoder
 
 The first stage holds the embedding table, so it embeds the neighbours together with the text. The embedded neighbours
@@ -96,7 +96,7 @@ class RetrieverStage(DecoderStage):
         return NeighbourStates(tokens, context, batch.found, (chunks, count, width), batch.tokens.shape[1] // chunks)
 
     def unit(self, layer: nn.Module, stream: ResidualState, context: ForwardContext) -> ResidualState:
-        """Run a layer with its weights unsharded.
+        """Run a layer with unsharded weights.
 
         The layer that holds the encoder returns two tensors, which are concatenated because the unshard hook returns
         only one tensor.

@@ -47,7 +47,7 @@ class _Scorer:
 
 
 class TokenScorer(_Scorer):
-    """A scorer of labels. greedy: whether to also report if each label is the most likely id. reads: function that adds
+    """A scorer of labels. greedy: whether to compare each label with the most likely id. reads: function that adds
     neighbours to a batch, for a model with a retriever."""
 
     def __init__(

@@ -104,6 +104,6 @@ class StoredAnswers:
         return [self._answers[key] for key in keys]
 
     def close(self) -> None:
-        """Remove the file after the result has been written."""
+        """Remove the file of answers. Call this method after the result has been written."""
         if self._writes:
             self.path.unlink(missing_ok=True)

@@ -61,7 +61,7 @@ class Benchmark(Protocol[Example]):
 
     name: str  # name in --task
     terms: tuple[str, ...]  # the names of the terms that `measure` returns
-    greedy: bool  # whether `measure` uses whether each label is the most likely id
+    greedy: bool  # whether `measure` compares each label with the most likely id
     headline: tuple[str, ...]  # the figures in Megatron-LM's line of results
 
     def examples(self, path: Path) -> Sequence[Example]:
