@@ -80,7 +80,7 @@ def _lines(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Clean:
-    """Apply clean-up tasks to each document."""
+    """Applies clean-up tasks to each document."""
 
     name: ClassVar[str] = "clean"
     key: str = "text"

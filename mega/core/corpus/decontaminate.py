@@ -36,7 +36,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Decontaminate:
-    """Cut the n-grams of benchmark questions out of each document."""
+    """Cuts the n-grams of benchmark questions out of each document."""
 
     name: ClassVar[str] = "decontaminate"
     stages: ClassVar[int] = 1

@@ -22,7 +22,7 @@ class ExactDuplicates:
     name: ClassVar[str] = "exact-duplicates"
     stages: ClassVar[int] = 1
     key: str = "text"  # Key of the text
-    paragraphs: bool = False  # Cut out repeated lines instead of dropping repeated documents
+    paragraphs: bool = False  # Whether to cut out repeated lines instead of dropping repeated documents
     least: int = 60  # Minimum number of characters in a line to compare, and in a document to keep after cutting
 
     def survey(self, stage: int, folder: Path) -> Survey:

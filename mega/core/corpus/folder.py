@@ -61,7 +61,7 @@ class RunOptions:
     overwrite: bool = False
     """Whether to replace the result of other inputs or settings."""
     show_dropped: int = 5
-    """Number of dropped documents per reason that are kept for the report."""
+    """Maximum number of dropped documents per reason that are recorded for the report."""
     part_bytes: int = PART_BYTES
     """Number of bytes of text per part."""
     progress: Callable[[StepCounts, int, int], None] | None = None

@@ -84,7 +84,7 @@ def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveGroups:
-    """Drop all documents of a group except the first in the input."""
+    """Drops all documents of a group except the first in the input."""
 
     name: ClassVar[str] = "remove-groups"
     stages: ClassVar[int] = 1

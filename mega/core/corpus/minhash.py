@@ -25,7 +25,7 @@ Shingles = NDArray[np.uint64]
 Overlap = Literal["union", "min", "max"]
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
-"""A word, or a single character in scripts that do not separate words."""
+"""Matches a word, or a single character in scripts that do not separate words."""
 _KNOWN_WORDS = 1 << 20
 _SEED = 42
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -127,7 +127,7 @@ _TO_WORDS = {code: " " for code in range(128) if not (chr(code).isalnum() or chr
 
 
 def words_of_text(text: str) -> list[str]:
-    """The words of a text in lower case, or its characters in scripts that do not separate words.
+    """Return the words of a text in lower case. In scripts that do not separate words, each character counts as a word.
 
     >>> words_of_text("It's 3 o'clock"), words_of_text("It\u2019s \u65e5\u672c")
     (['it', 's', '3', 'o', 'clock'], ['it', 's', '\u65e5', '\u672c'])
@@ -188,7 +188,7 @@ def _byte_windows(data: bytes, size: int) -> NDArray[np.uint8]:
 
 
 def murmur3(keys: NDArray[np.uint8], seeds: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """MurmurHash3_x86_32 of five-byte keys: [keys, 5] and [seeds] -> [seeds, keys]."""
+    """Compute MurmurHash3_x86_32 of five-byte keys: [keys, 5] and [seeds] -> [seeds, keys]."""
     assert keys.shape[1] == 5
     first, last = np.ascontiguousarray(keys[:, :4]).view("<u4")[:, 0], keys[:, 4].astype(np.uint32)
     c1, c2 = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)

@@ -48,7 +48,7 @@ _TOGETHER = 128
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicates:
-    """Drop documents whose shingles overlap with those of an earlier document."""
+    """Drops documents whose shingles overlap enough with those of an earlier document."""
 
     name: ClassVar[str] = "near-duplicates"
     stages: ClassVar[int] = 2
@@ -58,7 +58,7 @@ class NearDuplicates:
     rows: int = 6  # Number of permutations in a band
     shingle_words: int = 5  # Number of words in a shingle
     overlap_of: Overlap = "union"  # The set of which the overlap is a fraction
-    as_megatron: bool = False  # Use the signatures and shingles of Megatron-LM's script
+    as_megatron: bool = False  # Whether to use the signatures and shingles of Megatron-LM's script
     id_key: str = "url"  # Key of a document's id in the files `groups` and `pairs`
     groups: str = ""  # File of JSON lines {"0": [id, id, ...]}, as in Megatron-LM; "" writes no file
     pairs: str = ""  # File of JSON lines {id: [{other id: overlap}, ...]}; "" writes no file

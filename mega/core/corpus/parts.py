@@ -32,8 +32,8 @@ class InputPart:
 
     file: int  # Index of the file
     number: int  # Index of the part in the file
-    source: SourcePiece  # Where a worker reads the lines
-    plain: bool  # Whether a line is text, not JSON
+    source: SourcePiece  # Location from which a worker reads the lines
+    plain: bool  # Whether lines are plain text instead of JSON
     begin: int  # Number of stored bytes of all files before the part
     end: int  # Number of stored bytes of all files up to the end of the part
     blocks: tuple[LineBlock, ...] = ()  # The lines of the part, if the file is compressed

@@ -58,7 +58,7 @@ Rules = Iterator["tuple[str, bool]"]
 
 
 def gopher_quality(text: Measured) -> Rules:
-    """Source: Rae et al. (2021), appendix A1.1."""
+    """Yield the rules of gopher-quality. Source: Rae et al. (2021), appendix A1.1."""
     words, plain = text.words, text.plain_words
     yield "fewer than 50 words", len(plain) < 50
     yield "more than 100,000 words", len(plain) > 100_000
@@ -79,7 +79,7 @@ def _ends(line: str, *ends: str) -> bool:
 
 
 def gopher_repetition(text: Measured) -> Rules:
-    """Source: Rae et al. (2021), appendix A1.1."""
+    """Yield the rules of gopher-repetition. Source: Rae et al. (2021), appendix A1.1."""
     if not text.text:
         yield "empty", True
     size = len(text.text)
@@ -98,7 +98,7 @@ def gopher_repetition(text: Measured) -> Rules:
 
 
 def repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """The number of parts that occurred before, and the total number of their characters.
+    """Return (number of parts that occurred earlier in the sequence, total number of characters of these parts).
 
     >>> repeated(["a", "bc", "a", "bc", "bc"])
     (3, 5)
@@ -113,7 +113,7 @@ def repeated(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def _commonest(words: Sequence[str], n: int) -> int:
-    """Number of characters in all occurrences of the most common run of n words."""
+    """Return the number of characters in all occurrences of the most common n-gram of words."""
     runs = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
     if not runs:
         return 0
@@ -122,7 +122,8 @@ def _commonest(words: Sequence[str], n: int) -> int:
 
 
 def _repeated_runs(words: Sequence[str], n: int) -> int:
-    """Number of characters in runs of n words that occurred before. The search continues after each such run."""
+    """Return the number of characters in n-grams of words that occurred before. After a repeated n-gram, the search
+    continues behind it."""
     earlier: set[str] = set()
     characters = word = 0
     while word <= len(words) - n:
@@ -136,7 +137,7 @@ def _repeated_runs(words: Sequence[str], n: int) -> int:
 
 
 def fineweb(text: Measured) -> Rules:
-    """Source: Penedo et al. (2024), as implemented in datatrove's filter."""
+    """Yield the rules of fineweb. Source: Penedo et al. (2024), as implemented in datatrove's filter."""
     lines = [line for line in text.text.split("\n") if line.strip()]
     if not lines:
         yield "empty", True
@@ -165,7 +166,7 @@ def broken_rule(text: str, presets: Sequence[QualityPreset]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityFilter:
-    """Keep documents that break no rule of the presets."""
+    """Keeps documents that break no rule of the presets."""
 
     name: ClassVar[str] = "filter"
     key: str = "text"

@@ -75,7 +75,7 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
     if repeated is not None:
         return repeated
     against = len(find(options.against, "--against")) if options.against else 0
-    # Load first, to report problems with the step's files or libraries before anything is written.
+    # Load the step's files and libraries first, to report problems before anything is written.
     _ = step.survey(0, options.folder / SURVEY) if isinstance(step, SurveyStep) else step.load()
     with locked_folder(options, accepted_identities(step, paths, options)) as stale:
         writing: CorpusStep

@@ -18,7 +18,7 @@ from mega.core.config.sections import ModelConfig
 
 
 class LayerKind(NamedTuple):
-    """The properties in which layers of one stack differ in memory or time."""
+    """The properties of a layer that affect memory or time and can differ within a stack."""
 
     window: int | None
     """Attention window, or None."""
@@ -32,9 +32,9 @@ class Chunk(NamedTuple):
     """A contiguous part of the model on one pipeline rank."""
 
     names: tuple[str, ...]
-    """Names of the units of the chunk outside the stacks."""
+    """Names of the chunk's units that are outside the stacks of blocks."""
     stacks: tuple[int, ...]
-    """Number of blocks of the chunk in each stack of the model."""
+    """Number of blocks that the chunk has of each stack of the model."""
     kinds: tuple[LayerKind, ...] = ()
     """Kind of each block of the chunk; empty if all blocks of the model are alike."""
     before: int | None = None
@@ -46,7 +46,8 @@ class Chunk(NamedTuple):
         return sum(self.stacks)
 
     def unit(self, stacks: int) -> int:
-        """The index, among all units of the chunk, of the unit after the given number of stacks. Each block is a unit.
+        """Return the index of the unit that follows the given number of stacks, among all units of the chunk. Each
+        block is a unit.
 
         >>> Chunk(("embedding", "middle", "head"), (2, 3)).unit(1)
         3

@@ -48,7 +48,7 @@ class AttentionWork(NamedTuple):
 
 
 class ElementwiseWork(NamedTuple):
-    """A kernel that reads and writes this number of bytes."""
+    """A kernel whose time depends only on the number of bytes that it reads and writes."""
 
     kernel: str
     moved: int
@@ -144,7 +144,7 @@ def _measured() -> Mapping[str, Sequence[Sequence[float]]]:
 
 @cache
 def _gemms(kind: str, layout: str) -> Curve:
-    """kind: "matmul" or "fp8 matmul"."""
+    """Return the curve of measured GEMMs. kind: "matmul" or "fp8 matmul"."""
     points = _measured()[f"{kind} {layout}"]
     return Curve([((m, k, n), 2.0 * m * k * n, microseconds * 1e-6) for m, k, n, microseconds in points], 2.5e-6)
 
@@ -207,7 +207,7 @@ class Card:
         return size / (rate * 1e9) + delay * 1e-6
 
     def elementwise(self, moved: float) -> float:
-        """Seconds of a pass over `moved` bytes."""
+        """Seconds of an elementwise kernel that reads and writes `moved` bytes in total."""
         return max(moved / (self.on.bandwidth * 1e12 * self.on.elementwise), SHORTEST) + self.on.launch * 1e-6
 
 
@@ -246,7 +246,7 @@ def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, hardware: Hardwa
     return Card(hardware).elementwise(operation.moved)
 
 
-# -- one after the other
+# -- sequences of operations
 
 
 class UnitTime(NamedTuple):
@@ -276,7 +276,7 @@ def play_unit(unit: Sequence[Operation], hardware: Hardware) -> UnitTime:
             exchanges += 1
         elif isinstance(operation, Wait):
             start, end = running.pop(operation.number, (device_time, device_time))
-            # A running collective takes some processors from the overlapping kernels.
+            # A running collective occupies multiprocessors, which slows down overlapping kernels.
             device_time = max(device_time + CROWDED * max(0.0, min(device_time, end) - start), end)
         elif isinstance(operation, Send):
             exchanges += 1
@@ -329,13 +329,13 @@ def chunk_pass(operations: ChunkOperations, hardware: Hardware, *, recorded: boo
         strict=True,
     )
     total = Pass(*device)
-    # The host launches the operations one by one. A faster device waits for the host.
+    # The host launches operations one by one. If the device is faster than the host, it waits for launches.
     slowdown = 1.0 if recorded else max(1.0, sum(host) / max(total.all, 1e-12))
     return total * slowdown
 
 
 def _summed(units: Units, hardware: Hardware) -> tuple[float, float]:
-    """Device time and host time, in seconds."""
+    """Return (device time, host time) of `units`, in seconds."""
     unit_times = [play_unit(unit, hardware) for unit in units]
     device = sum(one.seconds for one in unit_times)
     host_time = sum(UNIT * bool(one.launches) + LAUNCH * one.launches + EXCHANGE * one.exchanges for one in unit_times)

@@ -99,12 +99,12 @@ def training_time(
     after the last step. If no interval is given, the optimum of Young and Daly is used.
 
     save_seconds: time of one save. Training stops during a save unless `overlapped`. restart_seconds: time from a
-    failure to the next step. failure_seconds: mean time between failures of the whole machine, not of one device. If
-    None, there are no failures.
+    failure to the next step. failure_seconds: mean time between failures of the whole machine, not of one device; None
+    for no failures.
 
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps". The wall time is
-    his equation 20: M exp(R/M) (exp((t+d)/M) - 1) T/t for interval t, save d, restart R, failures M, work T, with the
-    true length of the last interval. The time is infinite if it exceeds the range of a float.
+    his equation 20: M exp(R/M) (exp((t+d)/M) - 1) T/t for interval t, save time d, restart time R, failure time M, work
+    time T, with the true length of the last interval. The time is infinite if it exceeds the range of a float.
 
     >>> plan = training_time(30.0, 95000, save_seconds=60, restart_seconds=600, failure_seconds=10 * 3600)
     >>> round(plan.days, 1), round(plan.effective, 3), plan.save_every_steps, round(plan.save_every / 60)
@@ -160,7 +160,8 @@ def _saves(steps: int, interval: int) -> int:
 
 
 def optimum_interval(save_seconds: float, failure_seconds: float) -> float:
-    """Seconds of work between two saves: Daly's equation 37, whose first term is Young's sqrt(2 d M).
+    """Return the optimal time of work between two saves, in seconds, by Daly's equation 37, whose first term is Young's
+    sqrt(2 d M).
 
     >>> round(optimum_interval(60.0, 36000.0))
     2039

@@ -71,7 +71,7 @@ class Memory:
     """The memory of all stages of a run, and totals."""
 
     stages: tuple[StageMemory, ...]
-    """The stages in order."""
+    """Memory of each pipeline stage, in order."""
     parameters: int
     """Number of parameter elements of the model."""
     checkpoint: int
@@ -187,7 +187,7 @@ def checkpoint_bytes(run: RunConfig) -> int:
 
 
 def logits_bytes(run: RunConfig) -> int:
-    """Bytes of a microbatch's logits and loss that the last stage stores for their backward pass."""
+    """Bytes that the last stage stores for the backward pass of a microbatch's logits and loss."""
     return footprint(run, stage_chunks(run)[-1][-1]).head
 
 
@@ -202,7 +202,7 @@ def kv_cache_bytes(run: RunConfig) -> int:
 
 
 def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -> dict[Chunk, Footprint]:
-    """The footprint of one of `count` microbatches on each of the chunks."""
+    """Return a dict: chunk -> footprint of one of `count` microbatches on this chunk."""
     buckets = transient_buckets(run, dp)
     return {chunk: footprint(run, chunk, buckets, repeats=count > 1) for chunk in chunks}
 
@@ -245,9 +245,9 @@ class LiveSet(NamedTuple):
     bytes, so runs with the same plan share live sets."""
 
     kind: str  # "F" or "B"
-    chunk: int  # The chunk that runs
-    held: tuple[int, ...]  # Microbatches of each chunk between forward and backward
-    deferred: tuple[int, ...]  # Microbatches of each chunk between backward and weight gradients
+    chunk: int  # Index of the chunk that runs
+    held: tuple[int, ...]  # Number of microbatches of each chunk between forward and backward
+    deferred: tuple[int, ...]  # Number of microbatches of each chunk between backward and weight gradients
     cargo: int  # Number of received tensors that wait, plus number of sent gradients that may be in flight
 
 

@@ -86,7 +86,7 @@ class OperationLog:
         kernel, share = ("cudnn causal", 0.5) if causal else ("cudnn full", 1.0)
         self.operations.append(AttentionWork(kernel, backward, b * heads, s, t, d, share))
 
-    # -- kernels and exchanges that report themselves
+    # -- kernels, attention and exchanges
 
     def kernel(self, name: str, arguments: Sequence[object]) -> None:
         self.operations.append(ElementwiseWork(name, sum(map(_bytes, arguments))))

@@ -48,7 +48,7 @@ class RecomputeOptions(TypedDict):
 
 
 class LayoutOptions(RecomputeOptions):
-    """A layout, keyed by option name."""
+    """A layout as a dict, keyed by option name."""
 
     tp: int
     cp: int
@@ -70,7 +70,7 @@ RECOMPUTE: tuple[RecomputeOptions, ...] = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits."""
+    """A layout that fits into memory."""
 
     world: int  # Number of ranks
     options: LayoutOptions  # The options of the layout

@@ -397,7 +397,8 @@ def gib(size: float) -> str:
 
 
 def equal_stages(memory: Memory) -> Iterator[tuple[int, int, StageMemory]]:
-    """Yield the first and last index of consecutive stages that are equal to a hundredth of a GiB, with the stage."""
+    """Yield (first index, last index, stage) for each group of consecutive stages that are equal when rounded to 0.01
+    GiB."""
     begin = 0
     for number, stage in enumerate(memory.stages):
         after = memory.stages[number + 1] if number + 1 < len(memory.stages) else None

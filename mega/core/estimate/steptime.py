@@ -137,7 +137,7 @@ def stepwise_bytes(run: RunConfig) -> float:
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
     grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide_bytes(precision.dtype)
-    # Widen and scale the gradient, and write the weight from the master.
+    # Bytes to widen the gradient, to scale the gradient, and to write the weight from the master.
     bytes_moved = (grad + high if grad != high else 0) + 2 * high + (high + weight if weight != high else 0)
     momentum = MOMENTUM if options.optimizer == "sgd" and options.sgd_momentum else 0.0
     return bytes_moved + (RULES[options.optimizer] + momentum) * high

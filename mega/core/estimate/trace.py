@@ -73,9 +73,9 @@ class Part(NamedTuple):
     """The memory of one part of a forward or backward pass, in bytes."""
 
     peak: int
-    """Maximum of live bytes, relative to the beginning of the part."""
+    """Peak of live bytes, minus the live bytes at the beginning of the part."""
     change: int
-    """Live bytes at the end, relative to the beginning of the part."""
+    """Live bytes at the end of the part, minus the live bytes at its beginning."""
     weight: tuple[int, int] | None = None
     """(unit, index in the unit) of the weight whose gradient ends this part. None if the part ends with its unit."""
     opens: bool = False
@@ -186,7 +186,8 @@ slower."""
 
 
 def _kind(func: OpOverload) -> str:
-    """The kind of an op's result: "written" into an argument, a "view" of an argument, or "made" (newly allocated)."""
+    """Return the kind of an op's result: "written" into an argument, a "view" of an argument, or "made" (newly
+    allocated)."""
     if func.is_view:
         return "view"
     schema = func._schema
@@ -328,13 +329,13 @@ class _Recorder:
         self.backward = unit > 0
 
     def enter(self, unit: int) -> None:
-        """Assign the following bytes to `unit`."""
+        """Count bytes for `unit` from now on."""
         if unit != self._unit:
             self.cut()
             self._unit = unit
 
     def works(self, unit: int) -> None:
-        """Assign the following operations to `unit`."""
+        """Count operations for `unit` from now on."""
         self._work[self._working] += self.log.take()
         self._working = unit
 
@@ -472,8 +473,8 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
 def _staged(
     run: RunConfig, model: ModelConfig, stages: Sequence[Sequence[int]], preceded: bool
 ) -> tuple[RunConfig, int]:
-    """A run of a model divided into `stages`, and the index of the stage of interest: the second stage if `preceded`,
-    else the first."""
+    """Return a run of `model` divided into `stages`, and the index of the stage to trace, which is 1 if `preceded`,
+    else 0."""
     parallel, layers = run.parallel, tuple(sum(stacks) for stacks in stages)
     options = Options(
         model=model,
@@ -492,7 +493,7 @@ def _staged(
             zero=parallel.zero if parallel.zero > 1 else 0,
             schedule=parallel.schedule if _splits(run) else "1f1b",
         ),
-        batch=BatchOptions(seq_length=run.batch.seq_length, micro_batch=1),  # `_Rank.trace` gets the actual size
+        batch=BatchOptions(seq_length=run.batch.seq_length, micro_batch=1),  # the actual size is given to `_Rank.trace`
         memory=run.memory,
         data=DataConfig(reset_attention=run.data.reset_attention),
         masking=MaskingConfig(decoder_seq_length=run.masking.decoder_seq_length),
@@ -626,7 +627,7 @@ class _Rank:
             sent = sum(tensor.nbytes for tensor in out.cargo)
             roots = (term.total if term.root is None else term.root for term in out.terms.values())
             outs = (*out.cargo, *roots)
-            del out  # here and below: a reference that training does not hold would count as stored memory
+            del out  # here and below, because training does not keep this reference, which would count as memory
             forward, forward_work = recorder.end()
             in_flight = exchanges.settle() if exchanges is not None else 0
             recorder.begin(recorder.units - 1)

@@ -41,7 +41,7 @@ class BucketSize:
     whole: int  # Number of elements of the largest matrix if each matrix is updated as a whole, else 0
     vectors: int  # Number of elements after the last matrix
     factors: int  # Number of rows plus columns of all matrices
-    places: tuple[Place, ...]  # Units and indices of its parameters
+    places: tuple[Place, ...]  # Units and indices of the bucket's parameters
     users: frozenset[Unit]  # Units that share the bucket's tied parameters
     data: str  # The axis over which the bucket's gradients are reduced
 
@@ -53,7 +53,7 @@ class Weights:
     parameters: int  # Number of elements, including vocabulary padding
     weights: int  # Bytes of weights
     grads: int  # Bytes of gradients
-    masters: int  # Bytes of masters; 0 if the weights are wide enough or masters are off
+    masters: int  # Bytes of masters; 0 if weights are fp32 or wider, or masters are off
     moments: int  # Bytes of moments
     largest: int  # Number of elements in the largest span that this rank updates
     owned: int = 0  # Maximum number of elements in whole matrices that the rank updates at a time (Muon)
@@ -79,7 +79,7 @@ class Weights:
 
 
 def wide_bytes(dtype: str) -> int:
-    """Bytes of max(fp32, dtype), the type of masters, moments, norms and the loss."""
+    """Bytes per element of max(fp32, dtype), which is the dtype of masters, moments, norms and the loss."""
     return max(4, BYTES[dtype])
 
 
@@ -144,7 +144,7 @@ class TransientBucket(NamedTuple):
     """Bytes of a whole bucket that a rank allocates temporarily, although it owns only a span of the bucket (ZeRO 2 and
     3)."""
 
-    places: tuple[Place, ...]  # Units and indices of its parameters
+    places: tuple[Place, ...]  # Units and indices of the bucket's parameters
     grads: int  # Bytes of gradients, allocated from the first gradient of the bucket's parameters to the last
     summed: int  # Bytes of this rank's span of the reduced gradients, allocated during the reduction
     weights: int = 0  # Bytes of gathered weights, 0 if the weights are never freed
@@ -171,7 +171,7 @@ def transient_buckets(run: RunConfig, dp: int) -> list[TransientBucket]:
 
 
 def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[BucketSize]:
-    """The buckets of one rank of a stage, chunk by chunk."""
+    """Yield the buckets of one rank of a stage, chunk by chunk."""
     parallel = run.parallel
     rules = BucketRules(
         {"tp": parallel.tp, "etp": parallel.etp},
@@ -219,7 +219,7 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
 
 
 def trained(parameter: ParameterSpec) -> bool:
-    """Whether a parameter has gradients and so belongs to a bucket."""
+    """Whether a parameter has gradients and therefore belongs to a bucket."""
     return parameter.tensors[0].learned
 
 

@@ -107,7 +107,7 @@ class WindowPlans(NamedTuple):
 
     forward: ExecutionPlan
     backward: ExecutionPlan
-    strides: tuple[tuple[int, ...], ...]  # of q, k, v
+    strides: tuple[tuple[int, ...], ...]  # strides of q, k, v
 
 
 _PLANS: dict[tuple[object, ...], WindowPlans | None] = {}
@@ -148,7 +148,7 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> Wind
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor.
+    """Return the strides of a contiguous tensor of this shape.
 
     >>> _strides((2, 3, 4, 8))
     (96, 32, 8, 1)

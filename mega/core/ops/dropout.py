@@ -66,14 +66,14 @@ class AttentionDropout(_Decided):
     keys: torch.Tensor
     """int64 [b, s]: keys of the query tokens."""
     site: int
-    """As in `Dropout`."""
+    """Key of the site in the model, from `counter.site_key`."""
     first_head: int
     """Index of the first head among all heads of the layer."""
     columns: tuple[range, ...]
     """Columns of the t keys within their row, as one or two ranges."""
     probability: float
     rule: int = RULE
-    """As in `Dropout`."""
+    """Version of the dropout rule, a constant in `counter`."""
 
     def __call__(self, weights: torch.Tensor) -> torch.Tensor:
         """Apply dropout to weights [b, heads, s, t]: x / (1 - p) for surviving elements, else 0."""

@@ -32,7 +32,7 @@ class Cast(NamedTuple):
 
     rows: torch.Tensor | None  # [r, c]
     columns: torch.Tensor | None  # [c, r]
-    inverse: torch.Tensor  # fp32, one number
+    inverse: torch.Tensor  # fp32 scalar
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:

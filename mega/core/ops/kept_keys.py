@@ -26,7 +26,7 @@ class KeptKeys:
     keys.follow(...)    once per step, before its first layer
     keys.attend(...)    for each layer, if `follow` returned True
 
-    pool: [layers, blocks, block, 2, kv_heads, d] on a CPU, in at least 32 bits.
+    pool: the cache [layers, blocks, block, 2, kv_heads, d], on a CPU and in at least 32 bits.
     """
 
     def __init__(self, pool: torch.Tensor):

@@ -18,7 +18,7 @@ def accurate(dtype: torch.dtype) -> torch.dtype:
 
 
 class NormForm(NamedTuple):
-    """Variants of norms."""
+    """The variant of a norm."""
 
     offset: bool = False
     """Whether the factor is weight + 1 (Gemma). The addition is in the wide dtype."""

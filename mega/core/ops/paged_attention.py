@@ -73,7 +73,7 @@ class TokenKeys(NamedTuple):
 
     tables: torch.Tensor  # int64 [tokens, width]: the blocks of the token's sequence
     positions: torch.Tensor  # int64 [tokens]: the token's position
-    shape: tuple[int, int, int]  # block, kv_heads, d
+    shape: tuple[int, int, int]  # (block, kv_heads, d) of the pool
     window: int | None  # maximum number of keys that a token sees, including its own key
 
 

@@ -55,7 +55,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-# -- plain torch: any device and dtype, every feature
+# -- plain torch, for any device and dtype and with all features
 
 
 def plain_forward(

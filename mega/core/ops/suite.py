@@ -74,7 +74,7 @@ class Ops:
 
     @property
     def plain(self) -> bool:
-        """Whether these ops are the references."""
+        """Whether these ops are the reference implementations."""
         return self.name == "reference"
 
     def implementations(self) -> Iterator[tuple[str, str]]:

@@ -19,10 +19,10 @@ Verdict = Literal["refused", "reported", "taken"]
 Case = Literal["token files", "tokenizer", "earlier version", "template", "no template"]
 """Kinds of differences between tokenizers or templates.
 
-token files: the token files were made with a tokenizer that differs from the run's. tokenizer: flags name a tokenizer
-that differs from that of the weights. earlier version: the tokenizer is the same, but an earlier version of mega
-computed its fingerprint.
-template, no template: the chat template differs from that of the weights, or is missing."""
+token files: the token files were made with a tokenizer that differs from the run's tokenizer. tokenizer: the tokenizer
+given by flags differs from the tokenizer of the weights. earlier version: the tokenizers are equal, but an earlier
+version of mega computed one fingerprint. template: the chat template differs from the template of the weights. no
+template: the chat template is missing."""
 
 _TRAINS: Mapping[Case, Verdict] = {
     "token files": "refused",

@@ -60,7 +60,7 @@ def packed_floats(values: list[Value]) -> list[float]:
 
 
 def _varints(data: bytes) -> list[int]:
-    """Decode consecutive varints. Most tokens of a row of ids are below 128 and take one byte each."""
+    """Decode consecutive varints. If all bytes are below 128, each byte is one number."""
     if data.isascii():
         return list(data)
     numbers = []

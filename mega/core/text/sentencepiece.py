@@ -170,7 +170,7 @@ class PlainSentencePiece(Tokenizer):
         if blank and pieces and pieces[0].startswith(b" "):
             pieces[0] = pieces[0][1:]
         spans = aligned(text, pieces)
-        if spans and pieces[0] == b"":  # the blank is a separate token: assign the first character to it
+        if spans and pieces[0] == b"":  # the blank is a separate token, to which the first character is assigned
             spans[0] = (0, 1)
         return spans
 

@@ -26,7 +26,7 @@ NAMELESS_END = "<|endoftext|>"
 
 
 class Encoded(NamedTuple):
-    """The ids of many texts in one array, as a token file stores them.
+    """The ids of many texts in one array, as in a token file.
 
     ids: integers of any width, concatenated; offsets: int64 [texts + 1]. Text i has the ids
     `ids[offsets[i] : offsets[i + 1]]`.
@@ -95,7 +95,7 @@ class TokenTable(Protocol):
         ...
 
     def piece(self, token: int) -> str:
-        """The text of one token for display, with control tokens by name."""
+        """The text of one token for display; for a control token, its name."""
         return self.decode([token])
 
     def token_bytes(self, token: int) -> bytes:
@@ -107,7 +107,7 @@ class TokenTable(Protocol):
         return False
 
     def control(self, name: str) -> int | None:
-        """The id of a control token by its name, such as <|eot_id|>; None if the tokenizer lacks it."""
+        """Return the id of a control token by its name, such as <|eot_id|>; None if the tokenizer lacks this token."""
         return None
 
     def special_tokens(self) -> Mapping[str, int]:
@@ -139,11 +139,11 @@ class TokenTable(Protocol):
 
 
 class TextEncoder(TokenTable, Protocol):
-    """Encode text to ids, and locate each id in the text.
+    """Encodes text to ids, and locates each id in the text.
 
-    Raw text takes the *ordinary* path in every family: `<|endoftext|>` or `</s>` inside a document is split like any
-    other text and never becomes a control token. Tokens that a family adds to each text (Llama's bos) are part of
-    `encode`.
+    In every family, raw text is encoded as *ordinary* text, that is, `<|endoftext|>` or `</s>` inside a document is
+    split like any other text and never becomes a control token. `encode` adds the tokens that a family adds to each
+    text, such as Llama's bos.
     """
 
     def encode(self, text: str) -> list[int]:
@@ -252,8 +252,8 @@ class Tokenizer(TextEncoder, Protocol):
         return TokenizerIdentity(self.kind, entries, self._hash(entries))
 
     def made(self, noted: TokenizerIdentity) -> bool:
-        """Whether this tokenizer made ids that were stored with the identity `noted`. Earlier versions counted the
-        sentinels, and hashed whole files."""
+        """Whether the identity `noted` belongs to this tokenizer. Earlier versions computed identities that count
+        sentinels and hash whole files; these identities are also accepted."""
         counts = self.vocab_size - self.added_sentinels, self.vocab_size
         return noted.fingerprint in {self._hash(count, whole) for count in counts for whole in (False, True)}
 
@@ -278,8 +278,8 @@ def flatten(rows: Sequence[Sequence[int]]) -> Encoded:
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turn errors of a compiled library, including panics (which are not `Exception`s), into a ValueError that begins
-    with `what`."""
+    """Convert errors of a compiled library to a ValueError that begins with `what`. Panics, which are not `Exception`s,
+    are also converted."""
     try:
         yield
     except (ValueError, MemoryError, OSError):

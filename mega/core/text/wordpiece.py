@@ -127,7 +127,7 @@ class WordPieceTokenizer(Tokenizer):
         return [token for word in self._words.findall(text) for token in ids_of[word]]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Join pieces with blanks, and continuation pieces without blanks."""
+        """Decode ids. Pieces are joined with blanks, except continuation pieces."""
         return " ".join(self._pieces[int(token)] for token in ids).replace(" ##", "")
 
     def continues(self, token: int) -> bool:

@@ -41,7 +41,7 @@ class Heads(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """The parts of an `AttentionMask` that hide keys, as a kernel argument."""
+    """The fields of an `AttentionMask` that hide keys, as a kernel argument."""
 
     s: int  # number of queries
     t: int  # number of keys
@@ -57,11 +57,11 @@ class Visibility(NamedTuple):
 class DropoutValues(NamedTuple):
     """An `AttentionDropout` as a kernel argument."""
 
-    keys: torch.Tensor  # int64 [b, s], of the query tokens
+    keys: torch.Tensor  # int64 [b, s]: keys of the query tokens
     stride: int  # stride of a row of keys
     site: int
     head: int  # index of the first head
-    threshold: int  # over 2^32
+    threshold: int  # a score is dropped with probability threshold / 2^32
     early: int  # key j has column j + early if j < border, else j + late
     border: int
     late: int
@@ -72,7 +72,8 @@ class DropoutValues(NamedTuple):
 
 @jit
 def _load(x, batch, head, row, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Load rows of one head, [rows, BLOCK], with zeros outside. WHOLE: all rows exist."""
+    """Load rows of one head as [rows, BLOCK], with zeros for rows and columns that do not exist. WHOLE: whether all
+    rows exist."""
     column = tl.arange(0, BLOCK)
     base = x.at + batch.to(tl.int64) * x.batch + head * x.head
     address = base + row.to(tl.int64)[:, None] * x.row + column[None, :]
@@ -198,7 +199,7 @@ def _attend(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys from first to end. WHOLE: all pairs are visible."""
+    """Attend to the keys from `first` to `end`. WHOLE: whether all pairs are visible."""
     for start in tl.range(first, end, COLUMNS):
         start = tl.multiple_of(start, COLUMNS)
         key = start + tl.arange(0, COLUMNS)
@@ -208,7 +209,7 @@ def _attend(
             visible = _visible(seen, batch, query[:, None], key[None, :], CAUSAL, WINDOW, DOCUMENTS)
             scores = tl.where(visible, scores, -float("inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
-        # A query without visible keys so far has -inf; subtracting it from itself would give NaN.
+        # If a query has no visible keys so far, its maximum is -inf, and -inf minus -inf would be NaN.
         base = new_largest if WHOLE else tl.where(new_largest == -float("inf"), 0.0, new_largest)
         weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(largest - base)
@@ -289,7 +290,8 @@ def _key_gradients(
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of a tile of keys from the queries first to end. Scores are [keys, queries]."""
+    """Add what the queries from `first` to `end` contribute to the gradients of a tile of keys and values. Scores are
+    [keys, queries]."""
     for start in tl.range(first, end, ROWS):
         start = tl.multiple_of(start, ROWS)
         query = start + tl.arange(0, ROWS)
@@ -360,7 +362,7 @@ def _query_gradient(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradient of a tile of queries from the keys first to end."""
+    """Add what the keys from `first` to `end` contribute to the gradient of a tile of queries."""
     for start in tl.range(first, end, COLUMNS):
         start = tl.multiple_of(start, COLUMNS)
         key = start + tl.arange(0, COLUMNS)

@@ -36,8 +36,8 @@ def kept_elements(row, elements, threshold):
 def kept(rows, first, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST: tl.constexpr, threshold):
     """Compute `counter.keep_mask` for the elements first, first + 1, ... of each row.
 
-    rows: uint64 [R], from `row_keys`. threshold: over 2^32. ALIGNED: `first` is a multiple of 16. Returns [R, BLOCK],
-    or [BLOCK, R] with COLUMNS_FIRST.
+    rows: uint64 [R], from `row_keys`. threshold: elements are dropped with probability threshold / 2^32. ALIGNED:
+    whether `first` is a multiple of 16. Returns [R, BLOCK], or [BLOCK, R] with COLUMNS_FIRST.
     """
     offset = tl.arange(0, BLOCK)
     if ALIGNED:  # the compiler recognises in this code that two elements share a draw

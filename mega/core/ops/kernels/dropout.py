@@ -21,7 +21,7 @@ class Values(NamedTuple):
 
     keys: torch.Tensor
     site: int
-    threshold: int  # over 2^32
+    threshold: int  # an element is dropped with probability threshold / 2^32
     scale: float  # factor by which surviving elements are multiplied
 
 

@@ -45,7 +45,7 @@ class SingleTokens(NamedTuple):
     ended: torch.Tensor
     """The counters from `counters`, which must be allocated outside the memory pool of a CUDA graph."""
     shape: tuple[int, int, int]
-    """block, kv_heads, d."""
+    """(block, kv_heads, d) of the pool."""
     window: int | None
 
 
@@ -60,7 +60,7 @@ class RaggedRuns(NamedTuple):
     """int64 [tiles, 4]: index of the run, index of the tile's first token, number of tokens in the tile, and position
     of the first token; all 0 for an unused tile."""
     shape: tuple[int, int, int]
-    """block, kv_heads, d."""
+    """(block, kv_heads, d) of the pool."""
     window: int | None
 
 
@@ -248,7 +248,7 @@ def _tile_keys(
     KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys from `first` to `end`. MASKED: some keys are invisible to some queries."""
+    """Attend to the keys from `first` to `end`. MASKED: whether some keys are invisible to some queries."""
     part = tl.arange(0, BLOCK)
     for start in range(first, end, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -279,8 +279,8 @@ def _tile_keys(
 
 @jit
 def _is_last(ended_at, programs):
-    """Whether all other programs have written their shares, so that this program may read the shares. Resets the
-    counter to 0."""
+    """Return whether all other programs have written their shares, so that this program may read all shares. In this
+    case, the counter is reset to 0."""
     tl.debug_barrier()  # all threads have written before one thread increments the counter
     last = tl.atomic_add(ended_at, 1, sem="acq_rel", scope="gpu") == programs - 1
     tl.debug_barrier()
@@ -346,7 +346,7 @@ def _recorded_pages(
 
 
 def leading_singles(counts: Integers) -> int:
-    """The number of leading runs of one token.
+    """Return the number of leading runs of one token.
 
     >>> leading_singles(np.array([1, 1, 5, 1])), leading_singles(np.array([2]))
     (2, 0)

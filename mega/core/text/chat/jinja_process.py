@@ -7,7 +7,7 @@ characters that surround such a name in a message, where it counts as ordinary t
 
     read      {"frame": Frame}: the end and framing tokens, found without a conversation
     text      {"text", "literal"} of `messages` and `tools`; with the generation prompt if `reply` is set
-    turns     the same with {"turns"}: the span of each assistant's turn from message `first` on
+    turns     {"text", "literal", "turns"}: also the span of each assistant's turn from message `first` on
 
 Source: transformers 5, utils/chat_template_utils.py.
 """

@@ -45,8 +45,8 @@ def conversation(found: object) -> Conversation:
     """Parse the conversation of one JSON object. Errors: ValueError with the reason.
 
     Formats: {"messages": [{"role", "content"}, ...]}, ShareGPT's {"conversations": [{"from", "value"}, ...]}, Alpaca's
-    {"instruction", "input", "output"}, or {"prompt", "completion"}. The first two formats may have "tools". A key
-    "system" is inserted as the first message.
+    {"instruction", "input", "output"}, or {"prompt", "completion"}. The first two formats may have "tools". The value
+    of a key "system" is inserted as the first message.
 
     >>> conversation({"instruction": "Add.", "input": "1, 2", "output": "3"}).messages[0]["content"]
     'Add.\\n\\n1, 2'

@@ -68,7 +68,7 @@ _PLAIN = """\
 """
 
 TEMPLATES: Mapping[str, str] = {"llama2": _LLAMA2, "llama3": _LLAMA3, "chatml": _CHATML, "plain": _PLAIN}
-"""Name -> Jinja.
+"""Name of a built-in template -> its text in Jinja.
 
 llama2: <s>[INST] <<SYS>> system <</SYS>> user [/INST] assistant </s>, for each turn
 llama3: <|begin_of_text|>, then for each turn <|start_header_id|>role<|end_header_id|>, two newlines, text <|eot_id|>
