@@ -51,7 +51,7 @@ class YarnScaling:
     factor: float
     """Divisor of low frequencies."""
     original: int
-    """Positions before the scaling."""
+    """Maximum sequence length before the scaling."""
     beta_fast: float
     """Frequencies with more rotations than this over `original` positions are unchanged."""
     beta_slow: float
@@ -59,7 +59,7 @@ class YarnScaling:
     truncate: bool
     """Whether the bounds between unchanged and divided frequencies are rounded outwards to integers."""
     magnitude: float
-    """Factor of cosines and sines."""
+    """Factor by which cosines and sines are multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class LongScaling:
     long: tuple[float, ...]
     """Divisors of the frequencies in rows of more than `original` tokens."""
     original: int
-    """Positions before the scaling."""
+    """Maximum sequence length before the scaling."""
     magnitude: float
-    """Factor of cosines and sines."""
+    """Factor by which cosines and sines are multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,8 @@ class Attention(_Mixer):
     padding: Literal["masked", "uniform", "zero"]
     """Treatment of padding in an encoder's rows. "masked": padding is masked in self-attention and in the memory. The
     other values reproduce Megatron-LM 23.06 to core 0.5, where padding in the memory is visible; as queries, padding
-    tokens attend uniformly to all columns ("uniform": Megatron-LM's softmax in torch) or to none ("zero": its fused
-    softmax)."""
+    tokens attend uniformly to all columns ("uniform": Megatron-LM's softmax in torch) or to none ("zero": Megatron-LM's
+    fused softmax)."""
     window: int | None
     """The number of tokens, itself included, that a token attends to in each direction; None if unlimited."""
     rope: Rope | None
@@ -168,7 +168,7 @@ class Dense(_Mixer):
 
     name: str
     site: str
-    """As in `Attention`."""
+    """The name of the mixer's dropout, as in `Attention`."""
     width: int
     """Number of channels of the hidden layer."""
     activation: Activation
@@ -241,7 +241,7 @@ class Experts(_Mixer):
 
     name: str
     site: str
-    """As in `Attention`."""
+    """The name of the mixer's dropout, as in `Attention`."""
     count: int
     chosen: int
     """The number of experts for each token."""
@@ -288,7 +288,7 @@ class NeighbourAttention(_Mixer):
 
 
 Mixer = Attention | Dense | Experts | NeighbourAttention
-"""The main function of a branch."""
+"""The types of mixer, which is the main function of a branch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: a constant, or N(0, std) when std is positive."""
+    """Initial values: a constant, or N(0, std) if std is positive."""
 
     constant: float = 0.0
     std: float = 0.0
@@ -67,10 +67,10 @@ class Tensor:
     trainable: bool = True
     """Whether the tensor gets gradients. A frozen tensor has no bucket, no moments and no master copy."""
     share: float = 1.0
-    """The fraction of the layer's tokens that are multiplied by the tensor; for an expert, of the tokens that choose
-    the expert."""
+    """The fraction of the layer's tokens that are multiplied by the tensor, which for a tensor of an expert is the
+    fraction of tokens that choose the expert."""
     member: Member | None = None
-    """The expert's index, for a tensor of one of several experts; otherwise None."""
+    """Index of the expert to which the tensor belongs; None for other tensors."""
     counted: bool = False
     """Whether each step sets the tensor from counts, in fp32 or wider, instead of from a gradient. Checkpoints store
     such a tensor like trained tensors."""

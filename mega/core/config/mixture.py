@@ -22,7 +22,7 @@ from mega.core.config.option import (
 )
 
 DECODERS = ("gpt", "llama")
-"""Families that read text from left to right."""
+"""Families of left-to-right language models."""
 
 BALANCES = ("sequence", "microbatch", "global")
 """Scopes over which a loss can balance the experts' load."""
@@ -30,7 +30,7 @@ BALANCES = ("sequence", "microbatch", "global")
 _SILENT: dict[str, str | None] = dict.fromkeys(
     ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 )
-"""Values of --moe-router-load-balancing-type. Each value sets either --router-choice or --balance."""
+"""Values of --moe-router-load-balancing-type. Each value sets at most one of --router-choice and --balance."""
 
 
 def _mixed(default: Any, help: str, **properties: Any) -> Any:

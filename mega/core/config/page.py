@@ -80,7 +80,7 @@ def page() -> str:
 
 
 def _values(name: str, values: Mapping[str, object]) -> tuple[str, str]:
-    """Return the table row of a family or preset: its name, and its options in TOML's notation."""
+    """Return the table row of a family or preset, with name and options in TOML's notation."""
     assignments = ", ".join(f"`{key} = {format_value(value)}`" for key, value in values.items() if value is not None)
     return f"`{name}`", assignments or "those of Megatron-LM"
 

@@ -232,7 +232,8 @@ SMALL_BLOCK = 1.5e12
 kernels of a block's forward and backward pass (docs/performance.md)."""
 
 SMALL_EXCHANGING_BLOCK = 3.5e12
-"""As SMALL_BLOCK, for a block with exchanges between tensor ranks, whose launches take more than twice as long."""
+"""Number of floating-point operations with the meaning of SMALL_BLOCK, for a block with exchanges between tensor ranks,
+whose launches take more than twice as long."""
 
 
 def records_graph(run: RunConfig, world: int) -> bool:

@@ -1369,7 +1369,7 @@ class MaskingConfig(Section):
 
 
 GATED: dict[str, Literal["gelu", "gelu_tanh", "silu"]] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-"""Gated value of --activation -> the activation of its gate."""
+"""Gated value of --activation -> the activation function of the gate."""
 
 LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {
     "mnli": ("classification", 3),

@@ -22,7 +22,8 @@ from mega.core.optim.rule import Allocator, FlatState, Ranks, ShardState, StepAr
 from mega.core.shard import Shard
 
 SMALLEST = 1e-30
-"""Added to squares, to avoid a division by zero in a row whose gradient is zero (the paper's first epsilon)."""
+"""Number added to squared gradients, to avoid a division by zero if a row's gradient is zero (the paper's first
+epsilon)."""
 
 LEAST_SIZE = 1e-3
 """Lower limit of the RMS of weights, for relative rates (the paper's second epsilon)."""

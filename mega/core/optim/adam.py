@@ -21,7 +21,7 @@ class AdamW(Elementwise):
     beta2: float
     """Decay of the second moment, the mean of squared gradients."""
     eps: float
-    """Added to the root of the second moment."""
+    """Epsilon, which is added to the root of the second moment."""
     plain: bool = False
     """Whether to use `reference` instead of torch's fused kernel."""
 

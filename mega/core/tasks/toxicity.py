@@ -125,7 +125,7 @@ def run_here(
     tokenizer = tokenizer_of(model.run, model.opened)
     assert tokenizer is not None
     seed = model.run.runtime.seed
-    # Answers do not depend on --limit, so a run with another limit can use stored answers.
+    # Answers do not depend on --limit, so a run with another limit can use the stored answers.
     settings = asdict(options) | {"scorer": options.scorer.scorer, "limit": None}
     identity = {"model": model_settings(asked.model, model) | {"path": None}, "settings": settings, "seed": seed}
     identity["tokenizer"] = tokenizer.identity()._asdict()

@@ -60,7 +60,7 @@ def _encoder(options: ModelConfig) -> tuple[Layer, ...]:
 
 
 def _attention(options: ModelConfig, source: Literal["neighbours", "reader"]) -> Attention:
-    """Return attention without positions to other tokens than the layer's."""
+    """Return attention, without positions, to tokens other than the layer's."""
     plain = replace(parts.cross_attention(options), padding="masked", source=source, name=ATTENTION)
     return replace(plain, q_norm=_renamed(plain.q_norm, "q_norm"), k_norm=_renamed(plain.k_norm, "k_norm"))
 
