@@ -1,8 +1,7 @@
-"""Groups near duplicates from the band keys of all documents. Data is on disk, and memory has only one number per
-document.
+"""Groups near duplicates from the band keys of all documents. All data is on disk except one number per document.
 
     1 pairs_of_bands   band keys are distributed over files by value and sorted; documents with equal keys form a
-                       bucket; the pairs of all buckets are distributed and sorted in turn, and duplicates removed
+                       bucket; the pairs of all buckets are then distributed and sorted, and repeated pairs removed
     2 (elsewhere)      the shingles of the paired documents are written, in the order of the documents
     3 groups           documents that overlap enough are grouped, and the first document of a group is kept
 

@@ -161,7 +161,7 @@ class Decontaminate:
 
 
 def occurrences(text: str, finder: Finder) -> Counter[str]:
-    """Count each n-gram in a text. After a match, the search continues behind the match."""
+    """Count each n-gram in a text. The search continues after the end of each match."""
     counts: Counter[str] = Counter()
     while (hit := finder.first(text)) is not None:
         counts[hit.ngram] += 1

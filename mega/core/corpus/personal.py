@@ -3,7 +3,7 @@
     email   anything@host.tld              -> <EMAIL>
     ip      a public IPv4 address          -> <IP>
     phone   +49 30 901820, (030) 555-0134  -> <PHONE>
-    card    13 to 19 digits that pass the check of bank cards (Luhn) -> <CARD>
+    card    13 to 19 digits with a valid check digit (Luhn) -> <CARD>
 
 Only these patterns are matched. Names and postal addresses are not masked.
 """

@@ -122,8 +122,8 @@ def _commonest(words: Sequence[str], n: int) -> int:
 
 
 def _repeated_runs(words: Sequence[str], n: int) -> int:
-    """Return the number of characters in n-grams of words that occurred before. After a repeated n-gram, the search
-    continues behind it."""
+    """Return the number of characters in n-grams of words that occurred before. The search continues after the end of
+    each repeated n-gram."""
     earlier: set[str] = set()
     characters = word = 0
     while word <= len(words) - n:

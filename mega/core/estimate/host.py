@@ -35,7 +35,7 @@ def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
     room = available()
     if room is None or _rough(run, ranks) < room / 4:
         return
-    from mega.core.estimate.memory import memory  # imports torch, which is not needed if a small run fits
+    from mega.core.estimate.memory import memory  # imported here, because small runs do not need torch at this point
 
     try:
         run_memory = memory(variant(run, {"device": "cpu"}), ranks)

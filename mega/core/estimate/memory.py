@@ -73,7 +73,7 @@ class Memory:
     stages: tuple[StageMemory, ...]
     """Memory of each pipeline stage, in order."""
     parameters: int
-    """Number of parameter elements of the model."""
+    """Number of parameters of the model."""
     checkpoint: int
     """Bytes of a checkpoint."""
     communicators: int
@@ -256,7 +256,7 @@ class Timeline:
     """The live sets of one rank while it executes the plan."""
 
     sets: Mapping[LiveSet, int]
-    """Live set -> index of the first microbatch with this live set; in the order of the plan."""
+    """Live set -> index of the first microbatch with this live set, in the order of the plan."""
     live: int
     """Maximum number of microbatches (of a chunk) in flight."""
 

@@ -130,7 +130,8 @@ def as_json(run: RunConfig, world: int, memory: Memory, device: Hardware | None 
 
 
 def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
-    """The result of a search, fastest first: the options of each layout, GiB of its fullest rank, and its step time.
+    """Return the result of a search as JSON values. For each layout, the fastest first, these are its options, the GiB
+    of its fullest rank, and its step time.
 
     start: command lines that start the fastest layout. missing: flags that the user must add to these command lines.
     """

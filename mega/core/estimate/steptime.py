@@ -30,7 +30,7 @@ leaves out Muon's matrix products. Adam's number is for torch's fused update on 
 performs Adam's update."""
 
 MOMENTUM = 4.5
-"""Number of values per parameter that SGD with momentum reads and writes in addition."""
+"""Additional number of values per parameter that SGD reads and writes if it has momentum."""
 
 HIDES, LAST = 0.8, 0.1
 """HIDES: fraction of a pass that can overlap with an exchange between data ranks. LAST: fraction of the exchange that

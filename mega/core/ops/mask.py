@@ -29,7 +29,7 @@ class AttentionMask:
     kind: Kind = "causal"
     """"causal": query i sees keys j <= q_offset + i. "full": query i sees every key (encoders, cross attention)."""
     window: int | None = None
-    """Sliding window: query i sees only keys j with |q_offset + i - j| < window. None for no window."""
+    """Sliding window: query i sees only keys j with |q_offset + i - j| < window. None means no window."""
     q_documents: torch.Tensor | None = None
     """Document of each query, int64 [b, s]. A query sees only keys of the same document. Padding is a separate
     document."""
@@ -43,8 +43,8 @@ class AttentionMask:
     softcap: float | None = None
     """If set, each score s is replaced with softcap x tanh(s / softcap) before the softmax."""
     covered: bool = False
-    """Whether the caller guarantees that every query sees at least one key. With documents, the mask would have to read
-    their values to determine this."""
+    """Whether the caller guarantees that every query sees at least one key. With documents, this cannot be determined
+    without reading document ids from the device."""
 
     def __post_init__(self) -> None:
         assert self.kind in ("causal", "full"), self.kind

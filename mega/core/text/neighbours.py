@@ -106,8 +106,8 @@ def read_object(path: Path) -> dict[str, Json]:
 
 
 def prepend_scheme(config: Mapping[str, object]) -> str:
-    """Return to which texts LlamaTokenizer prepends SentencePiece's blank, according to its tokenizer_config.json: to
-    every text between two control tokens, only to the first text, or to no text."""
+    """Return "always", "first" or "never", according to the tokenizer_config.json of a LlamaTokenizer: SentencePiece's
+    blank is prepended to every text between control tokens, only to the first text, or to no text."""
     if config.get("add_prefix_space") is False:
         return "never"
     return "always" if config.get("legacy") else "first"

@@ -122,8 +122,7 @@ class TokenTable(Protocol):
         return {}
 
     def named_tokens(self) -> Mapping[str, str]:
-        """Return the token variables of a chat template, such as `bos_token` and `eos_token` in Hugging Face -> the
-        token's name."""
+        """Return a dict: variable of a chat template, such as Hugging Face's `bos_token` -> name of the token."""
         names = {token: name for name, token in self.special_tokens().items()}
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         return {key: names[token] for key, token in ids.items() if token in names}
@@ -207,7 +206,7 @@ class Tokenizer(TextEncoder, Protocol):
         return None
 
     def publishing_loss(self) -> str | None:
-        """Describe how ids from transformers differ with the exported files; None if all ids are equal."""
+        """Describe how the ids that transformers computes with the exported files differ; None if all ids are equal."""
         return None
 
     def files(self) -> Mapping[str, Path]:

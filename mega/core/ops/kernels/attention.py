@@ -153,7 +153,7 @@ def _queries_seeing(
     seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the loop over queries for a tile of keys, in the order of `_keys_seen`."""
+    """The bounds of the loop over queries for a tile of keys, ordered like those of `_keys_seen`."""
     # Positions of the first and last key among the queries. All bounds except `end` are multiples of ROWS.
     low = tile * COLUMNS - seen.offset
     high = tl.minimum(tile * COLUMNS + COLUMNS, seen.t) - 1 - seen.offset
@@ -424,8 +424,8 @@ def _attention_documents(
     own_at, own_stride, other_at, other_stride, bounds_at, own_length, other_length,
     OWN: tl.constexpr, OTHER: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the keys in the documents of a tile of queries, in the order of `_keys_seen`; or the bounds of the
-    queries for a tile of keys."""
+    """Store the bounds of the keys that are in the documents of a tile of queries, or the bounds of the queries for a
+    tile of keys. Bounds are ordered like those of `_keys_seen`."""
     tile, batch = tl.program_id(0), tl.program_id(1)
     position = tile * OWN + tl.arange(0, OWN)
     # Beyond the end of the row, repeat the row's last token.

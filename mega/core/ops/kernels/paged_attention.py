@@ -209,7 +209,7 @@ def _tiles(
     HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of queries of one head to all visible keys."""
+    """Compute attention for a tile of queries of one head."""
     in_turn(OVERLAP)
     tile_at, head = tiles_at + tl.program_id(0) * 4, tl.program_id(1)
     count = tl.load(tile_at + 2)

@@ -121,7 +121,8 @@ def find_turns(render: Render, question: Mapping[str, Any], found: Rendered) -> 
     """Return the span of each of the assistant's turns, including the end token. Errors: ValueError naming the position
     that cannot be determined.
 
-    question: `messages`, `ends`, `names`, and `first`, the number of messages before the first turn to return.
+    question: a dict with `messages`, `ends`, `names`, and `first`, the number of messages before the first turn to
+    return.
     """
     messages, ends, turns = question["messages"], question["ends"], list[Span]()
     for number, message in enumerate(messages):
