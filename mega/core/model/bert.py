@@ -140,7 +140,7 @@ class BertHead(nn.Module):
         self.norm = normalization(factory, model.stacks[-1].norm, tensors)
         self.words = None if transform is None else WordHead(factory, transform, tensors, region)
         self.rows = None if output.rows is None else RowHead(factory, tensors, output.rows, region, dropout)
-        # A model with --head none still has a pooler.
+        # A model without a head for rows may still have a pooler.
         alone = output.pooler and output.rows is None
         self.pooler = WholeLinear(factory, tensors, "pooler.dense") if alone else None
 

@@ -45,7 +45,8 @@ class NeighbourStates:
     """
 
     tokens: torch.Tensor
-    """[b l k r, h], received or embedded by the stage; under sequence parallelism only the tokens of this rank."""
+    """Neighbours' tokens [b l k r, h], received or embedded by the stage; under sequence parallelism only those of this
+    rank."""
     context: ForwardContext
     """The context for the layers of the neighbours' encoder."""
     found: torch.Tensor | None

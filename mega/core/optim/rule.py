@@ -57,7 +57,7 @@ class Allocator(NamedTuple):
 
 @dataclass
 class ShardState:
-    """Optimizer state for this rank's span of one bucket, in max(fp32, dtype)."""
+    """Optimizer state for this rank's span of one bucket, in fp32 or, if wider, the weights' dtype."""
 
     bucket: Bucket
     master: torch.Tensor | None
