@@ -52,7 +52,7 @@ def run(
         checkpoint = Path(local_place("CHECKPOINT", str(checkpoint)))
         check_source("CHECKPOINT", checkpoint)
     engine.check(talk.device, talk.adapter)
-    engine.check_speculation()
+    engine.check_speculation(talk.adapter)
     from mega.core.inference.generation.chat import Answering, ChatSession, lines
 
     answering: Answering

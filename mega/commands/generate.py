@@ -62,7 +62,7 @@ def run(
     from mega.core.processes.launch import run_ranks
     from mega.core.retro.retrieve import opener
 
-    engine.check_speculation()
+    engine.check_speculation(texts.adapter)
     retriever = opener(retrieval, engine, layout, texts.adapter, texts.beams)
     many_texts = texts.input is not None or texts.num_samples > 0
     plan = GenerationPlan(

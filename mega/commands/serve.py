@@ -58,7 +58,7 @@ def run(
     check_host(listen.host, token)
     adapters = adapter_paths(model.adapter)
     _check_names((model_name, *answers.served_model_name), adapters)
-    engine.check_speculation()
+    engine.check_speculation(model.adapter)
     plan = ServePlan(
         path=str(path),
         listen=listen,

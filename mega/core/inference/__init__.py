@@ -6,7 +6,7 @@ schedule, chunks, cache   choose the tokens that a step computes, and assign blo
 step, relay, worker       a step as integers, its transport to all ranks, and each rank's share of the step
 paged_cache, graphs       keys and values in blocks, and recorded CUDA graphs
 sampling, beam            choose tokens from logits (temperature, top-k, top-p); beam search
-speculate, drafts         speculative decoding: propose tokens ahead of the model
+speculate, drafts         speculative decoding: propose tokens ahead of the model; ahead_drafts: by its own layers
 embedding                 embed texts with a BERT
 retrieval                 find the neighbours that a model with a retriever reads when a chunk ends
 text_stream               convert tokens to text as they arrive, in complete characters

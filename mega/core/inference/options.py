@@ -24,6 +24,9 @@ BLOCK = 16
 NGRAM = "ngram"
 """The value of --speculate with which tokens are guessed from the text so far."""
 
+MTP = "mtp"
+"""The value of --speculate with which the model's own layers of multi-token prediction guess tokens."""
+
 NOTHING = "none"
 """The value of --retro with which a model with a retriever does not read neighbours."""
 
@@ -60,7 +63,9 @@ class EngineOptions(VerbSection):
     cuda_graph: bool | None = option(None, "use CUDA graphs on a GPU [on]")
     fp8_weights: bool = option(False, "store the weights of linear layers in 8 bits, with one scale for each output")
     speculate: str | None = option(
-        None, "speculative decoding, with guesses from the text itself or from a small model [off]", metavar="ngram|DIR"
+        None,
+        "speculative decoding: guesses from the text itself, the model's own --mtp-layers, or a small model [off]",
+        metavar="ngram|mtp|DIR",
     )
     block: int = BLOCK
     """Number of tokens in a block of the cache."""
@@ -79,12 +84,20 @@ class EngineOptions(VerbSection):
             if self.cuda_graph and is_given:
                 raise ValueError(f"--cuda-graph: excludes {flag}")
 
-    def check_speculation(self) -> None:
-        """Check --speculate. Errors: ValueError if the draft model does not exist, or with --batch-invariant."""
-        if self.speculate is not None and self.batch_invariant:
-            raise ValueError(f"--speculate {self.speculate}: excludes --batch-invariant")
-        if self.speculate is not None and self.speculate != NGRAM and not Path(self.speculate).exists():
-            raise ValueError(f"--speculate {self.speculate}: no such model; valid: ngram, or a model's directory")
+    def check_speculation(self, adapter: Collection[str] = ()) -> None:
+        """Check --speculate. Errors: ValueError if the draft model does not exist, or if another flag excludes it."""
+        own = self.speculate == MTP
+        excluded = {
+            "--batch-invariant": self.batch_invariant,
+            "--adapter": own and bool(adapter),
+            "--cuda-graph": own and bool(self.cuda_graph),
+        }
+        for flag, is_given in excluded.items():
+            if self.speculate is not None and is_given:
+                raise ValueError(f"--speculate {self.speculate}: excludes {flag}")
+        if self.speculate not in (None, NGRAM, MTP) and not Path(str(self.speculate)).exists():
+            rule = "no such model; valid: ngram, mtp, or a model's directory"
+            raise ValueError(f"--speculate {self.speculate}: {rule}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ guesses, because a random draw depends only on the request's seed and the token'
 
     NGrams        guesses the tokens that followed an earlier occurrence of the text's last tokens
     ModelDrafts   guesses with a smaller model with the same vocabulary and the same random numbers (drafts.py)
-    Drafter       the interface of both; a model head that predicts several tokens could be a third implementation
+    AheadDrafts   guesses with the model's own layers of multi-token prediction (ahead_drafts.py)
+    Drafter       their interface
 
 `Confidence` decides from previous results whether to guess a request's next tokens. If guesses fail, the request is
 computed without speculation, with steps launched ahead. This module does not depend on the model.

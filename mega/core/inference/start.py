@@ -18,6 +18,7 @@ from mega.core.config.resolve import divisors
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
+from mega.core.inference.ahead_drafts import AheadDrafts
 from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
 from mega.core.inference.drafts import ModelDrafts
@@ -25,7 +26,7 @@ from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.graphs import MANY
 from mega.core.inference.loading.adapters import AdapterChoice, OpenedAdapter, load_adapters
 from mega.core.inference.loading.load import OpenedModel, load_stages, open_model
-from mega.core.inference.options import NGRAM, DecodingLayout, EngineOptions
+from mega.core.inference.options import MTP, NGRAM, DecodingLayout, EngineOptions
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
 from mega.core.inference.retrieval import Retriever, device_bytes
@@ -99,7 +100,7 @@ def engine_on(
         tile=options.tile if options.batch_invariant else None,
         vocab=vocab,
         adapters=adapters,
-        graphs=device.is_cuda and options.cuda_graph is not False and retriever is None,
+        graphs=_records(options, device, retriever),
         most=min(options.prefill_chunk or MANY[-1], blocks * size),
         retriever=retriever,
     )
@@ -119,7 +120,7 @@ def engine_on(
         relay=relay,
         depth=depth,
         groups=groups,
-        drafter=drafter_of(options, model, device, stage.dtype, vocab),
+        drafter=drafter_of(options, worker, blocks, device),
     )
 
 
@@ -131,16 +132,30 @@ def _check_graphs(options: EngineOptions, model: Architecture, device: Device) -
         raise ValueError("--cuda-graph: needs a GPU; valid here: --no-cuda-graph")
 
 
-def drafter_of(
-    options: EngineOptions, model: Architecture, device: Device, dtype: torch.dtype, vocab: int
-) -> Drafter | None:
+def _records(options: EngineOptions, device: Device, retriever: Retriever | None) -> bool:
+    """Return whether the model's steps are recorded as graphs."""
+    return device.is_cuda and options.cuda_graph is not False and retriever is None and options.speculate != MTP
+
+
+def drafting_layers(options: EngineOptions, model: Architecture) -> int:
+    """Return the number of layers that guess tokens and have keys and values in a cache of as many blocks."""
+    return len(model.output.ahead) if options.speculate == MTP else 0
+
+
+def drafter_of(options: EngineOptions, worker: Worker, blocks: int, device: Device) -> Drafter | None:
     """Return the drafter that the options select, or None. The cache of a draft model has space for as many sequences
     as the model's cache. Errors: ValueError if the draft model's vocabulary is too small; CheckpointError."""
     if options.speculate is None or options.batch_invariant:
         return None
     if options.speculate == NGRAM:
         return NGrams()
-    draft = open_model(options.speculate)
+    vocab, model = worker.vocab, worker.stage.architecture
+    if options.speculate == MTP:
+        allocator = Blocks(blocks, options.block)
+        ahead = AheadDrafts(worker.stage, device.torch, allocator, options.max_requests, vocab)
+        worker.watch_with(ahead.watch)
+        return ahead
+    draft, dtype = open_model(options.speculate), worker.stage.dtype
     small = draft.architecture
     if small.input.vocab < vocab:
         raise ValueError(
@@ -152,18 +167,18 @@ def drafter_of(
     (stage,) = load_stages(draft, alone, device, dtype=dtype, ops=ops)
     # Guesses may extend beyond the last token of a sequence.
     tokens = options.max_requests * (min(model.positions, small.positions) + MOST)
-    blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
-    worker = Worker(
+    draft_blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
+    draft_worker = Worker(
         *(stage, alone, device.torch),
-        blocks=blocks,
+        blocks=draft_blocks,
         block=options.block,
         requests=options.max_requests,
         tile=None,
         vocab=vocab,
-        graphs=device.is_cuda and options.cuda_graph is not False,
+        graphs=_records(options, device, None),
         most=DRAFT_CHUNK,
     )
-    return ModelDrafts(worker, Blocks(blocks, options.block), DRAFT_CHUNK)
+    return ModelDrafts(draft_worker, Blocks(draft_blocks, options.block), DRAFT_CHUNK)
 
 
 def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
@@ -189,12 +204,23 @@ def check_layout(
         advice = "is continued by mega generate and mega serve, with --retro" if options.retriever else ""
         hint = "; mega serve gives its embeddings" if FAMILY_DEFAULTS[model.family].classifies else ""
         raise ValueError(f"--load: a model {kind} {advice or 'does not continue text'}{hint}")
+    _check_own_drafts(engine, model, tp * pp)
     kv_heads, layers = model.cached.kv_heads, len(model.layers)
     if kv_heads % tp:
         valid = ", ".join(map(str, divisors(kv_heads)))
         raise ValueError(f"--tp {tp}: must divide the model's {kv_heads} key/value heads (valid: {valid})")
     if pp > layers:
         raise ValueError(f"--pp {pp}: must be at most the model's {layers} blocks")
+
+
+def _check_own_drafts(engine: EngineOptions, model: Architecture, ranks: int) -> None:
+    """Check --speculate mtp. Errors: ValueError if the model cannot guess tokens, or is split over ranks."""
+    if engine.speculate != MTP:
+        return
+    if not model.output.ahead:
+        raise ValueError("--speculate mtp: the model has no layers that predict further tokens (--mtp-layers)")
+    if ranks > 1:
+        raise ValueError(f"--speculate mtp: needs --tp 1 and --pp 1, not {ranks} ranks")
 
 
 def _blocks(
@@ -204,7 +230,7 @@ def _blocks(
     Errors: ValueError if not even one sequence fits."""
     size = options.block
     free_bytes = device.room() - taken - (device.resident() if device.is_cuda else 0)
-    token = cache_bytes(model, dtype.itemsize, tp=mesh.tp.size, layers=layers)
+    token = cache_bytes(model, dtype.itemsize, tp=mesh.tp.size, layers=layers + drafting_layers(options, model))
     fits = fitting_blocks(free_bytes, device.torch.type, token, size) // (1 if device.is_cuda else mesh.world)
     least = torch.tensor(fits, device=device.torch)
     all_reduce(least, mesh.everyone, "min")

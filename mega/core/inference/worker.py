@@ -9,9 +9,10 @@ requests, because a step contains all data that the worker needs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.retrieval import Retriever, SequenceReader
 from mega.core.inference.sampling import Filters, SeenIds, draw, likeliest
 from mega.core.inference.schedule import Choice
-from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, Step
+from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, NUMBERS, Step
 from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary_tables
 from mega.core.ops.heads import Rotary
@@ -37,6 +38,9 @@ from mega.core.ops.rotary import spread
 from mega.core.parallel.collectives import first_problem
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.one_shot import exchange_over
+
+Watch: TypeAlias = Callable[[Step, torch.Tensor], None]
+"""(a step, the output of the final norm for its tokens, [tokens, h])"""
 
 
 class Worker:
@@ -69,30 +73,13 @@ class Worker:
         retriever: Retriever | None = None,
     ):
         model = stage.architecture
+        self.watch: Watch | None = None
         self.stage, self.mesh, self.device, self.tile, self.adapters = stage, mesh, device, tile, adapters
         self.vocab, self.requests = vocab or model.input.vocab, requests
         layers = [unit for unit in stage.units if isinstance(unit, int)]
-        size = model.cached
         windows = [model.layers[layer].attention.window for layer in layers]
-        shape = (len(layers), blocks, block, 2, size.kv_heads // mesh.tp.size, size.head_dim)
-        tables = _tables(model, stage.dtype, device)
-        pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
-        capped = size.softcap is not None
-        keeps = stage.ops.spread and not (tile or any(windows) or capped) and pool.element_size() >= 4
-        attention = stage.ops.paged_attention
-        for window in dict.fromkeys(windows):
-            attention = INVARIANT if tile else trusted(attention, pool[0], repeats, window)
-        if size.softcap is not None:
-            attention = softcapped(size.softcap, invariant=bool(tile))
-        self.cache = PagedCache(
-            pool,
-            layers[0] if layers else 0,
-            attention,
-            repeats,
-            windows,
-            {rope: spread(*table) for rope, table in tables.items()} if stage.ops.spread else tables,
-            KeptKeys(pool) if keeps else None,
-        )
+        pool = (blocks, block), layers[0] if layers else 0
+        self.cache = paged_cache(stage, windows, device, *pool, tp=mesh.tp.size, invariant=bool(tile))
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
         self._decode = DecodeStep(stage, self._exchange.sum)
         self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row is for padding
@@ -162,11 +149,19 @@ class Worker:
         if self.adapters is not None:
             self.adapters.begin(np.repeat(step.adapters, step.counts))
         if self.reader is None:
-            return self._decode(ids, positions, wanted_rows, self.cache, *(() if cargo is None else (cargo,)))
+            out = self._decode(ids, positions, wanted_rows, self.cache, *(() if cargo is None else (cargo,)))
+            if self.watch is not None:
+                self.watch(step, self._decode.normed)
+            return out
         neighbours = self.reader.step(step, self.device)
         logits = self._decode(ids, positions, wanted_rows, self.cache, neighbours=neighbours)
         neighbours.close()
         return logits
+
+    def watch_with(self, watch: Watch) -> None:
+        """Call `watch` after each step. Steps must not be recorded as graphs, and must not be split."""
+        assert self.graphs is None and self.tile is None
+        self.watch, self._decode.keeps_normed = watch, True
 
     def close(self) -> None:
         while self._arriving:
@@ -217,7 +212,7 @@ class Worker:
             return none, torch.zeros(len(logits), 1, device=logits.device)
         # Greedy rows have temperature 0.
         penalties, draws = (step.seen >= 0).any(), chooses & (step.numbers[:, 0] > 0)
-        _, _, _, _, penalty, uniform, presence, frequency = step.numbers.T[..., None]
+        _, _, _, _, penalty, _, presence, frequency = step.numbers.T[..., None]
         if penalties:
             assert self._seen is not None
             amounts = (sent(each.astype(np.float32), self.device) for each in (penalty, presence, frequency))
@@ -225,15 +220,7 @@ class Worker:
             logits = self._seen.adjusted(logits, rows, *amounts)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
-        if not draws.any():
-            ids = likeliest(logits)
-            share = logits.gather(1, ids[:, None])
-        else:
-            shares = _filters(step.numbers, self.device)(logits)
-            ids = draw(shares, sent(uniform.copy(), self.device))
-            share = shares.gather(1, ids[:, None])
-            if not draws.all():
-                ids = torch.where(sent(draws, self.device), ids, likeliest(logits))
+        ids, share = sampled(logits, step.numbers, draws)
         if penalties:
             assert self._seen is not None
             penalised_rows = sent(np.flatnonzero(step.seen >= 0), self.device)
@@ -297,6 +284,33 @@ class Worker:
         self._latest.index_copy_(0, sent(indices, self.device), last)
 
 
+def paged_cache(
+    stage: Any,
+    windows: Sequence[int | None],
+    device: torch.device,
+    blocks: tuple[int, int],
+    first: int,
+    *,
+    tp: int = 1,
+    invariant: bool = False,
+) -> PagedCache:
+    """Return an empty cache for layers of a stage. windows: for each layer, the maximum number of keys that a token
+    attends to. blocks: number of blocks, and of tokens in a block. first: number of the first layer."""
+    size = stage.architecture.cached
+    shape = (len(windows), *blocks, 2, size.kv_heads // tp, size.head_dim)
+    tables = _tables(stage.architecture, stage.dtype, device)
+    pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
+    capped = size.softcap is not None
+    keeps = stage.ops.spread and not (invariant or any(windows) or capped) and pool.element_size() >= 4
+    attention = stage.ops.paged_attention
+    for window in dict.fromkeys(windows):
+        attention = INVARIANT if invariant else trusted(attention, pool[0], repeats, window)
+    if size.softcap is not None:
+        attention = softcapped(size.softcap, invariant=invariant)
+    spread_tables = {rope: spread(*table) for rope, table in tables.items()} if stage.ops.spread else tables
+    return PagedCache(pool, first, attention, repeats, windows, spread_tables, KeptKeys(pool) if keeps else None)
+
+
 class _Arriving:
     """The results of a step, which are being sent from the last stage. found: None on ranks that only need the ids."""
 
@@ -341,6 +355,23 @@ class Launched:
     def choices(self) -> list[Choice]:
         """Wait for the results, and return one result for each wanted row."""
         return [] if self.found is None else _choices(self.found.numpy(), self.step)
+
+
+def sampled(
+    logits: torch.Tensor, numbers: NDArray[np.float64], draws: NDArray[np.bool_]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the id that each row of logits chooses, [m], and its logit or probability, [m, 1].
+
+    numbers: as in `Step`, [m, n]. draws: which rows draw an id; the others choose the most likely id.
+    """
+    device = logits.device
+    if not draws.any():
+        ids = likeliest(logits)
+        return ids, logits.gather(1, ids[:, None])
+    shares = _filters(numbers, device)(logits)
+    ids = draw(shares, sent(numbers[:, NUMBERS.index("uniform"), None].copy(), device))
+    share = shares.gather(1, ids[:, None])
+    return ids if draws.all() else torch.where(sent(draws, device), ids, likeliest(logits)), share
 
 
 def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:

@@ -7,5 +7,5 @@ ahead                                layers in the head that predict tokens afte
 neighbours                           attention of a text to the neighbours retrieved for the text's chunks
 decoder, bert, encoder_decoder       stages of the model families; retriever: decoders with attention to neighbours
 objective, auxiliary                 objectives other than next-token prediction, and losses of layers
-decode, decode_neighbours            one step of text generation with the layers above
+decode, decode_neighbours            one step of text generation with the layers above; decode_ahead: guess tokens
 """

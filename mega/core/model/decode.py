@@ -97,8 +97,14 @@ class DecodeStep:
         self._sum = sum_ranks
         self._last_norm = None if self._head is None else _norm(self._head.norm)
         self._ropes = stage.architecture.ropes
-        parts = _DecodeParts(_verified_kernels(stage), sum_ranks, (None, *self._ropes))
-        self._functions = [each for layer in stage.layers for each in _layer(cast(TransformerLayer, layer), parts)]
+        parts = DecodeParts(_verified_kernels(stage), sum_ranks, (None, *self._ropes))
+        self._functions = [
+            each for layer in stage.layers for each in layer_functions(cast(TransformerLayer, layer), parts)
+        ]
+        self.keeps_normed = False
+        """Whether `normed` is kept. A step that is replayed as a graph does not change it."""
+        self.normed = torch.empty(0)
+        """The output of the final norm for all tokens of the last step, [tokens, h]."""
 
     def __call__(
         self,
@@ -110,18 +116,29 @@ class DecodeStep:
         neighbours: NeighbourStep | None = None,
     ) -> torch.Tensor:
         x = cargo[0] if self._embedding is None else self._embedding.look_up(ids, positions, None, self._sum)
-        rotary: list[Rotary | None] = [None]
-        for rope in self._ropes:
-            cos, sin = cache.tables[rope]
-            rotary.append((cos.index_select(0, positions), sin.index_select(0, positions)))
-        stream, context = ResidualState(x), DecodeContext(cache, rotary, neighbours)
+        stream, context = ResidualState(x), decode_context(cache, self._ropes, positions, neighbours)
         for function in self._functions:
             stream = function(stream, context)
         x = self._ops.added(*stream)
         if self._head is None or self._last_norm is None:
             return x
-        normed = self._last_norm(ResidualState(x.index_select(0, wanted)))[1]
+        if self.keeps_normed:
+            self.normed = self._last_norm(ResidualState(x))[1]
+            normed = self.normed.index_select(0, wanted)
+        else:
+            normed = self._last_norm(ResidualState(x.index_select(0, wanted)))[1]
         return logits(normed, self._head.weight, self._head.region, self._head.bias, self._head.shape)
+
+
+def decode_context(
+    cache: KeyValueCache, ropes: Sequence[Rope], positions: torch.Tensor, neighbours: NeighbourStep | None = None
+) -> DecodeContext:
+    """Return the inputs of a step for tokens at these positions."""
+    rotary: list[Rotary | None] = [None]
+    for rope in ropes:
+        cos, sin = cache.tables[rope]
+        rotary.append((cos.index_select(0, positions), sin.index_select(0, positions)))
+    return DecodeContext(cache, rotary, neighbours)
 
 
 def _verified_kernels(stage: DecoderStage) -> FewRows | None:
@@ -134,7 +151,7 @@ def _verified_kernels(stage: DecoderStage) -> FewRows | None:
     return trusted(stage.ops.few_rows, stage.dtype, next(stage.parameters()).device, list(widths))
 
 
-class _DecodeParts(NamedTuple):
+class DecodeParts(NamedTuple):
     """Objects that the functions of all layers share."""
 
     few: FewRows | None  # kernels for few rows
@@ -145,7 +162,7 @@ class _DecodeParts(NamedTuple):
 StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
 
 
-def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]:
+def layer_functions(layer: TransformerLayer, parts: DecodeParts) -> list[StreamFunction]:
     """Return a layer as a list of functions, to be called in order.
 
     Each function selects by the number of rows: the fused branch for few rows, else the prepared branch for any number.
@@ -201,7 +218,7 @@ def _factors(branch: ResidualBranch) -> _Factors:
     return _Factors(_factor(first, bias), _factor(out))
 
 
-def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> DecodeBranch:
+def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: DecodeParts) -> DecodeBranch:
     """Return a branch with prepared steps, for any number of rows."""
     mixer: Any = branch.mixer
     out, factor = branch.mixer.out, factors.outer
@@ -258,7 +275,7 @@ def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
 
 
 def _fused_branch(
-    branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts: _DecodeParts
+    branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts: DecodeParts
 ) -> DecodeBranch | None:
     """Return a branch for few rows: the first GEMM also computes the norm of its input; the last GEMM, or the sum over
     tensor ranks, also adds the branch to the stream.
@@ -345,7 +362,7 @@ def _linear(
 
 
 def _attention_function(
-    attention: SelfAttention, parts: _DecodeParts, project: Callable[[torch.Tensor], torch.Tensor]
+    attention: SelfAttention, parts: DecodeParts, project: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor, DecodeContext], torch.Tensor]:
     """Return the attention of a branch as a function. project: computes query, key and value."""
     layer, heads, kv_heads, ops = attention.layer, attention.heads, attention.kv_heads, attention.ops

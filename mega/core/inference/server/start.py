@@ -37,7 +37,7 @@ from mega.core.inference.server.embedding_start import (
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner
-from mega.core.inference.start import check_layout, decoding_mesh, start_engine
+from mega.core.inference.start import check_layout, decoding_mesh, drafting_layers, start_engine
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING
@@ -211,7 +211,7 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
         return [loaded, *embedding_lines(server.engine), waiting]
     fp8 = plan.engine.fp8_weights
     weights = max(weight_bytes(opened.model, dtype.itemsize, tp=plan.layout.tp, pp=plan.layout.pp, fp8_weights=fp8))
-    layers = max(even_layers(len(model.layers), plan.layout.pp))
+    layers = max(even_layers(len(model.layers), plan.layout.pp)) + drafting_layers(plan.engine, model)
     token = cache_bytes(model, dtype.itemsize, tp=plan.layout.tp, layers=layers)
     cache = (limits.cache + plan.engine.block) * token
     neighbours = server.engine.neighbour_bytes if isinstance(server.engine, BatchingEngine) else 0
