@@ -77,7 +77,7 @@ class Part(NamedTuple):
     change: int
     """Live bytes at the end of the part, minus the live bytes at its beginning."""
     weight: tuple[int, int] | None = None
-    """(unit, index in the unit) of the weight whose gradient ends this part. None if the part ends with its unit."""
+    """(unit, index in the unit) of the weight at whose gradient this part ends. None if the part ends with its unit."""
     opens: bool = False
     """If True, the part ends when the gradient of `weight` is first accumulated, otherwise when it is complete."""
 
@@ -724,14 +724,16 @@ def _distinct_weights(units: Sequence[Sequence[nn.Module]]) -> list[list[Weight]
 
 
 def _unit_began(recorder: _Recorder, unit: int, *_: object) -> None:
-    """Forward pre-hook: assign what follows to `unit`. Recomputation is counted as a part of the backward pass."""
+    """Forward pre-hook: count the following bytes and operations for `unit`. Recomputation is counted as a part of the
+    backward pass."""
     if not recorder.backward:
         recorder.enter(unit)
         recorder.works(unit)
 
 
 def _unit_ended(recorder: _Recorder, unit: int, _: nn.Module, args: object, out: object) -> None:
-    """Forward hook: assign what follows to the next unit, and register the hooks for the backward pass.
+    """Forward hook: count the following bytes and operations for the next unit, and register hooks for the backward
+    pass.
 
     In the backward pass, bytes count for `unit` once the gradient of the unit's first result exists, and operations
     count for `unit` once the gradient of any of its results exists.

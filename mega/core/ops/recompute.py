@@ -75,8 +75,8 @@ class _Recomputation:
 
 
 def recompute(run: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
-    """Return `run(*inputs)`. Autograd saves only the inputs, and recomputes other saved tensors when the backward pass
-    needs them.
+    """Return `run(*inputs)`. Only the inputs are saved; other saved tensors are recomputed when the backward pass needs
+    them.
 
     A nested call also saves the inputs of the inner call until the backward pass.
 

@@ -25,8 +25,8 @@ except ImportError:
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, **options: object) -> None:
     """Launch `kernel[grid](x, *args, **options)`.
 
-    Before every launch, Triton inspects each argument, its settings and global variables. Looking up the compiled
-    kernel in this function, by the kinds of the arguments, can halve the time of a launch.
+    Before every launch, Triton inspects each argument, and Triton's settings and global variables. Looking up the
+    compiled kernel in this function, by the kinds of the arguments, can halve the time of a launch.
     """
     if x.is_meta:
         observe.kernel(getattr(kernel, "__name__", "kernel"), (x, *args))
