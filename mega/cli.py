@@ -1,8 +1,7 @@
 """The command line `mega`: find and import the module of a verb when the verb is called, and report errors.
 
-A verb is a module in mega/commands with a function `run`, or with a Typer `app` if the verb has subcommands. This
-module contains the name and a one-line description of each verb. Importing this module imports neither the verbs nor
-torch.
+Each verb is a module in mega/commands with a function `run`, or with a Typer `app` if the verb has subcommands. This
+module contains only the name and a one-line description of each verb, and imports neither their modules nor torch.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def _broken_stdout() -> OSError | None:
     """Flush stdout, and return the error if this fails, or None. After an error, stdout is redirected to /dev/null, so
     that Python's flush at exit does not fail.
 
-    If the reader has closed the pipe, as `head` does, it needs no more output, so no message is printed.
+    No message is printed if the reader has closed the pipe, as `head` does when it has read enough.
     """
     try:
         sys.stdout.flush()

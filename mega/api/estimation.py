@@ -73,8 +73,8 @@ def estimate(
     """Estimate the memory that the trainer allocates on `world` ranks and, if `gpu` is given, the time of a step.
 
     run: options from `mega.config`; keyword arguments such as `world=64` override them. gpu: a device such as "h100",
-    or a file written by `mega bench --calibrate`. gpus: number of devices on which to search for the fastest layout.
-    fit: number and kind of devices for a search in one string, such as "8xh100".
+    or a file written by `mega bench --calibrate`. gpus: number of devices; if given, search for the fastest layout.
+    fit: number and kind of devices in one string, such as "8xh100", also for a search.
 
     Errors: ValueError naming the option, its value and the rule.
 
@@ -100,8 +100,8 @@ def estimated(run: RunConfig, world: int, device: Hardware | None) -> RunEstimat
 
 
 def in_bf16(answer: RunEstimate) -> RunEstimate | None:
-    """Return the estimate for the same run and layout in bf16, for comparison, because the default dtype, fp32, is
-    seldom intended on a GPU; None if the run is not in fp32."""
+    """Return the estimate for the same run and layout in bf16; None if the run is not in fp32. It is shown for
+    comparison, because the default dtype, fp32, is rarely intended on a GPU."""
     if answer.run.precision.dtype != "fp32":
         return None
     from mega.core.config.resolve import variant
@@ -134,9 +134,9 @@ def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | Non
         if (typed := value_of(options, name)) not in (None, count):
             raise ValueError(f"{flag_of(name)} {typed}: excludes {flag}, which plans {count} ranks; leave it out")
     options = without_layout(options)
-    # Checking the run on one rank reports mistakes that are common to all layouts. `tp_overlap` and `fp8` are disabled
-    # for this check, because one rank has no tensor parallelism to overlap and fp8 GEMMs of sizes that differ from
-    # those in most layouts.
+    # Checking the run on one rank reports mistakes that are common to all layouts. For this check, `tp_overlap` is
+    # disabled because one rank has no tensor parallelism, and `fp8` because its GEMM sizes differ from those in most
+    # layouts.
     smallest, _ = planned(updated(any_layout(options, 1), {"tp_overlap": False, "fp8": False}))
     sized = updated(options, {"vocab": smallest.model.vocab})
     result = search(sized, count, device)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ScoredFigure(NamedTuple):
-    """A figure, with the bounds of its 95 % confidence interval if it has one."""
+    """A figure, such as an accuracy, with the bounds of the 95 % confidence interval if available."""
 
     value: float | None
     """The value of the figure; None if no example was scored."""

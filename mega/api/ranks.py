@@ -149,7 +149,7 @@ def _pickled(value: object) -> bytes:
 
 
 def _portable(function: Callable[..., object]) -> Callable[..., object]:
-    """Return the function, or a wrapper that can be pickled if the function is defined in a notebook."""
+    """Return the function itself, or, if it is defined in a notebook, a wrapper that can be pickled."""
     if not isinstance(function, types.FunctionType) or function.__module__ != "__main__":
         return function
     main = sys.modules["__main__"]

@@ -64,10 +64,11 @@ class StepResult:
 
 
 class Trainer:
-    """One rank of a training run. run: options from `mega.config`; keyword arguments override them.
+    """A trainer on one rank of a training run. run: options from `mega.config`; keyword arguments override these
+    options.
 
     As in `mega pretrain`, `resume="auto"` resumes from the newest checkpoint in `save`, if there is one, and `load`
-    starts from the weights of that checkpoint. If the options name no data, make the batches with `batch`.
+    names the weights to start from. If the options name no data, make the batches with `batch`.
 
     Errors: ValueError naming the option or file, its value and the rule.
     """
@@ -211,11 +212,11 @@ class Trainer:
         """Compute the gradients of all microbatches of a step, and return the mean loss over the global batch.
 
         batches: this rank's microbatches; every rank must pass the same number. loss: a function that replaces the
-        model's loss. The ranks of the last pipeline stage call `loss(predictions, batch)` for each microbatch;
-        `predictions.logits` has shape [b, s, vocab], and `predictions.logprobs` [b, s] contains the log-probabilities
-        of the labels. At level "token" the function returns losses [b, s], which are averaged with the weights of the
-        batch. At level "sequence" the function returns one loss per sequence, [b], or one per group of adjacent
-        sequences.
+        model's loss. It is called as `loss(predictions, batch)` for each microbatch, on the ranks of the last pipeline
+        stage; `predictions.logits` has shape [b, s, vocab], and `predictions.logprobs` [b, s] contains the
+        log-probabilities of the labels. At level "token" the function returns losses [b, s], which are averaged with
+        the weights of the batch. At level "sequence" the function returns one loss per sequence, [b], or one per group
+        of adjacent sequences.
 
         Errors: ValueError if the loss has a wrong shape, or the model does not support a custom loss.
         """

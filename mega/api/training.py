@@ -1,7 +1,8 @@
 """Complete training runs: pretraining, and finetuning from existing weights. Importing this module does not import
 torch.
 
-The commands `mega pretrain` and `mega finetune` also use `resolved`, `with_stored_options` and `from_weights`.
+The commands `mega pretrain` and `mega finetune` also call `resolved`, `with_stored_options` and `from_weights` of this
+module.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ Note = Callable[[str], None]
 def pretrain(run: Options, *, verbose: bool = False, **options: object) -> TrainingResult:
     """Train from scratch, or resume, to the last step, with checkpoints and metrics, as `mega pretrain` does.
 
-    The run uses this process, `nproc` local ranks that the function starts, or the ranks of torchrun, mpirun, srun or
-    `mega.launch`. Every rank returns the same result. run: options from `mega.config`; keyword arguments override them.
-    verbose: whether to print what `mega pretrain` prints.
+    The run uses this process, or `nproc` local ranks, which the function starts, or the ranks of torchrun, mpirun, srun
+    or `mega.launch`. Every rank returns the same result. run: options from `mega.config`; keyword arguments override
+    them. verbose: whether to print what `mega pretrain` prints.
 
     Errors: ValueError naming the option or file, its value and the rule, before any rank starts; FloatingPointError if
     the loss is NaN or infinite; RuntimeError and OSError for failures during training.
@@ -151,10 +152,9 @@ def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
 
 
 def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dict[str, object], list[str]]:
-    """Return (option name -> value for the tokenizer, messages for the user). The tokenizer is the one that flags name,
-    or otherwise that of the weights at `place`. If flags do not include --tokenizer, flags such as --vocab-extra-ids
-    modify the weights' tokenizer. Errors: ValueError if flags name a tokenizer that differs from the weights'
-    tokenizer."""
+    """Return (tokenizer option -> value, messages for the user). The tokenizer is the one given by flags, or otherwise
+    that of the weights at `place`. If flags do not include --tokenizer, flags such as --vocab-extra-ids modify the
+    weights' tokenizer. Errors: ValueError if flags name a tokenizer that differs from the weights' tokenizer."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.config.resolve import implied_tokenizer
     from mega.core.inference.loading.identity import check_tokenizer_flags

@@ -1,4 +1,4 @@
-"""`mega bench`: measure how fast a run is on this machine, on random tokens."""
+"""`mega bench`: measure the speed of a run on this machine with random tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _training(options: Options, given: GivenOptions, rows: list[str], bench: Ben
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
     # Rows are appended to --json. An existing file must contain rows, because appending rows would damage any other
-    # file, such as a script. Devices such as /dev/null are not checked.
+    # file, such as a script. Only regular files are checked, not devices such as /dev/null.
     against, out = bench.against, bench.json
     for flag, file in (("--against", against), ("--json", out if out and os.path.isfile(out) else None)):
         if file is not None:

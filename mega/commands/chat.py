@@ -18,7 +18,7 @@ STATED_BY = "the checkpoint says it, or nothing is trained"
 """The reason why training options have no effect, for messages."""
 
 OF_SERVER = ("url", "system", "tokens", "name")
-"""Options that also apply to a conversation with a server."""
+"""Options that have an effect in a conversation with a server too."""
 
 
 def run(

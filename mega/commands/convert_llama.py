@@ -58,7 +58,7 @@ def _compared(one: Path, other: Path) -> LogitComparison | None:
 
 
 def _print_doubts(losses: tuple[str, ...], imported: Path | None) -> None:
-    """Print the settings that the conversion loses, and what cannot be used of imported weights."""
+    """Print the settings that were lost in the conversion, and features of imported weights that cannot be used."""
     from mega.core.inference.loading.identity import doubts
 
     for line in (*losses, *(() if imported is None else doubts(imported))):

@@ -224,14 +224,14 @@ app.command(name="clean", cls=Command)(_step(_clean))
 def near_duplicates(
     step: NearDuplicateOptions,
 ) -> SurveyStep:
-    """Drop near duplicates of earlier documents, found by MinHash and confirmed by an exact comparison.
+    """Drop near duplicates of earlier documents, which are found by MinHash and confirmed by an exact comparison.
 
     With --as-megatron, shingles are five characters, signatures are those of find_duplicates.py with its 100 seeds in
     10 bands, and the threshold is 0.7.
     """
     from mega.core.corpus.near_duplicates import NearDuplicates
 
-    # Not given means None, because the defaults differ with --as-megatron.
+    # None means that the flag was not given, because the defaults differ with --as-megatron.
     bands = step.bands or (10 if step.as_megatron else 20)
     permutations = step.permutations or (100 if step.as_megatron else 120)
     threshold = step.threshold if step.threshold is not None else 0.7 if step.as_megatron else 0.8
@@ -360,7 +360,7 @@ def select(
 def group(
     step: GroupOptions,
 ) -> None:
-    """Group near duplicates by their pairs, as group_duplicate_url.py does."""
+    """Group documents that are connected by pairs of near duplicates, as group_duplicate_url.py does."""
     from mega.core.corpus.grouping import group_pairs
 
     count, members = group_pairs(step.pairs, step.groups, step.threshold)

@@ -189,7 +189,7 @@ def _sample(
     masking: MaskingConfig,
     tokenizer: TokenizerConfig,
 ) -> None:
-    """Show training samples as the model receives them. Each line shows a token's text, its id, and whether the token
+    """Show training samples as the model receives them, with one line per token: text, id, and whether the token
     contributes to the loss."""
     from mega.core.data import show
     from mega.core.text.build import build

@@ -131,8 +131,7 @@ def _toxicity(
 
 
 def _check_effect(of: str, given: Iterable[str]) -> None:
-    """Check that no given option is ignored. Errors: ValueError naming the first given option, which has no effect with
-    `of`."""
+    """Raise ValueError naming the first option in `given`, if any, because these options have no effect with `of`."""
     for name in given:
         raise ValueError(f"{flag(name)}: has no effect with {of}")
 

@@ -33,7 +33,7 @@ def run(options: Options) -> int:
     if not reports or code not in (0, 1) or _version(metrics) == before:
         return code
     points = read(metrics)
-    # The exit code alone does not tell a sweep that diverged at a high rate from a failure, so the curve decides
+    # The exit code does not distinguish a sweep that diverged at a high rate from a failure, so the curve decides
     # whether the sweep succeeded.
     if code and not (has_risen(points) or (diverged and len(points) >= LEAST_POINTS)):
         return code

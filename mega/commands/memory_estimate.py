@@ -139,7 +139,8 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions,
 
 
 def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:
-    """Return the given values, with defaults for the others. Errors: ValueError naming a flag without effect."""
+    """Return the assumptions about interruptions, from flags or defaults. Errors: ValueError naming a flag without
+    effect."""
     from mega.core.estimate.duration import Interruptions
 
     mtbf, save, restart = estimate.mtbf, estimate.save_seconds, estimate.restart_seconds
@@ -231,7 +232,7 @@ def _report(answer: RunEstimate, megatron: bool, stops: Interruptions) -> None:
     from mega.core.estimate.duration import training
 
     console = Console(highlight=False, soft_wrap=True)
-    report = partial(console.print, soft_wrap=not console.is_terminal)  # terminals wrap sentences
+    report = partial(console.print, soft_wrap=not console.is_terminal)  # sentences, which a terminal wraps
     run, world, device = answer.run, answer.world, answer.device
     if answer.found is not None and device is not None:
         console.print(show.layouts_table(answer.found))

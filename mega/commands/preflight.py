@@ -1,4 +1,4 @@
-"""`mega preflight`: check before a run that all hosts are equal and fast."""
+"""`mega preflight`: check before a run that all hosts have the same software and are fast."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def run(
     texts: PreprocessOptions,
     tokenizer: TokenizerConfig,
 ) -> int:
-    """Convert text to token files, PREFIX_KEY_document.bin and .idx, which are read by training with --data-path.
+    """Convert text to token files, PREFIX_KEY_document.bin and .idx, for training with --data-path.
 
     The files are byte for byte equal to those that Megatron-LM writes, with any number of workers. See also: mega data.
     """

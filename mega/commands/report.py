@@ -28,7 +28,7 @@ def run(
     from mega.core.report.read import CorpusRecord, read
 
     report_data = read(record)
-    in_directory = record.is_dir() and not isinstance(report_data, CorpusRecord)  # a corpus contains documents
+    in_directory = record.is_dir() and not isinstance(report_data, CorpusRecord)  # a corpus folder gets no report.html
     target = out or str(record / "report.html" if in_directory else record.with_name(f"{record.name}.html"))
     if not out and not in_directory and not isinstance(report_data, CorpusRecord):
         target = str(record.with_suffix(".html"))

@@ -23,7 +23,8 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
     """Convert a checkpoint to a different layout, or to and from Megatron-LM's formats, on the CPU. Weights, master
     weights and moments are converted.
 
-    A mega checkpoint can be loaded in any layout without this verb; after the conversion, there is one file per rank.
+    A mega checkpoint can be loaded in any layout without this verb. After the conversion, the files match the ranks of
+    the target layout.
     """
     from mega.core.files import check_save_dir, check_source
 
@@ -37,8 +38,7 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
     from mega.core.checkpoint.own.tables import progress_bar
 
     if reshard.verify:
-        # Not every format can be read back, which is checked before the conversion, because a conversion may take
-        # hours.
+        # --verify is checked before the conversion, which may take hours, because not every format can be read back.
         check_comparable(load, to_ours=reshard.saver == "mega")
     check_flags(form_at(load), writer_of(reshard.saver), {**layout.flags, **reshard.flags})
     vocab = _vocab(reshard)

@@ -32,7 +32,7 @@ SPLITS = {
 def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
     """Return the files to fetch. files: all files of the repository.
 
-    Errors: ValueError if no file is suitable. The message is a phrase to follow the repository's name.
+    Errors: ValueError if no file is suitable. The message is worded to follow the repository's name.
     """
     if kind == "dataset":
         return _rows(files, name.part)

@@ -94,7 +94,7 @@ def _literally(path: str) -> str:
 
 def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[RepoFile], str | None]:
     """Return (files to fetch, commit of the revision), as listed by the Hub. If the Hub is unreachable, the files are
-    listed from the cache, and the commit is given as None."""
+    listed from the cache, and the commit is returned as None."""
     from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree
     from huggingface_hub.hf_api import RepoFile
 

@@ -1,4 +1,4 @@
-"""Fetch the files for names of the Hub in options, and replace the names with local folders."""
+"""Fetch files for options whose value is a name of the Hub, and replace the names with local folders."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ _VALUES: dict[str, Any] = {
     "mock_data": True,
     "bucket_size": 20_000,
 }
-"""A model with one million weights and all features that could go wrong in a layout: biases, grouped-query attention,
-dropout (0.1, Megatron's default), a vocabulary size that is not divisible by the number of tensor ranks, and several
-gradient buckets."""
+"""Options of a model with one million weights and with all features in which a layout could introduce errors: biases,
+grouped-query attention, dropout (0.1, Megatron's default), a vocabulary size that is not divisible by the number of
+tensor ranks, and several gradient buckets."""
 
 _LLAMA: dict[str, Any] = {
     "family": "llama",
@@ -93,8 +93,8 @@ DECODERS = ("gpt", "llama")
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """dtype -> learning rate. Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that
-is nearly zero. A usual learning rate keeps the resulting difference within the tolerance for fp32; fp64 tolerates a
-rate twenty times as high."""
+is nearly zero. With a typical learning rate, the resulting difference is within the tolerance for fp32. For fp64, the
+learning rate can be twenty times as high."""
 
 NUMBERS = ("tp", "cp", "pp", "dp", "etp", "ep", "split", "chunks", "mbs", "full", "block", "zero")
 FLAGS = ("sp", "a2a", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
@@ -499,7 +499,7 @@ NORMS = _named(
 """Layouts in which the placement of norms changes which tensors are saved, sharded or communicated."""
 
 DRAWN = 32
-"""Number of layouts per model with experts."""
+"""Number of layouts that test each model with experts."""
 
 NEIGHBOURS = _named(
     "tp2sp",
@@ -514,7 +514,7 @@ NEIGHBOURS = _named(
     "tp2sp-selective",
     "tp1-mbs8",
 )
-"""Layouts that shard, send or recompute the neighbours of a retriever, for blocks other than GPT's."""
+"""Layouts that shard, send or recompute the retrieved neighbours, for models whose blocks differ from GPT's."""
 
 SOME = {"gpt-untied": TIES, "llama-tied": TIES, "bert-post": NORMS, "llama-retriever": NEIGHBOURS}
 """Model -> its layouts, for models that are tested only in some layouts."""
@@ -531,7 +531,8 @@ def every_case() -> Iterator[Case]:
 
 
 def models_of(layout: ParityLayout) -> tuple[str, ...]:
-    """The models that test `layout` if no model is given: models with experts if the layout distributes experts."""
+    """The models that test `layout` if no model is given. If the layout distributes experts, these are models with
+    experts."""
     has_experts = layout.ep > 1 or layout.etp or layout.a2a
     return tuple(f"{model}-experts" for model in DECODERS) if has_experts else DECODERS
 

@@ -126,8 +126,8 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     backbone = model.base_model
     stem = "h" if hasattr(backbone, "h") else "layers"
     block: Any = type(getattr(backbone, stem)[0])
-    # Only the construction uses the reduced number of layers, because blocks read the layer count and kinds from the
-    # full config.
+    # Only the construction uses the reduced number of layers. The full config is restored, because blocks read the
+    # layer count and kinds from it.
     config.num_hidden_layers = count
     if kinds is not None:
         config.layer_types = kinds

@@ -66,9 +66,9 @@ class Measure:
     The error is the largest difference of an element, divided by the largest element of the reference, or by `floor` if
     that is larger. The error may be up to `bound`. This bound is not meaningful if the reference is only rounding
     noise. For example, the gradient of a key bias is zero in theory, and its fp32 value depends on the order of
-    summation. With `exact`, the gradient in fp64, a gradient therefore also passes if its distance to `exact` is at
-    most `ROUNDING` times the reference's distance to `exact`. For an accurate reference, this second rule is stricter
-    than the first and has no effect.
+    summation. If `exact`, the gradient in fp64, is given, a gradient therefore also passes if its distance to `exact`
+    is at most `ROUNDING` times the reference's distance to `exact`. For an accurate reference, this second rule is
+    stricter than the first and has no effect.
     """
 
     def __init__(self, reference: torch.Tensor, exact: torch.Tensor | None, bound: float, floor: float):

@@ -97,8 +97,8 @@ def _reference(
 
 
 def code() -> str:
-    """Return the commit of the running code, with a suffix if the work tree has changes, or the version of the package
-    if there is no git repository."""
+    """Return the commit of the running code, with a suffix if the work tree has changes. Without a git repository,
+    return the version of the package."""
     folder = Path(mega.__file__).parent
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]

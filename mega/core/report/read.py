@@ -203,8 +203,8 @@ def _guard_events(happened: list[EventRow]) -> Iterable[RunEvent]:
 
 
 def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
-    """Yield the name of the validation set for each row with validation results. The first metric in such a row is the
-    loss on the validation set; names of other losses in the row may also end in `_loss`."""
+    """Yield the name of the validation set for each row with validation results. The first metric in a validation row
+    is the loss on the validation set; names of other losses in the row may also end in `_loss`."""
     for row in rows:
         first = next((name for name in row if name != "step"), "")
         if "loss" not in row and first.endswith("_loss"):

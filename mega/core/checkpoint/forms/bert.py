@@ -37,7 +37,7 @@ class BertType:
     repeated: Mapping[str, str]
     """The project's tensor -> name under which a folder may store a second copy."""
     offset: bool = False
-    """Whether the first position uses the row after that of the padding id."""
+    """Whether position 0 uses the embedding row pad_token_id + 1, as in RoBERTa."""
 
 
 NAMES = {
@@ -144,7 +144,7 @@ def model_from_config(config: Mapping[str, Json], where: str, names: Collection[
     only(config, "tie_word_embeddings", (True, None), where)
     only(config, "position_embedding_type", ("absolute", None), where)
     kind = TYPES[str(config["model_type"])]
-    # RoBERTa's first position uses the row after that of the padding id.
+    # In RoBERTa, position 0 uses the embedding row pad_token_id + 1.
     offset = whole_in(config, "pad_token_id", where, 1) + 1 if kind.offset else 0
     positions = whole_in(config, "max_position_embeddings", where) - offset
     if positions < 1:
@@ -234,8 +234,8 @@ def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
 
 
 HEAD_OPTIONS = ("head", "head_activation", "binary_head", "classes")
-"""Options that config.json does not contain, because they are derived from a folder's tensors or reported as lost
-(`losses`)."""
+"""Options that may change in an export, because config.json does not contain them. They are derived from the folder's
+tensors when it is read, or reported as lost (`losses`)."""
 
 
 def _config(model: Architecture, dtype: str) -> dict[str, Json]:

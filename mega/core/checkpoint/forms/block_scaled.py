@@ -24,7 +24,7 @@ READ = torch.bfloat16
 
 
 def dequantised(source: Source, quantization: object, where: str) -> Source:
-    """Return a source in which fp8 weights are dequantised; return `source` if config.json has no
+    """Return a source in which fp8 weights are dequantised, or `source` itself if config.json has no
     `quantization_config`.
 
     quantization: the `quantization_config`. Errors: CheckpointError naming an unsupported key, or a tensor whose scale

@@ -26,8 +26,8 @@ def trained(checkpoint: StoredWeights) -> bool:
 
 
 def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json]:
-    """Return a config.json or generation_config.json whose eos_token_id includes `ends`. The value of eos_token_id is
-    one id or a list of ids."""
+    """Add the ids `ends` to eos_token_id in the content of a config.json or generation_config.json. The value of
+    eos_token_id is one id or a list of ids."""
     current = config.get(END)
     first = current if isinstance(current, list) else [] if current is None else [current]
     ids = list(dict.fromkeys([*ends, *first]))

@@ -47,5 +47,5 @@ def unread_tokenizer(files: Attachments) -> str | None:
 
 
 def tokenizer_kind(files: Attachments) -> str | None:
-    """Return the value of --tokenizer for the tokenizer stored with weights; None without a tokenizer."""
+    """Return the value of --tokenizer for the tokenizer stored with weights; None if no tokenizer is stored."""
     return next((kind for form in FORMS if (kind := form.tokenizer(files)) is not None), None)

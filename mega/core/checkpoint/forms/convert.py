@@ -1,7 +1,7 @@
 """Convert between mega checkpoints and formats of other programs, for any layout of ranks. The commands `convert-llama`
 and `reshard` use this module.
 
-own/reshard.py converts a mega checkpoint to a mega checkpoint. The module of every other format provides a table and
+own/reshard.py converts a mega checkpoint to a different layout. The module of every other format provides a table and
 reads or writes files (form.py). This module checks the table before any byte is written, and counts the moved elements
 in a ledger. Conversions stream: only a few blocks are in memory at a time, or one file if torch files are written. A
 folder appears under its final name only when it is complete.
@@ -90,7 +90,7 @@ def convert(
         return _import(source, load, save, options)
     if source is OWN:
         return _export(load, save, to, options, load)
-    check_fresh(save)  # between other formats via a mega checkpoint, so that each needs one table
+    check_fresh(save)  # other formats are converted via a mega checkpoint
     with folder_next_to(save) as between:
         imported = _import(source, load, between / "own", dataclasses.replace(options, layout=ONE))
         report = _export(between / "own", save, to, options, load)
@@ -115,8 +115,8 @@ def check_pair(load: Path, source: Form, to: str) -> None:
 
 
 def _import(form: Form, load: Path, save: Path, options: FormOptions) -> ConversionReport:
-    """Convert another program's checkpoint to one step of the run directory `save`, with one file per rank of the
-    layout."""
+    """Convert another program's checkpoint to one step of the run directory `save`, split into files for the ranks of
+    the layout."""
     attachments = companions_of(form, load)
     reason = unread_tokenizer(attachments)
     check_place(save)
@@ -142,7 +142,7 @@ def _save_own(
     tokenizer: Mapping[str, Json],
     attachments: Attachments,
 ) -> ConversionReport:
-    """Write one step of the run directory `save`, with one file per rank of the layout."""
+    """Write one step of the run directory `save`, split into files for the ranks of `layout`."""
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
     files = plan_files(tensors, opened.model, layout)
@@ -190,7 +190,7 @@ STATE = ("moment1", "moment2", "master")
 
 
 def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
-    """Check values of an optimizer's state. Errors: CheckpointError if Adam cannot produce them."""
+    """Check the values of an optimizer state tensor. Errors: CheckpointError if Adam cannot produce such values."""
     kind = key.partition("/")[0]
     has_negative = kind == "moment2" and bool((tensor < 0).any())
     if kind in STATE and (has_negative or not finite):
@@ -227,7 +227,7 @@ def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) 
         exported = dataclasses.replace(
             exported, model=dataclasses.replace(exported.model, mtp_layers=0), source=_WithoutPredictors(exported)
         )
-    with naming(f"--load-dir {named}"):  # errors refer to this checkpoint, not to a flag of the verb
+    with naming(f"--load-dir {named}"):  # errors name this checkpoint, not a flag of the command
         export = form.export(exported, to, options)
     source, table = _FiniteSource(export.source or exported.source, named), inverted(export.table)
     prove(table, source.tensors)

@@ -30,8 +30,8 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 12
 
 
 def files_digest(place: Path) -> str:
-    """Return a digest of a file, or of all files in a folder. It covers names, sizes, and samples of the bytes (all
-    bytes of small files).
+    """Return a digest of the names, sizes and sampled bytes of a file, or of all files in a folder. Small files are
+    covered completely.
 
     Hashing all bytes of large weights would take minutes. Samples are enough to distinguish models, because training
     changes nearly all values.
@@ -56,8 +56,8 @@ stored transposed."""
 
 
 def weights_digest(weights: Readable) -> str:
-    """Return a digest of weights that does not depend on the format of their files. It covers the project's names,
-    shapes, dtypes, and sampled values of each tensor, including its first and last values."""
+    """Return a digest of weights that does not depend on the file format: a hash of the project's tensor names, shapes,
+    dtypes, and sampled values, including the first and last values of each tensor."""
     hasher, pieces = hashlib.sha256(), list[Piece]()
     for key in sorted(key for key in weights.tensors if key.startswith("weights/")):
         shape, dtype = weights.tensors[key]
@@ -78,9 +78,9 @@ def weights_digest(weights: Readable) -> str:
 
 
 def opened_foreign(form: Form, load: Path, options: FormOptions) -> OpenedForm:
-    """Open a checkpoint of another format and check its model, dtypes and table, without reading tensors. A message of
-    the result reports tensors that are fp32 in a 16-bit model. Errors: CheckpointError naming the file, key or tensor
-    at fault."""
+    """Open a checkpoint of another format and check its model, dtypes and table, without reading tensors. The result's
+    `notes` report tensors that are fp32 in a 16-bit model. Errors: CheckpointError naming the file, key or tensor at
+    fault."""
     checkpoint = form.open(load, options)
     check_model(checkpoint.model, str(load))
     notes = (*checkpoint.notes, *dtype_notes(checkpoint))
@@ -101,8 +101,8 @@ def dtype_notes(opened: OpenedForm) -> tuple[str, ...]:
     """Messages about weights with a wider dtype than the rest, such as fp32 norms in a 16-bit model. These weights keep
     their dtype.
 
-    A weight with a wider dtype must have it in every block. Any other mix of dtypes means that the file is damaged or
-    that the tensor is not a weight.
+    If a weight has a wider dtype, it must have the wider dtype in every block. Any other mix of dtypes means that the
+    file is damaged or that the tensor is not a weight.
     Errors: CheckpointError naming a weight with an unexpected dtype.
     """
     weights = [target for target in opened.table.targets if target.name.startswith("weights/")]

@@ -134,20 +134,21 @@ class TorchSource:
 
 
 StandIn = Callable[[str], type | None]
-"""Returns the inert class to be used instead of the class with the given name; None if the name is not allowed in the
-file."""
+"""A function of the name of a class in a file. It returns the inert class to use instead, or None if the name is not
+allowed."""
 
 
 def check_ranks_differ(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
     """Check that the tensors with prefix `own` are not all equal to the tensors with prefix `before`. If all are equal,
-    one tensor rank's file was copied over another's, and the wrong rows would be read. Errors: CheckpointError."""
+    the file of one tensor rank was copied over the file of another, and wrong rows would be read. Errors:
+    CheckpointError."""
     pairs = ((one, tensors.get(before + name[len(own) :])) for name, one in tensors.items() if name.startswith(own))
     if all(other is not None and other.dtype == one.dtype and torch.equal(one, other) for one, other in pairs):
         raise CheckpointError(f"{where}: holds the same weights as the tensor rank before it, every one of them")
 
 
 def no_stand_in(name: str) -> None:
-    """The `StandIn` for files that contain only tensors; allows no name."""
+    """The `StandIn` for files that contain only tensors. It allows no names."""
 
 
 def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> object:
@@ -172,7 +173,7 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
     scan = Scan(path, stand_in)
     for _ in range(1 if zipped else LEGACY_PICKLES):
         scan.check(head)
-    # torch, too, translates the name of Python 2's module.
+    # torch also translates Python 2's module name.
     names = sorted(name.replace("__builtin__.", "builtins.", 1) for name in scan.names)
     inert: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
         (inert_class, name) for name in names if (inert_class := stand_in(name)) is not None
@@ -200,7 +201,7 @@ def _records(source: Path | BytesIO) -> Records:
 
 
 def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
-    """Return the pickle of a zipped torch file of `size` bytes, located in the same way as by torch."""
+    """Return the pickle in a zipped torch file of `size` bytes, found in the same way as torch finds it."""
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
@@ -232,7 +233,7 @@ def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path
         name, extra = (int.from_bytes(header[position : position + 2], "little") for position in (26, 28))
         expected_name = item.orig_filename.encode("utf-8" if item.flag_bits & 0x800 else "cp437")
         matches, fields = stream.read(name) == expected_name, stream.read(extra)
-        end = 0  # end of the extra fields parsed so far: each is a kind, a length, and that many bytes
+        end = 0  # end of the parsed extra fields; a field is a type, a length, and data of this length
         while end + 4 <= len(fields):
             end += 4 + int.from_bytes(fields[end + 2 : end + 4], "little")
         if not matches or end != extra:
@@ -274,7 +275,7 @@ def _refusal(message: str) -> str:
 
 
 def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of a torch file that contains one flat dict of tensors. label: prefix for their names."""
+    """Return the tensors of a torch file that contains one flat dict of tensors. label: prefix to add to the names."""
     content = torch_file(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds {type(content).__name__}, not a dict of tensors")

@@ -4,16 +4,16 @@ neither torch nor the module of any format.
 A format of another program is an entry in `FORMS` and a module with
 
     recognise(path) -> bool                     whether `path` has this format, by the names of its files
-    open_form(path, options) -> OpenedForm      its tensors, its model, and the table that makes mega tensors of them
-    export(own, to, options) -> Export          if the form has `targets`: the same table, and the files
+    open_form(path, options) -> OpenedForm      the tensors, the model, and the table from which mega tensors are made
+    export(own, to, options) -> Export          if the format has `targets`: the table, and a function that writes the
+    files
                                                 (in `writer`, if that is a separate module)
-    attached(path) -> {name: path}              optional: files to store with the weights that are not in the
-                                                checkpoint's folder
-    tokenizer(files) -> str | None              optional: the kind of tokenizer in the files of a folder
-    unread(files) -> str | None                 optional: why the files of a folder are not a supported tokenizer
+    attached(path) -> {name: path}              optional: generated files to store with the weights
+    tokenizer(files) -> str | None              optional: the kind of tokenizer that the files contain
+    unread(files) -> str | None                 optional: why the files are not a supported tokenizer
 
-A format defines its table for one direction only. Conversions invert the table, check it, and count the elements that
-it moves (mapping.py, convert.py). The commands' flags, their choices, messages and the recognition of paths are all
+A format defines its table for one direction only. Conversions invert and check the table, and count the elements that
+they move (mapping.py, convert.py). The commands' flags, their choices, messages and the recognition of paths are all
 derived from the entries of `FORMS`.
 """
 
@@ -47,13 +47,13 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Facts about the tokenizer of a mega checkpoint that other tools need."""
+    """Properties of a mega checkpoint's tokenizer that other tools need."""
 
     ids: Mapping[str, Json]
     """Key in `TOKEN_IDS` -> id; None for a missing token, a list if several tokens end a text."""
     files: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
-    """File name -> JSON content, for files that Hugging Face's tools need to open the tokenizer and the checkpoint
-    lacks."""
+    """File name -> JSON content, for files that the checkpoint lacks but Hugging Face's tools need to open the
+    tokenizer."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Key such as `bos_token` -> the token's text."""
     template: str | None = None
@@ -83,7 +83,7 @@ class FormOptions:
     parts: int = 1
     """Number of weights files of a Meta folder."""
     vocab: int | None = None
-    """Vocabulary size of a Megatron-LM tree without padding."""
+    """Vocabulary size, without padding, of a Megatron-LM checkpoint."""
     heads: int | None = None
     """Number of attention heads, for a checkpoint that does not record it."""
     optimizer: bool = True
@@ -91,11 +91,11 @@ class FormOptions:
     distributed: bool = False
     """Whether to write Adam's state in the format of Megatron's distributed optimizer."""
     tokenizer_type: str | None = None
-    """The tokenizer type that a Megatron-LM tree records."""
+    """The tokenizer type to record in a Megatron-LM checkpoint."""
     outtype: str | None = None
     """The tensor type in which a GGUF file stores matrices."""
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens
-    """Function that opens the tokenizer of a mega checkpoint whose files do not list the special tokens. It raises
+    """Returns the special tokens of a mega checkpoint whose files do not list them, by opening the tokenizer. Raises
     ValueError if the checkpoint has no tokenizer."""
 
 
@@ -104,7 +104,7 @@ class OpenedForm:
     """An opened checkpoint of another program's format."""
 
     source: Source
-    """The checkpoint's tensors under their own names."""
+    """The checkpoint's tensors under the format's names."""
     model: ModelConfig
     """The resolved model section."""
     table: Table
@@ -120,7 +120,8 @@ class OpenedForm:
     base: StoredWeights | None = None
     """The base model's weights, for an adapter. The base model's tokenizer is used if the adapter has none."""
     rounded: Callable[[str, torch.Tensor], torch.Tensor] | None = None
-    """(name in `source`, values) -> the values rounded as the file stores them, for a form with lower precision."""
+    """Function of (name in `source`, values) that rounds the values to the precision of the file; None if the format
+    has full precision."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,12 @@ class ExportSource:
 
 @dataclass(frozen=True)
 class Export:
-    """How to export a mega checkpoint to another format."""
+    """The plan for exporting a mega checkpoint to another format."""
 
     table: Table
-    """The table as in `OpenedForm.table`, not yet inverted."""
+    """The table from the format's tensors to mega tensors, as in `OpenedForm.table`. It is inverted for the export."""
     fill: Callable[[Path, Table, Source], int]
-    """Function of an empty folder, the inverted table and the table's source. It writes all files and returns the total
+    """Writes all files, given an empty folder, the inverted table and the source of mega tensors. Returns the total
     size of the tensors in bytes."""
     source: Source | None = None
     """The source of the tensors; None if only the weights are exported."""
@@ -329,7 +330,7 @@ FORMS = [
         companions=COMPANIONS,
     ),
 ]
-"""All formats of other programs. A path has the first of these formats that recognises it."""
+"""All formats of other programs. The first format that recognises a path is used."""
 
 
 def targets_of(verb: Verb) -> list[str]:
@@ -370,7 +371,8 @@ the flag's default value)."""
 
 
 def check_flags(source: Form, target: Form, flags: Mapping[str, object]) -> None:
-    """Check that no flag of `flags` would be ignored. Errors: ValueError naming the first flag without effect."""
+    """Check that all given flags have an effect on this conversion. Errors: ValueError naming the first flag without
+    effect."""
     for flag, value in flags.items():
         rule, unset = RULES[flag]
         if type(value) is int and value < 1:

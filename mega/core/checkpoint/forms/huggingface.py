@@ -160,7 +160,7 @@ OUTSIDE = {
     "mamba2": "its state-space layers are not computed here",
     "t5": "its relative positions are not computed here; --family t5 is Megatron-LM's",
 }
-"""`model_type` of a common unsupported model -> the reason."""
+"""`model_type` of a common model that is not supported -> the reason."""
 
 
 def _names(config: Mapping[str, Json], where: Path) -> Names:
@@ -242,7 +242,8 @@ def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTok
 
 
 def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """Return the tokenizer files that BERT needs, without token ids, and a message if the tokenizer is missing."""
+    """Return the tokenizer files to write for a BERT, without token ids for config.json, and a message if the tokenizer
+    is missing."""
     try:
         tokens = options.tokens(own.checkpoint)
         return replace(tokens, ids={}), () if tokens.loss is None else (tokens.loss,)
@@ -251,8 +252,8 @@ def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens
 
 
 def _config(names: Names, own: ExportSource, tokens: SpecialTokens) -> dict[str, Json]:
-    """Return the content of config.json, including `tokens`. It is the stored config.json if that still describes the
-    model, and otherwise a new one.
+    """Return the content of config.json, including `tokens`. The stored config.json is used if it still describes the
+    model; otherwise a new one is made.
 
     The config.json of a released model may name a dtype that differs from the dtype of the weights. After training,
     config.json must name the actual dtype, because transformers converts the weights to the named dtype.
@@ -316,11 +317,11 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
 
 
 def weights_of(folder: Path) -> EntrySource | TorchSource:
-    """Open the weights of a Hugging Face folder: safetensors files if present, otherwise `.bin` files; either a single
-    file, or several files with an index.
+    """Open the weights of a Hugging Face folder, from safetensors files if present, otherwise from `.bin` files. The
+    weights are either in a single file, or in several files with an index.
 
-    If several of these exist, the one that transformers would open is used. Unlike transformers, this function also
-    reads numbered safetensors files without an index, because each file names its tensors.
+    If both exist, the one that transformers would open is used. Unlike transformers, this function also reads numbered
+    safetensors files without an index, because each file names its tensors.
     """
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),

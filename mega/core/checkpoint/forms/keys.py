@@ -23,9 +23,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 def translated(name: str, modules: Mapping[str, str], block: str, number: int | None = None) -> str:
     """Return another tool's name for a logical tensor.
 
-    modules: the project's modules (in a block, without the block's index) -> the other tool's modules. block: prefix of
-    the other tool's names in a block, with {} for the block's index. number: the other tool's index of the block, if it
-    differs from the project's.
+    modules: the project's module -> the other tool's module; modules in a block are listed by their names within the
+    block. block: prefix of the other tool's names in a block, with {} for the block's index. number: the other tool's
+    index of the block, if it differs from the project's.
 
     >>> translated("model.layers.3.mlp.up_proj.bias", {"mlp.up_proj": "fc1"}, "decoder.layers.{}.")
     'decoder.layers.3.fc1.bias'

@@ -1,7 +1,7 @@
 """Read Llama in the formats of llama2.c: one flat file of fp32 numbers (versions 0 and 1), or the `.pt` file of
 llama2.c's training script.
 
-Tensors have Meta's order of rows, so this module presents them under Meta's names and meta.py converts them. The
+Tensors have the same order of rows as Meta's, so this module gives them Meta's names and meta.py converts them. The
 quantised version 2 is refused, because the project has no equivalent of its int8 groups.
 """
 
@@ -86,7 +86,7 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
             raise CheckpointError(f"{path}: {key} {value}: must be a positive number, or this is no llama2.c file")
     if params["dim"] % params["n_heads"] or params["n_heads"] % params["n_kv_heads"]:
         raise CheckpointError(f"{path}: n_heads {params['n_heads']}: does not divide into the other sizes")
-    # Checked before entries are listed, because a damaged header may give a billion layers.
+    # The size is checked before entries are listed, because a damaged header may give a billion layers.
     if params["n_layers"] * params["dim"] > size:
         raise CheckpointError(f"{path}: {params['n_layers']} layers in a file of {size} bytes")
     entries: dict[str, tuple[Path, Entry]] = {}

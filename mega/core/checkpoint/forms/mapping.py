@@ -79,7 +79,8 @@ class Table:
     targets: tuple[Target, ...]
     """All tensors that the conversion makes."""
     copies: tuple[tuple[str, Fragment], ...] = ()
-    """(target, fragment): elements of the target that another source tensor stores too. Both copies must be equal."""
+    """(target, fragment): elements of a target that are also stored in a second source tensor. Both copies must be
+    equal."""
     padding: Mapping[str, tuple[range, str]] = field(default_factory=dict)
     """Source tensor -> (its rows of padding, the target whose last row fills these rows when the source format is
     written)."""
@@ -103,7 +104,7 @@ class Table:
 
 
 def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fragment, ...]:
-    """Return fragments that concatenate the source rows `parts`, a sequence of (source, rows), along rows.
+    """Return fragments that concatenate ranges of source rows along rows. parts: (source, rows) for each range.
 
     columns: number of columns of the matrix; None for vectors.
 
@@ -139,8 +140,8 @@ def whole(shape: tuple[int, ...], source: str, transposed: bool = False) -> Frag
 def gathered(
     shape: tuple[int, ...], parts: Sequence[str], dim: int | None, runs: Sequence[range] | None = None
 ) -> tuple[Fragment, ...]:
-    """Return the fragments of a tensor that is split along `dim` over the source tensors `parts`. Without `dim`, the
-    first source contains the whole tensor.
+    """Return the fragments of a tensor that is split along `dim` over the source tensors `parts`. If there is no `dim`,
+    the first source contains the whole tensor.
 
     runs: rows of each source in the order of the target; None if the orders are the same.
 
@@ -243,7 +244,8 @@ def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, 
 
     Return None if fragment and rectangle do not overlap.
     """
-    # `source_ranges` keeps the target's order of dims until the read, so that one loop restricts both sides.
+    # `source_ranges` keeps the target's order of dims until the read, so that one loop can restrict the ranges of both
+    # tensors.
     index, source_ranges = (
         [],
         list(reversed(fragment.source_span.ranges) if fragment.transposed else fragment.source_span.ranges),
@@ -309,7 +311,7 @@ def _fragments(table: Table) -> Iterator[tuple[str, Fragment]]:
 def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", repeats: bool = False) -> str | None:
     """Explain why `uses` do not cover every element of a tensor exactly once; None if they do.
 
-    All columns between two consecutive column borders have the same uses, so rows are counted once per interval.
+    All columns between two consecutive borders of rectangles have the same uses, so rows are counted once per interval.
     """
     if not uses:
         return None if prod(shape) == 0 else "nothing is made of it"

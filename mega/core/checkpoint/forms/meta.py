@@ -93,7 +93,7 @@ def rotary_rows(heads: int, width: int) -> list[range]:
 
 
 class LastTensor:
-    """A source that caches the tensor read last, for tables that read a tensor in many small runs."""
+    """A source that caches the most recently read tensor, for tables that read a tensor in many small ranges."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -143,7 +143,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 
 def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -> OpenedForm:
-    """Open tensors that have Meta's names. The model ties its embedding if the two embedding tables are equal.
+    """Open tensors that have Meta's names. The model is considered tied if input and output embedding are equal.
 
     where: the origin of `params`, for errors.
     """
@@ -212,8 +212,8 @@ def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> Mode
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The most common width of the feed-forward matrices in one file. A matrix of a different width is then
-    detected."""
+    """The most common width of the feed-forward matrices in one file, so that a matrix of a different width is detected
+    as an error."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()
@@ -306,8 +306,7 @@ def _rope_keys(rope: Rope | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Messages about settings that params.json cannot express and for which a reader of the folder would assume
-    different values.
+    """Messages about settings that params.json cannot express, so that readers of the folder assume different values.
 
     `max_seq_len` cannot be written, because Meta's loader passes `max_seq_len` as an argument in addition to all keys
     of params.json, and fails if params.json contains this key.
@@ -320,7 +319,7 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def _positions_unsaid(scaled: bool) -> int:
-    """The number of positions for a params.json that does not contain it."""
+    """The number of positions, which params.json does not contain."""
     return SCALED_POSITIONS if scaled else POSITIONS
 
 

@@ -1,7 +1,7 @@
 """Open weights in any format, for every command that starts from, continues or converts a model.
 
     open_weights(place)      a mega checkpoint, or files of another format, which are read in place
-    open_base(checkpoint)    the weights on which adapters were trained
+    open_base(checkpoint)    the base weights on which a checkpoint's adapters were trained
     whole_model(weights)     a complete model, including the base's weights for a checkpoint of adapters
 
 All three return the interface `StoredWeights`, and do not write anything. A checkpoint of adapters records the path and
@@ -101,8 +101,8 @@ def open_base(
     checkpoint: StoredWeights, base_path: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
 ) -> StoredWeights | None:
     """Open the base of a checkpoint of adapters. Return None if the checkpoint is complete without a base. If
-    `base_path` is given, the base must be there; otherwise it is searched for at its recorded path, then at the same
-    path relative to the adapters.
+    `base_path` is given, it must contain the base. Otherwise the base is searched for at its recorded path, then at the
+    same path relative to the adapters.
 
     `base_path` may also contain other adapters of the same base, such as the previous model in a chain of finetuning
     runs. Errors: CheckpointError, on all ranks, if the base is not found or is not the recorded base.
@@ -185,11 +185,10 @@ def _find_moved(
 
 
 def _base_candidates(adapters: Path, base: str) -> list[Path]:
-    """Return candidate paths for a moved base: each folder above the adapters, and each suffix of the base's path below
-    one of these folders.
+    """Return candidate paths for a moved base: each parent folder of the adapters, alone and joined with each suffix of
+    the base's recorded path.
 
-    The folders above the adapters are listed both with links resolved and with links as given. Only existing paths are
-    returned.
+    Parent folders are listed both with symbolic links resolved and unresolved. Only existing paths are returned.
     """
     names = Path(base).parts[1:]
     above = dict.fromkeys((*Path(os.path.abspath(adapters)).parents, *Path(os.path.realpath(adapters)).parents))
@@ -199,7 +198,7 @@ def _base_candidates(adapters: Path, base: str) -> list[Path]:
 
 
 def whole_model(checkpoint: StoredWeights) -> tuple[StoredWeights, ModelConfig]:
-    """Return (a mega checkpoint, combined with the weights of its base, the model section). Errors: CheckpointError."""
+    """Return (`checkpoint` combined with the weights of its base, the model section). Errors: CheckpointError."""
     model, complete = model_of(checkpoint.meta, str(checkpoint.path)), joined(checkpoint)
     check_size(model, complete.tensors, str(complete.path))
     return complete, model

@@ -54,7 +54,7 @@ UNKNOWN = (
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
     *("exclude_modules", "kasa_config", "monteclora_config"),
 )
-"""Keys of adapter_config.json for adapters that do more than add two matrices per linear, or that differ between
+"""Keys of adapter_config.json for variants of adapters that are not supported, such as DoRA or adapters in only some
 blocks. Adapters that set these keys are refused."""
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Values of `init_lora_weights` that do not change the base. With other values, peft subtracts the initial adapter from
@@ -66,7 +66,7 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, options: FormOptions) -> OpenedForm:
-    """Open an adapter for the base weights at `options.base`, which are a mega checkpoint or in any readable format."""
+    """Open an adapter for the base weights at `options.base`, which may have any readable format."""
     if options.base is None:
         raise CheckpointError(
             f"--base is missing: {path} is an adapter of peft; `mega convert-llama` reads it, with --base and the "
@@ -212,8 +212,8 @@ def _config(adapters: Adapters, tensors: Tensors, family: HubFamily, base: str) 
 
 
 def _end(linear: str, family: HubFamily) -> str:
-    """The end of a linear's name that is common to all layers. It includes the branch, because GPT-2 has a c_proj in
-    both branches, but no expert index."""
+    """The end of a linear's name that is common to all layers. It includes the name of the branch, because GPT-2 has a
+    c_proj in both branches, but not the index of an expert."""
     within, last = linear.split(".")[-2:]
     return f"{within}.{last}" if family.renames_linears and not within.isdigit() else last
 
@@ -308,8 +308,8 @@ def _split(tensors: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, 
 def _parts(
     down: torch.Tensor, up: torch.Tensor, parts: Mapping[str, Sequence[range]], rank: int, name: str
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Split the adapter of a fused linear. Each linear gets its columns of the block diagonal, or all columns if B is
-    not block diagonal."""
+    """Split the adapter of a fused linear into one adapter per linear. Each linear gets its columns of the block
+    diagonal, or all columns if B is not block diagonal."""
     count = down.shape[0] // rank
     if len(parts) > 1 and (down.shape[0] % rank or count > len(parts)):
         raise CheckpointError(

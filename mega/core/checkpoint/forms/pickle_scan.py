@@ -48,8 +48,8 @@ CALLS = HASHING | {
     "torch._utils._rebuild_tensor_v3",
     "torch._tensor._rebuild_from_type_v2",
 }
-"""Functions that files of tensors call. torch's unpickler allows more functions, such as bytearray, of which a file may
-request 10^12 bytes."""
+"""Functions that files of tensors call. torch's unpickler allows more functions, such as bytearray, with which a file
+could allocate 10^12 bytes."""
 
 WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 """A function that makes a tensor with attributes. Its first argument is the function to call, which must be
@@ -78,8 +78,8 @@ class Sized:
 
     @property
     def spread(self) -> int:
-        """Number of elements that are copied if the object is passed as an argument. For a tuple, this number includes
-        the elements of containers in the tuple."""
+        """Number of elements that may be copied if the object is passed as an argument, including elements of
+        containers in a tuple."""
         return self.size if self.items is None else sum(item.size for item in self.items)
 
 

@@ -37,8 +37,8 @@ class Arguments(Inert):
 
 
 def _argument(value: object) -> object:
-    """Return a value, or the name of its type for a tensor, whose truth value may be undefined, or for a nested
-    container, which can take exponential time to format."""
+    """Return a plain value unchanged. Return the name of the type of a tensor, whose truth value may be undefined, or
+    of a nested container, which can take exponential time to format."""
     containers = (dict, list, tuple, set)
     nested = isinstance(value, containers) and any(isinstance(item, containers) for item in value)
     return type(value).__name__ if nested or isinstance(value, torch.Tensor) else value

@@ -43,8 +43,7 @@ def form_at(path: Path, *, inside: bool = True) -> Form:
 
 
 def _inside(folder: Path) -> str:
-    """Return a suggestion for a folder that is not a checkpoint but contains one. Checkpoints that are folders are
-    suggested before those that are files."""
+    """Return a suggestion if a folder is not a checkpoint but contains one. Folders are suggested before files."""
     with suppress(OSError):  # unreadable entries are skipped
         for path in islice(sorted(folder.iterdir(), key=lambda path: (path.is_file(), path.name)), MOST):
             with suppress(OSError, CheckpointError):

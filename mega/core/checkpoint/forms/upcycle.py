@@ -8,8 +8,8 @@ equal for the g experts of one copy.
     experts 0, 1, 2, 3, ...       part 0, part 1, part 0, part 1, ...
 
 If a token chooses the g experts of one copy, each with probability 1 / g, the sum of the experts' outputs is the dense
-network's output divided by a factor, which scaling the matrices compensates. With g = 1 the mixture's output equals the
-dense model's, for any choice of experts. This module does not depend on files.
+network's output divided by a constant factor. The matrices are scaled to compensate for this factor. With g = 1 the
+mixture's output equals the dense model's, for any choice of experts. This module does not depend on files.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class UpcycledSource:
 
 
 def _exponent(model: ModelConfig) -> float:
-    """Return the exponent that converts a factor of a feed-forward network's output to a factor of each matrix. The
-    factor is divided over three matrices if the network has a gate or a squared activation, otherwise over two."""
+    """Return the exponent that converts a factor for the output of a feed-forward network to a factor for each matrix.
+    It is 1/3 for a network with a gate or a squared activation, otherwise 1/2."""
     network = architecture(model).block.feed_forward
     return 1 / 3 if network.gated or network.activation == "relu2" else 1 / 2
 

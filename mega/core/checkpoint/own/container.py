@@ -28,13 +28,13 @@ SMALL_ROW = 16 << 10
 longer."""
 
 Fetch = Callable[[Piece, Box], torch.Tensor]
-"""Returns one block of a piece, called just before this block is written. It can compute the values of a piece whose
-tensor has no memory (a meta tensor). The box is relative to the logical tensor's origin. One thread requests the blocks
+"""Returns one block of a piece, called just before this block is written. The function can compute the values of a
+piece whose tensor is a meta tensor. The box is relative to the logical tensor's origin. One thread requests the blocks
 of a piece in order; blocks of different pieces are requested concurrently."""
 
 
 def has_memory(piece: Piece, box: Box) -> torch.Tensor:
-    """The `Fetch` for pieces whose tensors have memory."""
+    """The default `Fetch`, for pieces whose tensors are not meta tensors."""
     return piece.tensor[box.inside(piece.box)]
 
 
@@ -112,8 +112,8 @@ def _write_entry(descriptor: int, piece: Piece, offset: int, fetch: Fetch) -> st
 
 
 def _entry_names(pieces: Sequence[Piece]) -> list[str]:
-    """Return the entries' names in the file. If a key has one rectangle, the name is the key; if it has several, their
-    names are `key@0`, `key@1`, ..."""
+    """Return the names of the entries. A key with one rectangle is the entry's name; several rectangles of one key are
+    named `key@0`, `key@1`, ..."""
     total, used = Counter(piece.key for piece in pieces), Counter[str]()
     names = []
     for piece in pieces:
@@ -165,8 +165,8 @@ def blocks(box: Box, item: int) -> Iterator[Box]:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor. The strides are set to (1,), because torch considers a tensor with
-    one element contiguous for any strides."""
+    """Return the bytes of a contiguous CPU tensor. The strides are set to (1,), because a tensor with one element is
+    contiguous for any strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -189,8 +189,8 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
 
 
 def _read_rows(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
-    """Do what `read_box` does for rows that fit into one block. The bytes are read directly into the target if
-    possible, otherwise through a buffer.
+    """Read the rectangle `box`, whose rows fit into one block, into `target`. The bytes are read directly into the
+    target if possible, otherwise through a buffer.
 
     stored entry [4, 6]      `box`        row shorter than SMALL_ROW: read whole rows, slice in memory
     . . . . . .

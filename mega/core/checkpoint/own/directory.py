@@ -2,7 +2,7 @@
 all, and it can be read in any layout.
 
     runs/a/latest                       the newest step's directory name
-    runs/a/verdicts.json                whether later training showed a step to be good (verdicts.py)
+    runs/a/verdicts.json                whether each step has proved good in later training (verdicts.py)
     runs/a/step-0000010/                published by one rename of step-0000010.tmp
         rank-00000.safetensors          every rank's weights
         rank-00000.state.safetensors    every rank's optimizer state, a separate file that can be removed first
@@ -184,7 +184,7 @@ class CheckpointStore(TrustedSteps):
             yield
 
     def _same_model(self, meta: Mapping[str, Json]) -> None:
-        """Check that the checkpoints in this directory are of the model that `meta` describes. Errors:
+        """Check that the checkpoints in this directory have the same model section as `meta`. Errors:
         CheckpointError."""
         newest = self.newest(verify=False)
         if newest is None:
@@ -202,8 +202,8 @@ class CheckpointStore(TrustedSteps):
         return write_rank(working, step, rank, world, pieces, fetch)
 
     def _clear(self) -> None:
-        """Remove everything that is not a checkpoint. The caller must be the only process that saves in this
-        directory."""
+        """Remove everything from the directory that is not a checkpoint. The caller must be the only process that saves
+        in this directory."""
         self._recover()
         for path in self.leftovers():
             remove_leftover(path)
@@ -250,7 +250,7 @@ class CheckpointStore(TrustedSteps):
         return f"{message}: {reason} (whole: steps {intact})"
 
     def _where(self, step: int) -> tuple[str, int | None]:
-        """Return (the directory of a save, as named in messages, the number of free bytes there or None if unknown)."""
+        """Return (the save's directory for messages, the number of free bytes on its disk or None if unknown)."""
         return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else None
 
 

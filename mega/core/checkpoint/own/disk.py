@@ -38,8 +38,8 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
     """Call `act` for every job and return the results in the order of the jobs. Several threads are used if `size`
     exceeds one block.
 
-    size: number of bytes of all jobs. Errors: the first error that `act` raised. Jobs that had not begun by then are
-    skipped.
+    size: number of bytes of all jobs. Errors: the first error that `act` raised. After an error, no further jobs are
+    started.
     """
     results: dict[int, Result] = {}
     faults: list[BaseException] = []
@@ -54,7 +54,8 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
             except BaseException as error:
                 faults.append(error)
 
-    # Daemon threads are used, because with an executor a process that ends in an error would wait for the threads.
+    # Daemon threads are used instead of an executor, because a process that ends in an error would wait for an
+    # executor's threads.
     count = min(WORKERS, len(jobs)) if size > BLOCK else 1
     threads = [threading.Thread(target=work, name="checkpoint-block", daemon=True) for _ in range(count - 1)]
     for thread in threads:
@@ -108,7 +109,7 @@ def open_file(path: Path) -> Iterator[tuple[int, int]]:
     except OSError as error:
         if error.filename is not None:
             raise
-        raise UnreadableError.of(path, error) from error  # the errors of read calls name no file
+        raise UnreadableError.of(path, error) from error  # errors of read calls do not name the file
     finally:
         os.close(descriptor)
 
@@ -124,7 +125,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill `view` from `offset`. Errors: CheckpointError if the file ends early."""
+    """Read bytes from `offset` into `view` until it is full. Errors: CheckpointError if the file ends early."""
     filled = 0
     while filled < view.nbytes:
         count = os.preadv(descriptor, [view[filled:]], offset + filled)

@@ -69,8 +69,8 @@ def folder_next_to(save: Path) -> Iterator[Path]:
 
 
 def _locked_folder(save: Path) -> tuple[Path, int]:
-    """Return (a new folder, the descriptor that holds its lock). Another process may remove the folder as abandoned
-    before it is locked; the function then retries."""
+    """Return (a new folder, the descriptor that holds its lock). If another process removes the folder as abandoned
+    before it is locked, the function retries."""
     while True:
         working = save.with_name(f"{save.name}.{uuid.uuid4().hex[:12]}.tmp")
         working.mkdir(parents=True)
@@ -83,8 +83,8 @@ def _locked_folder(save: Path) -> tuple[Path, int]:
 
 
 def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove the folders that killed writers of `save` left, and return their paths. Files and links are not
-    removed."""
+    """Remove the unfinished folders of killed writers of `save`, and return the paths of these folders. Files and links
+    are not removed."""
     save = Path(os.path.realpath(save))
     name = re.compile(rf"{re.escape(save.name)}\.[0-9a-f]{{12}}\.tmp")
     candidates = sorted(path for path in save.parent.glob("*.tmp") if name.fullmatch(path.name))
@@ -92,8 +92,7 @@ def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def _removed(folder: Path, dry_run: bool) -> bool:
-    """Remove a folder if it belongs to this user and no process has locked it. Return whether it meets these
-    conditions."""
+    """Remove a folder if this user owns it and no process has locked it. Return whether both conditions are met."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

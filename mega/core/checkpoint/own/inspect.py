@@ -1,5 +1,5 @@
-"""Inspect checkpoints: whether a checkpoint is complete, what it contains, how two checkpoints differ, and what can be
-removed.
+"""Inspect checkpoints: verify that a checkpoint is complete, list its contents, compare two checkpoints, and remove old
+checkpoints.
 
 Results are plain values and messages, which the commands print.
 """

@@ -50,7 +50,7 @@ class Ledger:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A message for the user if a moved tensor contains NaN or infinity. These values are copied unchanged."""
+        """A message for the user if a moved tensor contains NaN or infinity. Such values are copied unchanged."""
         if not self._not_finite:
             return ()
         first, count = min(self._not_finite), len(self._not_finite) - 1

@@ -27,7 +27,7 @@ from mega.core.untrusted import Json
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHTS_ONLY = "weights-only"
-"""Name of a file, a copy of the seal, that marks a checkpoint whose optimizer state was removed on purpose."""
+"""Name of a copy of the seal. If this file exists, the checkpoint's optimizer state was removed on purpose."""
 STATE_FILE = re.compile(r"rank-\d{5}\.state\.safetensors")
 LIMIT = 256 << 20
 """Maximum size of a manifest or sidecar in bytes. A trillion-parameter run on 1024 ranks needs about a tenth of this
@@ -92,8 +92,8 @@ def is_state(key: str) -> bool:
 
 
 def check_attachment_name(name: str) -> None:
-    """Check the name of an attachment. Errors: CheckpointError unless `name` is a plain file name that the checkpoint
-    format does not use itself."""
+    """Check the name of an attachment. Errors: CheckpointError if `name` is not a plain file name, or is reserved by
+    the checkpoint format."""
     if not _ATTACHMENT.fullmatch(name) or name.startswith(("rank-", MANIFEST, WEIGHTS_ONLY)):
         raise CheckpointError(
             f"attachment {name!r}: letters, digits, '.', '_' and '-' only, and neither rank-*, {MANIFEST}* "
@@ -122,8 +122,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def mark_weights_only(directory: Path) -> None:
-    """Permanently mark a published checkpoint as one without optimizer state, so that its optimizer state files may be
-    deleted."""
+    """Mark a published checkpoint as weights only, so that its optimizer state files may be deleted."""
     mark = directory.parent / f"{WEIGHTS_ONLY}.tmp"
     mark.unlink(missing_ok=True)
     with new_file(mark) as descriptor:

@@ -51,7 +51,7 @@ def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
-    if values.get("qkv_bias") is None:  # resolved as in command-line options
+    if values.get("qkv_bias") is None:  # the same default as on the command line
         values["qkv_bias"] = values.get("bias", entries()["bias"].default)
     model = ModelConfig(**values)
     stacks = FAMILY_DEFAULTS[model.family].stacks

@@ -88,9 +88,9 @@ class Checkpoint:
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
         """Fill the tensors of `pieces` in place. The checkpoint may have been saved in any layout.
 
-        cast: whether to convert values where dtypes differ; otherwise an error is raised. verify: whether to hash,
-        once, every stored rectangle that overlaps a piece before reading it; otherwise only the required bytes are
-        read. Errors: CheckpointError naming the tensor (unknown key, wrong shape or dtype) or the damaged file.
+        cast: whether to convert values where dtypes differ; otherwise an error is raised. verify: whether to check the
+        hash of every stored rectangle that overlaps a piece before it is first read; otherwise only the required bytes
+        are read. Errors: CheckpointError naming the tensor (unknown key, wrong shape or dtype) or the damaged file.
         """
         parts: dict[tuple[str, int], list[tuple[Entry, Box, torch.Tensor]]] = {}
         size = 0

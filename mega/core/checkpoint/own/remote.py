@@ -6,8 +6,8 @@ exists. The seal is therefore written after all other files of the checkpoint, a
 and read through a local folder of this process (in $TMPDIR), one rank's files at a time. Containers are downloaded when
 they are first needed, and hashed as on a disk. The local copies are deleted when the store object is garbage collected.
 
-An object store can neither replace a checkpoint atomically nor lock a checkpoint against removal, so saving a step
-again and removing old steps are refused.
+An object store can neither replace a checkpoint atomically nor lock a checkpoint against removal. Replacing a published
+step is therefore refused, unless the step is suspect, and removing old steps is refused too.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RemoteSteps(TrustedSteps):
         self._files.pipe_file(f"{self._root}/{name}", data)
 
     def _recover(self) -> None:
-        """Do nothing, because a save in an object store uses no renames that could be interrupted."""
+        """Do nothing, because a save in an object store has no renames that could be interrupted."""
 
     def _at(self, step: int, name: str = "") -> str:
         return f"{self._root}/{self.path(step).name}/{name}".rstrip("/")

@@ -76,7 +76,7 @@ def retain(
     whole = [step for step in store.steps() if _opens(store, step)]
 
     def chosen() -> tuple[list[int], frozenset[int]]:
-        """Return (steps to remove, steps that are kept even if they exceed the limits)."""
+        """Return (steps to remove, steps that are kept regardless of the limits)."""
         exempt = spared | good(store, whole) | best(store, whole)
         return [step for step in surplus(whole, keep_last, keep_every) if step not in exempt], exempt
 
@@ -88,7 +88,7 @@ def retain(
             sound.add(unread[-1])
         except CheckpointError as error:
             damaged(unread[-1], str(error))
-            whole.remove(unread[-1])  # a damaged step does not count, so choose again
+            whole.remove(unread[-1])  # choose again without the damaged step
             doomed, exempt = chosen()
     heavy = [step for step in to_lighten(whole, keep_optimizer_last) if step not in exempt and step not in doomed]
     heavy = [step for step in heavy if _states(store.path(step))]
@@ -141,7 +141,7 @@ def _unless_read(path: Path, act: Callable[[Path], None]) -> bool:
 
     If the file system does not support locks, `act` is called.
     """
-    try:  # opened for writing, because NFS grants exclusive locks only to writable descriptors
+    try:  # opened for writing, because exclusive locks on NFS require a writable descriptor
         descriptor = os.open(path / MANIFEST, os.O_RDWR | os.O_NOFOLLOW)
     except PermissionError:
         return False

@@ -60,7 +60,7 @@ class StepFolder:
         return {step for step in steps if self.path(step).is_dir()}
 
     def leftovers(self) -> list[Path]:
-        """Directories and files that killed saves and removals left. They are not checkpoints."""
+        """Incomplete directories that killed saves and removals left behind. They are not checkpoints."""
         candidates = [path for end in ("tmp", "old") for path in self.directory.glob(f"*.{end}")]
         return sorted(path for path in candidates if _LEFTOVER.fullmatch(path.name) and not _only_copy(path))
 
@@ -87,8 +87,8 @@ class StepFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory for a process that writes or removes steps. If the file system does not support locks,
-        there is no lock.
+        """Lock the directory for a process that writes or removes steps. Without support of the file system, nothing is
+        locked.
 
         Errors: CheckpointError if another process holds the lock.
         """
@@ -106,7 +106,7 @@ class StepFolder:
         return read_file(path, _NOTE_LIMIT) if os.path.lexists(path) else None
 
     def _set_note(self, name: str, data: bytes) -> None:
-        partial = self.directory / f"{name}.new"  # not .tmp, because a save in the background removes .tmp files
+        partial = self.directory / f"{name}.new"  # not .tmp, because a background save removes .tmp files
         partial.unlink(missing_ok=True)
         with new_file(partial) as descriptor:
             write_all(descriptor, data)

@@ -28,8 +28,8 @@ class _Fault(TypedDict):
     """One rank's error, as sent to the other ranks."""
 
     fault: str  # "" if the rank succeeded
-    foreseen: bool  # whether the cause is a mistake of the user or a failure of the machine; True without error
-    passing: bool  # whether the cause is a failure of the machine; True without error
+    foreseen: bool  # True without error, or for a mistake of the user or a failure of the machine
+    passing: bool  # True without error, or for a failure of the machine
 
 
 LIMIT = 2000
@@ -42,7 +42,7 @@ def alone(value: Result) -> list[Result]:
 
 
 def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
-    """Call `act` on every rank, and return this rank's result if all ranks succeeded.
+    """Call `act` on every rank, and return this rank's result if the call succeeded on all ranks.
 
     Errors: CheckpointError on all ranks if `act` failed on any rank, naming ranks and reasons. The error is an
     UnreadableError, which is also an OSError, if all failures were failures of the machine (OSError). A rank on which
@@ -76,7 +76,7 @@ def attempt(act: Callable[[], Result]) -> tuple[Result | None, Exception | None]
     """Call `act`, and return (result, None) or (None, error)."""
     try:
         return act(), None
-    except Exception as error:  # any class, because other ranks wait for this rank
+    except Exception as error:  # errors of any class, because other ranks wait for this rank
         return None, error
 
 
@@ -114,7 +114,7 @@ def describe(faults: Sequence[str]) -> str:
 
 
 def disagreement(identities: Sequence[str]) -> str:
-    """Describe how the ranks' identities of an opened object differ; "" if all are equal.
+    """Describe how the values in `identities`, one per rank, differ; "" if all are equal.
 
     >>> disagreement(["1b", "1b", "7f"])
     'ranks see different ones: 1b on ranks 0, 1; 7f on rank 2'

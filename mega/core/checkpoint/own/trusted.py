@@ -1,4 +1,4 @@
-"""Find the step that a run may trust: a step that is intact, the same on every rank, and not suspect.
+"""Find a step that a run may trust, that is, a step that is intact, identical on every rank, and not suspect.
 
 A step is published by one rename, so a published step is intact unless the disk damaged it later. A step is suspect if
 the run diverged soon after it (verdicts.py). The exchange between ranks is a callable, because this package does not
@@ -55,8 +55,8 @@ class TrustedSteps(StepFolder):
         """Find and open the newest published checkpoint that every rank trusts. All ranks open the same checkpoint.
 
             1 every rank lists the steps       and reads the verdicts
-            2 newest first, every rank opens   its manifest, and all sizes; with `verify` every byte is hashed
-            3 ranks compare what they opened   by the manifest's hash, which covers run, plain state and tensors
+            2 newest first, every rank opens   its manifest, and checks file sizes; with `verify`, it hashes every byte
+            3 ranks compare what they opened   by the hash of the manifest, which covers plain state and tensors
 
         A step is skipped if any rank cannot open it, if ranks find different checkpoints, or if the step is suspect
         (verdicts.py).
@@ -95,7 +95,7 @@ class TrustedSteps(StepFolder):
         return None
 
     def _view(self) -> _View:
-        """Return the steps and verdicts that this rank can read."""
+        """Return the steps and verdicts that are visible to this rank."""
         self._recover()
         verdicts, fault = attempt(self.verdicts)
         suspects = {str(step): [v.manifest, v.reason] for step, v in (verdicts or {}).items() if v.status == "suspect"}

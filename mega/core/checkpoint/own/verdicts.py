@@ -5,7 +5,7 @@ later, because a run that is about to diverge saves finite weights until the los
 to the steps, therefore records one of these verdicts for each step:
 
     unproven    too few steps were taken since the save; also every step without an entry
-    good        --good-after sound steps were taken since the save, or the run reached its last step
+    good        at least --good-after sound steps were taken since the save, or the run reached its last step
     suspect     the run diverged before the verdict was good; the reason is recorded
 
 A step is sound if its update was applied and its loss is finite and below the limit in `training/saves/proving.py`.
@@ -47,7 +47,7 @@ class StepVerdict:
     sound_steps: int = 0
     """Number of sound steps taken since the step was saved."""
     reason: str = ""
-    """Why the step is suspect; a phrase to follow "step N is passed over: "."""
+    """The reason why the step is suspect, worded to follow "step N is passed over: "."""
     valid_loss: float | None = None
     """The validation loss at the step; None if the step was not validated. Retention keeps the step with the lowest
     validation loss."""

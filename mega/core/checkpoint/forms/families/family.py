@@ -21,7 +21,8 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 Rows = Callable[[ModelConfig], Sequence[range]]
-"""Returns the rows of a stored tensor that form one logical tensor, in the order of the logical tensor."""
+"""Function of the model that returns the rows of a stored tensor that form one logical tensor, in the order of the
+logical tensor."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ LLAMA_NAMES: Mapping[str, str | StoredModule] = {
     "lm_head": "lm_head",
 }
 """The project's names of modules outside the layers -> the names in Llama-like families. Modules inside a layer have
-equal names in both."""
+the same names in the project and in these families."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,10 @@ class HubFamily:
     values: Mapping[str, object]
     """Values of options that are the same in all models of the family."""
     keys: Mapping[str, Key]
-    """Key of config.json -> its meaning, in addition to `COMMON`."""
+    """Key of config.json -> the object that converts its value, in addition to `COMMON`."""
     names: Mapping[str, str | StoredModule] = field(default_factory=lambda: LLAMA_NAMES)
     """The project's module -> stored module. Modules of a layer are listed by their names within the layer, with {} for
-    the expert index. Modules that are not listed have equal names in the folder."""
+    the expert index. Modules that are not listed have the same names in the project and in the folder."""
     fused: Mapping[str, str | StoredModule] | None = None
     """`names` for a folder that stacks the experts' matrices (mixtures.py)."""
     prefix: str = "model."

@@ -32,8 +32,8 @@ GEMMA = {
 
 @dataclass(frozen=True)
 class QueryScalar:
-    """A key whose value's square root divides attention scores. If this gives the usual scale, `attention_scale`
-    remains None."""
+    """A key for the number by whose square root attention scores are divided. If the number is head_dim,
+    `attention_scale` remains None."""
 
     names = ()
 

@@ -80,7 +80,7 @@ class Window:
     default: int | None = None
     """The window if the key is absent. A value of null always means no window."""
     rule: Rule = all_slide
-    """Determines the kinds of layers if `layer_types` is absent."""
+    """The rule that determines the kinds of layers if `layer_types` is absent."""
     switch: bool = False
     """Whether the window applies only if `use_sliding_window` is true."""
     listed: bool = False

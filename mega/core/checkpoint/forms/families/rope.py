@@ -54,7 +54,7 @@ class RopeKeys:
     kinds: tuple[str, ...] = KINDS
     """Values of `rope_type` that the family supports."""
     renamed: Mapping[str, str] = ()  # type: ignore[assignment]
-    """(another value of `rope_type`, the equivalent value in `kinds`)"""
+    """(alternative value of `rope_type`, equivalent value in `kinds`)"""
     original: int | None = None
     """Default of `original_max_position_embeddings`; None means the number of positions."""
 
@@ -99,7 +99,7 @@ class RopeKeys:
             return {}
         if kind == "linear":
             return {"rope_interpolation": number_in(rope, "factor", where)}
-        outer_original = config.get(ORIGINAL, self.original)  # overrides the key in `rope`
+        outer_original = config.get(ORIGINAL, self.original)  # the key outside `rope` takes precedence
         original = whole_in(rope if outer_original is None else {ORIGINAL: outer_original}, ORIGINAL, where, positions)
         numbers = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[str(kind)](rope, positions, original, where)
         return {"rope_scaling": kind, "rope_original_positions": original, **numbers}

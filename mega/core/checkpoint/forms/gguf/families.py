@@ -41,7 +41,8 @@ NAMES = {
 """The project's module -> llama.cpp's module. Modules of a layer are listed by their names within the layer."""
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Name of the fp32 tensor of length head_dim / 2 by which Llama 3's RoPE frequencies are divided."""
+"""Name of the fp32 tensor, of length head_dim / 2, that contains the divisors of the RoPE frequencies for Llama 3's
+scaling."""
 
 OUTPUT = "output.weight"
 
@@ -295,5 +296,5 @@ def table(family: GgufFamily, options: ModelConfig, names: Iterable[str] = ()) -
 
 
 def _heads(options: ModelConfig) -> Mapping[str, int]:
-    """Part of the name of a module with rotated rows -> number of heads."""
+    """Part of a module's name -> number of heads, for the modules whose rows are rotated."""
     return {".q_proj.": options.heads, ".k_proj.": options.kv_heads}

@@ -21,8 +21,8 @@ SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 MOST_DIMS = 4
 MOST_ITEMS = 1 << 22
-"""Maximum number of items in all arrays of a header, and maximum number of tensors, because each becomes an object.
-Large vocabularies have a million items."""
+"""Maximum number of items in all arrays of a header, and maximum number of tensors, because the `gguf` library creates
+an object for each. Large vocabularies have a million items."""
 
 
 def check_header(path: Path) -> None:
@@ -113,4 +113,4 @@ class HeaderWalk:
         shape = [self._number("<Q") for _ in range(dims)]
         if not 0 < prod(shape) < 1 << 60:
             raise ValueError(f"{name[:80]}: has the shape {tuple(reversed(shape))}")
-        self._skip(12)  # its type and its offset
+        self._skip(12)  # the tensor's type and offset

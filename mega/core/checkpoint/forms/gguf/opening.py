@@ -68,7 +68,7 @@ def _reader(path: Path, changed: int) -> GGUFReader:
         for field in reader.fields.values():
             field.contents()
         return reader
-    except Exception as error:  # a malformed file can raise any error in the gguf package
+    except Exception as error:  # the `gguf` library may raise any error for a malformed file
         raise CheckpointError(f"{path}: not a GGUF file that is read: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -102,7 +102,7 @@ class GgufSource:
     def read(self, name: str, box: Box) -> torch.Tensor:
         tensor = self._tensors[name]
         rows, *columns = box.index
-        data = np.array(tensor.data[rows])  # a copy, because the file is mapped read-only and torch may write to it
+        data = np.array(tensor.data[rows])  # copied, because the file is mapped read-only
         kind = tensor.tensor_type.name
         if kind in PLAIN and kind != "BF16":
             values = torch.from_numpy(data)
@@ -159,7 +159,8 @@ def _folder() -> Path:
 
 
 def attached(path: Path) -> dict[str, Path]:
-    """Generate tokenizer.json, tokenizer_config.json and config.json from the metadata. Errors: CheckpointError."""
+    """Write tokenizer.json, tokenizer_config.json and config.json, generated from the metadata, to a temporary folder,
+    and return their paths. Errors: CheckpointError."""
     file, reader, metadata = opened_file(path)
     source = GgufSource(file, reader)
     shapes = {name: shape for name, (shape, _) in source.tensors.items()}

@@ -38,7 +38,7 @@ class TextRule(NamedTuple):
     digits: bool = False
     """Whether digits are first split off, each as a separate part."""
     whole: bool = False
-    """Whether a part that is itself a token is used whole, without merging."""
+    """Whether a part of the text that is a token of the vocabulary becomes this token without merging."""
     normalizer: str | None = None
     """The Unicode normalization applied to the text, if any."""
 
@@ -265,8 +265,8 @@ def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int)
 
 
 def _special(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
-    """Return the metadata for special tokens: their ids, except ids beyond the embedding, and which of them are added
-    to every text."""
+    """Return the metadata for special tokens: the ids that are rows of the embedding, and which of these tokens are
+    added to every text."""
     token_ids = {name: _tokens(ids.get(f"{name}_token_id"), rows) for name in ("bos", "eos", "pad")}
     fields: dict[str, Json] = {}
     for name, added_id in zip(("bos", "eos"), _added(whole), strict=True):

@@ -7,6 +7,5 @@ arguments     Megatron's arguments in the spellings of all releases; mixture: ar
 families      BERT, T5 and Retro: arguments and pipeline stages that differ from GPT's
 state         reads Adam's state from trees: groups, scalars, schedule; state_write: writes this state
 core          flat buffers and names of Megatron-core's optimizer state
-torch_dist    reads torch_dist folders; torch_dist_state: their optimizer state; torch_dist_write: writes torch_dist
-folders
+torch_dist    reads torch_dist folders; torch_dist_state: the optimizer state; torch_dist_write: writes the folders
 """

@@ -26,7 +26,7 @@ from mega.core.config.sections import ModelConfig
 
 
 def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
-    """Check the number of rows of a rank's embedding table. Errors: CheckpointError if it contradicts the arguments."""
+    """Check that the number of rows of a rank's embedding table agrees with the arguments. Errors: CheckpointError."""
     padded = values.get("padded_vocab_size")
     if type(padded) is int and padded != rows * tp:
         raise CheckpointError(
@@ -44,7 +44,7 @@ def vocabulary(
     Megatron's arguments contain the padded size. The size before padding is certain only if `vocab_size` equals the
     padded size, because `vocab_size` may exclude an end-of-document token. Checkpoints written by mega contain
     `true_vocab_size`, which is the padded size if mega converted a checkpoint without this argument. If `folder`
-    contains a tokenizer, a message gives its size, but rows are not removed on this evidence.
+    contains a tokenizer, a message gives the tokenizer's size, but no rows are removed because of it.
     rows: number of rows of the whole table. requested: --true-vocab-size. Errors: ValueError if the requested size is
     impossible.
 
@@ -74,7 +74,7 @@ CUT = (
     "Megatron-LM's softmax counted them, so the loss is lower without them, and they do not come back; a run that is "
     "to have its losses keeps all rows (--no-mask-padded-vocab)"
 )
-"""How removing the padding changes the loss, for messages."""
+"""Text for messages about how removing the padding changes the loss."""
 
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
@@ -94,8 +94,7 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "mtp_use_repeated_layer": (False, None),
     "mtp_detach_heads": (False, None),
 }
-"""Arguments that change a model's computation but not its tensors -> the values with which Megatron's model equals the
-project's."""
+"""Arguments that change a model's computation but not its tensors -> the values that the project supports."""
 
 
 UNUSED: dict[str, object] = {
@@ -154,7 +153,7 @@ SIZES = {
     "heads": "num_attention_heads",
     "positions": "max_position_embeddings",
 }
-"""The project's options -> Megatron's arguments that every checkpoint must contain."""
+"""The project's option -> Megatron's argument, for arguments that every checkpoint must contain."""
 
 SAME: dict[str, tuple[str, float | bool]] = {
     "rope_base": ("rotary_base", 10000.0),
@@ -391,7 +390,7 @@ def core_flags(arguments: Mapping[str, object]) -> list[str]:
         *(["rope_scaling_factor"] * scaled),
         *(name for name in ("mtp_num_layers", "mtp_loss_scaling_factor") if name in arguments),
         *("normalization", "norm_epsilon", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"),
-        *("padded_vocab_size", "tokenizer_type"),  # without padded_vocab_size core cuts torch_dist to its own padding
+        *("padded_vocab_size", "tokenizer_type"),  # without padded_vocab_size, core pads torch_dist differently
     ]
     short = {"rotary_base", "norm_epsilon", "attention_dropout", "hidden_dropout"}
     values = {name: f"{arguments[name]:g}" if name in short else arguments[name] for name in names}

@@ -40,7 +40,7 @@ def state_name(kind: str, weight: str, *, distributed: bool = False) -> str:
 
 
 def named_state(name: str) -> tuple[str, str] | None:
-    """Parse a name of torch_dist into (kind of state, weight); None for a name that is not state of a weight.
+    """Parse a name in torch_dist into (kind of state, weight's name); None if the name is not that of a weight's state.
 
     >>> named_state("optimizer.state.exp_avg_sq.decoder.final_layernorm.weight")
     ('moment2', 'decoder.final_layernorm.weight')
@@ -64,7 +64,7 @@ class FlatName:
 
 
 def flat_name(name: str) -> FlatName | None:
-    """Parse a name of torch_dist; None if the name is not that of a flat buffer."""
+    """Parse a name in torch_dist; None if the name is not that of a flat buffer."""
     match = _FLAT.fullmatch(name)
     return None if match is None else FlatName(int(match[1]), int(match[2]), int(match[3]), match[4])
 
@@ -123,7 +123,7 @@ _HEADS = ("output_layer.weight", TIED_COPY)
 
 
 def own_buckets(names: Collection[str], tied: bool) -> tuple[str, ...]:
-    """Return the argument `alone` of `buckets_of`: the tied embeddings among the common `names` of a model chunk; empty
-    if the chunk contains the whole model."""
+    """Return the argument `alone` of `buckets_of`, that is, the tied embeddings of a model chunk; empty if the chunk
+    contains the whole model. names: the chunk's common names."""
     has_all_stages = WORDS in names and any(name.startswith("encoder.final_norm.") for name in names)
     return () if has_all_stages or not tied else tuple(name for name in (WORDS, *_HEADS) if name in names)

@@ -150,8 +150,8 @@ TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Parts of Megatron-core's names with local modules -> with Transformer Engine, where a norm is part of the linear
-layer that follows it."""
+"""Parts of names with Megatron-core's local modules -> parts of names with Transformer Engine, where a norm is part of
+the linear layer that follows it."""
 
 _EXPERT = re.compile(r"\.mlp\.(experts\.(\d+)|shared_expert)\.")
 """Pattern for the part of a logical tensor's name that identifies an expert or the shared expert."""
@@ -186,7 +186,8 @@ _STACKS = (
     "decoder.final_norm",
     "mtp",
 )
-"""Modules of a model in the order of its parameters, up to those that only the last stage has (`Modules.last`)."""
+"""Modules of a model in the order of its parameters, without the modules that only the last stage has
+(`Modules.last`)."""
 
 _CORE_FROM_QKV = (
     "self_attention.query_key_value",
@@ -399,7 +400,7 @@ def styled(name: str, era: Era, family: str = "gpt") -> str:
 
 
 def era_of(tree: object) -> Era:
-    """Return the era of the modules that wrote `tree`, the model's state dict in a file.
+    """Return the era of the modules that wrote a state dict. tree: the model's state dict in a file.
 
     >>> era_of({"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": None})
     'core'

@@ -78,7 +78,7 @@ def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied
 
 
 def written_stages(model: Architecture, pp: int) -> Stages:
-    """Return the stages of a model's units in a written checkpoint with `pp` stages.
+    """Return the stages of a model's units, for writing a checkpoint with `pp` stages.
 
     Errors: ValueError if the blocks cannot be divided into `pp` stages.
     """
@@ -217,11 +217,12 @@ def _t5_arguments(model: Architecture, pp: int) -> dict[str, object]:
 
 
 FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": MegatronFamily(_t5_rules, _t5_arguments)}
-"""Families that differ from GPT in Megatron-LM checkpoints. Llama does not."""
+"""Families that differ from GPT in Megatron-LM checkpoints. Llama is not listed, because it does not differ."""
 
 
 def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
-    """Return the model section of BERT, T5 or Retro if the checkpoint's tensors show such a model; otherwise `model`.
+    """Return the model section of a BERT, T5 or Retro if the names of the checkpoint's tensors identify one; otherwise
+    return `model`.
 
     model: the GPT that Megatron's arguments `values` describe. tensors: the tensors by `tp.pp.chunk/common name`.
     Errors: CheckpointError naming an argument that the tensors contradict.

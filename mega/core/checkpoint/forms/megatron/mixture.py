@@ -49,8 +49,7 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "moe_router_force_biased": (None,),
     "moe_mlp_glu_interleave_size": (None,),
 }
-"""Arguments that change a model's computation but not its tensors -> the values with which Megatron's model equals the
-project's."""
+"""Arguments that change a model's computation but not its tensors -> the values that the project supports."""
 
 
 def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """Read Adam's state from Megatron-LM checkpoints: fp32 master weights and moments, matched to the weights.
 
 Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. eras.py contains, for
-each era, the order in which a model lists its parameters. This order assigns each tensor of the state the name of its
-weight, so the table that converts a weight also converts the weight's master and moments.
+each era, the order in which a model lists its parameters. From this order follows the weight to which each tensor of
+the state belongs, so the table that converts a weight also converts the weight's master and moments.
 
 Four formats are read: the state of the fp32 optimizer, the state of the optimizer for 16-bit weights with fp32 masters,
 and the distributed optimizer's `distrib_optim.pt` as written up to 2023 and as written by Megatron-core. Any other
@@ -91,7 +91,7 @@ class State:
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.tensors))
 
     def add(self, tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, where: Path) -> None:
-        """Add one rank's state. Errors: CheckpointError if the scalars differ from those of the ranks added before."""
+        """Add one rank's state. Errors: CheckpointError if the scalars differ between ranks."""
         if self.scalars not in (None, scalars):
             raise CheckpointError(f"{where}: its optimizer is not at the step, scale and schedule of other ranks'")
         self.scalars = scalars
@@ -141,7 +141,7 @@ def read_state(
         tensors_found = dict(_ordinary(optimizer, inner, checked, list(grouped.values()), directory))
     all_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
     tensors = _checked(tensors_found, weights)
-    if all_fp32:  # fp32 weights serve as their own masters
+    if all_fp32:  # fp32 weights need no masters
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("master/")}
     to.add(tensors, scalars_in(content, optimizer, inner, checked, directory), directory)
 
@@ -151,7 +151,8 @@ Group = dict[str, object]
 
 
 def optimizer_parts(optimizer: object, where: Path) -> tuple[dict[str, object], dict[str, object], list[object]]:
-    """(the optimizer's state in a file, the part of this state that torch's optimizer wrote, its groups of parameters).
+    """Return (the optimizer's state in a file, the part of this state that torch's optimizer wrote, the parameter
+    groups).
 
     Errors: CheckpointError if the state has an unknown format.
     """
@@ -163,7 +164,7 @@ def optimizer_parts(optimizer: object, where: Path) -> tuple[dict[str, object], 
 
 
 def values_of(content: Mapping[str, object]) -> dict[str, object]:
-    """Megatron's arguments in the content of a file."""
+    """Return Megatron's arguments from the content of a file; {} if there are none."""
     values = getattr(content.get("args"), "values", {})
     return values if isinstance(values, dict) else {}
 
@@ -351,7 +352,7 @@ def _flat(value: object, what: str) -> torch.Tensor:
 def _checked(tensors: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Check that all tensors exist, are fp32 and have their weights' shapes, and that each master rounds to its weight.
 
-    The check of the masters also proves the order of parameters.
+    The check of the masters also confirms the order of the parameters.
     """
     kinds = {name.partition("/")[0] for name in tensors}
     if any(tensor.dtype != torch.float32 for tensor in weights.values()):
@@ -392,7 +393,8 @@ def scalars_in(
 
 
 def _steps(groups: Sequence[Mapping[str, object]], states: object) -> list[Plain]:
-    """Adam's step counts, stored per group, per parameter or once for all parameters. None for each missing count."""
+    """Return all of Adam's step counts, which are stored per group, per parameter or once for all parameters. A missing
+    count is returned as None."""
     parameter_states = dict(states) if isinstance(states, dict) else {}
     steps_found = [plain(parameter_states.pop("common_step"))] if "common_step" in parameter_states else []
     for holders in (groups, list(parameter_states.values())):

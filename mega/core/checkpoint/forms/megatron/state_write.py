@@ -143,8 +143,8 @@ def written_scaler(scalars: OptimizerScalars) -> dict[str, object]:
 
 def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
     """Return Megatron's scheduler, derived from the project's schedule. Megatron-core does not load an optimizer
-    without a scheduler. If Megatron cannot express the schedule, Megatron-core gets a constant schedule, and a message
-    advises the user to override it (`overridden`)."""
+    without a scheduler. If Megatron cannot express the schedule (`overridden`), a constant schedule is written for
+    Megatron-core, and a message advises the user to override it."""
     lr: Mapping[str, object]
     decay: Mapping[str, object]
     if scalars.schedule is not None and not overridden(scalars):

@@ -39,7 +39,7 @@ LAYERS, EXPERTS = "decoder.layers.", ".experts.experts."
 
 @dataclass
 class Record:
-    """An object in the pickle: the name of a class or function, the arguments, and the state."""
+    """An object in the pickle, given by the name of a class or function, the arguments, and the state."""
 
     name: str
     arguments: tuple[object, ...] = ()
@@ -141,7 +141,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class CheckedChunk:
-    """The elements of a stored rectangle, read and checked. They are memory-mapped from the file if possible.
+    """The elements of a stored rectangle after checks, memory-mapped from the file if possible.
 
     data: uint8 [*size, bytes per element], not necessarily aligned.
     """
@@ -277,7 +277,7 @@ class DistributedSource:
                 size = path.stat().st_size
                 self._mapped[chunk.file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
             mapped = self._mapped[chunk.file][chunk.offset + begin :][: data.numel()]
-            if torch.equal(mapped, data.flatten()):  # false if a slice of a larger tensor was stored
+            if torch.equal(mapped, data.flatten()):  # not equal if a slice of a larger tensor was stored
                 data = mapped.view(data.shape)
         return CheckedChunk(data, tensor.dtype)
 

@@ -133,8 +133,8 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 def _stacked(metadata: TreeMetadata) -> bool:
-    """Whether Megatron-core stacks the layers in the index, which it does if either all layers have experts or none
-    has."""
+    """Whether Megatron-core stacks the layers in the index. It does so if all layers have experts, or if no layer has
+    experts."""
     return metadata.arguments.get("moe_layer_freq", 1) == 1
 
 
@@ -163,7 +163,7 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architect
 
 
 def _experts(model: Architecture) -> int:
-    """The number of experts per layer."""
+    """The number of experts per layer of the mixture."""
     return next((layer.experts.count for layer in model.layers if layer.experts is not None), 0)
 
 

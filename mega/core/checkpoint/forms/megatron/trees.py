@@ -1,7 +1,7 @@
 """Read Megatron-LM checkpoints, which are trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`. This module reads the weights
 of every family and makes the table for reading and writing.
 
-The names of all eras (eras.py) are translated to common names, for which there is one table. The checkpoint's
+The names of all eras (eras.py) are translated to common names, so that one table is enough. The checkpoint's
 `checkpoint_version` determines the order of rows in the fused query-key-value matrix. Checkpoints of any tensor and
 pipeline parallel size are supported, with and without interleaved stages. Random states are not converted.
 trees_write.py writes checkpoints, arguments.py derives the model from Megatron's arguments, families.py adds BERT and
@@ -340,7 +340,7 @@ def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int
 
 
 def _runs(block: Layer, tensor: Tensor, share: int, version: int) -> list[range] | None:
-    """The rows of a logical tensor within one rank's fused matrix; None if the tensor is not fused with others."""
+    """The rows of a logical tensor within one rank's fused matrix; None if the tensor is not part of a fused matrix."""
     module = tensor.name.rpartition(".")[0]
     attention, feed_forward = block.attention, block.feed_forward
     heads, kv_heads = attention.heads // share, attention.kv_heads // share

@@ -198,8 +198,8 @@ def write_tracker(folder: Path, iteration: int) -> None:
 
 
 def written_table(options: ModelConfig, tp: int, pp: int) -> Table:
-    """Return the table for a checkpoint on `tp` x `pp` ranks. Errors: ValueError naming the flag whose value does not
-    divide the model."""
+    """Return the table for a checkpoint on `tp` x `pp` ranks. Errors: ValueError naming the flag if the model is not
+    divisible by its value."""
     model = architecture(options)
     of_stages = {"layers": len(model.layers)} if len(model.stacks) == 1 else {}
     for kind, ranks, numbers in (("tensor", tp, model.block.shared), ("pipeline", pp, of_stages)):
