@@ -73,8 +73,8 @@ def estimate(
     """Estimate the memory that the trainer allocates on `world` ranks and, if `gpu` is given, the time of a step.
 
     run: options from `mega.config`; keyword arguments such as `world=64` override them. gpu: a device such as "h100",
-    or a file written by `mega bench --calibrate`. gpus: number of devices; if given, search for the fastest layout.
-    fit: number and kind of devices in one string, such as "8xh100", also for a search.
+    or a file written by `mega bench --calibrate`. gpus: number of devices on which the fastest layout is searched for.
+    fit: number and kind of devices for this search in one string, such as "8xh100".
 
     Errors: ValueError naming the option, its value and the rule.
 

@@ -103,7 +103,7 @@ class Trainer:
         self.device: torch.device = device.torch
         """Device of this rank."""
         self.steps: int = self._begun.steps
-        """Number of the last step, from the option `steps`."""
+        """Number of the run's last step, given by the option `steps`."""
         self._drawn = 0
         """Number of rows that `batch` has made in this step, summed over all replicas."""
         self._own_loss = False

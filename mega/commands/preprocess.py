@@ -19,7 +19,7 @@ def run(
 ) -> int:
     """Convert text to token files, PREFIX_KEY_document.bin and .idx, for training with --data-path.
 
-    The files are byte for byte equal to those that Megatron-LM writes, with any number of workers. See also: mega data.
+    With any number of workers, the files are byte for byte equal to those that Megatron-LM writes. See also: mega data.
     """
     from mega.core.data.preprocessing.preprocess import Sentences, preprocess
     from mega.core.data.preprocessing.progress import shown

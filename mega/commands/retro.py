@@ -50,7 +50,7 @@ def inspect(run: Options, shown: LookOptions) -> None:
 
 
 def _share(text: str) -> Share:
-    """2/8 -> the second of eight."""
+    """Parse the value of --shard: 2/8 is the second of eight shards."""
     from mega.core.retro.stages import Share
 
     index, _, count = text.partition("/")

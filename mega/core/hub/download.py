@@ -183,7 +183,7 @@ def format_size(count: int) -> str:
 
 
 def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Report) -> None:
-    """Fetch a large file into the cache. Its name there is the file's hash, so that huggingface_hub finds the file.
+    """Fetch a large file, and store it in the cache under its hash, so that huggingface_hub finds the file.
 
     Errors: OSError if the hash differs from the Hub's hash; the damaged file is removed.
     """

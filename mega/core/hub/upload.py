@@ -79,7 +79,7 @@ def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *,
 
 
 def check_push(name: HubName) -> None:
-    """Check that an upload is possible. Call this before preparing the files. Errors: ValueError with the reason if it
+    """Check that an upload is possible, for use before the files are prepared. Errors: ValueError with the reason if it
     is not possible."""
     try:
         from huggingface_hub import constants, get_token

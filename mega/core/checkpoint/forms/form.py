@@ -59,7 +59,7 @@ class SpecialTokens:
     template: str | None = None
     """The chat template, in Jinja."""
     ends: tuple[int, ...] = ()
-    """Ids that end the assistant's turn."""
+    """Ids of tokens that end the assistant's turn."""
     left_out: tuple[str, ...] = ()
     """Tokenizer files that are not exported, because Hugging Face's tools would load a different tokenizer from
     them."""
@@ -85,9 +85,9 @@ class FormOptions:
     vocab: int | None = None
     """Vocabulary size, without padding, of a Megatron-LM checkpoint."""
     heads: int | None = None
-    """Number of attention heads, for a checkpoint that does not record it."""
+    """Number of attention heads, for a checkpoint that does not record this number."""
     optimizer: bool = True
-    """Whether to convert Adam's state too."""
+    """Whether to convert optimizer state in addition to weights."""
     distributed: bool = False
     """Whether to write Adam's state in the format of Megatron's distributed optimizer."""
     tokenizer_type: str | None = None
@@ -143,7 +143,7 @@ class Export:
     """Writes all files, given an empty folder, the inverted table and the source of mega tensors. Returns the total
     size of the tensors in bytes."""
     source: Source | None = None
-    """The source of the tensors; None if only the weights are exported."""
+    """The source of the tensors to export; None to export only the weights."""
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     losses: tuple[str, ...] = ()
@@ -238,7 +238,7 @@ COMPANIONS = (
 """Files of published models that are stored with the weights, if they exist."""
 
 NESTED = {"1_Pooling.config.json": "1_Pooling/config.json"}
-"""Name under which a checkpoint stores a file -> its path in the folder of a model that has a modules.json."""
+"""File name in a mega checkpoint -> path of the file in the folder of a model that has a modules.json."""
 
 _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 _FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type")

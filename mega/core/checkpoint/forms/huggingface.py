@@ -320,8 +320,8 @@ def weights_of(folder: Path) -> EntrySource | TorchSource:
     """Open the weights of a Hugging Face folder, from safetensors files if present, otherwise from `.bin` files. The
     weights are either in a single file, or in several files with an index.
 
-    If both exist, the one that transformers would open is used. Unlike transformers, this function also reads numbered
-    safetensors files without an index, because each file names its tensors.
+    If both a single file and an index exist, the one that transformers would open is used. Unlike transformers, this
+    function also reads numbered safetensors files without an index, because each file names its tensors.
     """
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),

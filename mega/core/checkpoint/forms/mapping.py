@@ -87,11 +87,11 @@ class Table:
     ignored: frozenset[str] = frozenset()
     """Source tensors that do not contain weights, and are not converted."""
     repeats: frozenset[str] = frozenset()
-    """Source tensors that may be used for several targets."""
+    """Source tensors whose elements may be used more than once."""
 
     def tensors(self, sources: Tensors) -> Tensors:
-        """Return the tensors made from `sources`: name -> (shape, dtype). Errors: CheckpointError naming a missing
-        source."""
+        """Return name -> (shape, dtype) for the tensors that are made from `sources`. Errors: CheckpointError naming a
+        missing source."""
         for target in self.targets:
             if (source := target.fragments[0].source) not in sources:
                 raise CheckpointError(f"{source}: is missing ({target.name} is made of it)")

@@ -1,5 +1,5 @@
-"""The options of `mega reshard` and `mega convert-llama`, as sections. Importing this module imports neither torch nor
-the module of any format."""
+"""The option sections of `mega reshard` and `mega convert-llama`. Importing this module imports neither torch nor the
+module of any format."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 

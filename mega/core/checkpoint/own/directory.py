@@ -5,15 +5,15 @@ all, and it can be read in any layout.
     runs/a/verdicts.json                whether each step has proved good in later training (verdicts.py)
     runs/a/step-0000010/                published by one rename of step-0000010.tmp
         rank-00000.safetensors          every rank's weights
-        rank-00000.state.safetensors    every rank's optimizer state, a separate file that can be removed first
+        rank-00000.state.safetensors    every rank's optimizer state, in a separate file, so that it can be removed
         tokenizer.json  run.toml        attachments
         manifest.json                   all files' hashes, all tensors' rectangles, plain state
         manifest.json.sha256
 
 A save has three phases: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes and syncs its files and a sidecar, which
 describes these files; (3) rank 0 merges the sidecars into the manifest, renames the directory and updates `latest`.
-After each phase the ranks exchange whether the phase succeeded, and all ranks stop if it failed on any rank. The
-exchange is a callable, because this package does not depend on how ranks communicate.
+After each phase, the ranks tell each other whether the phase succeeded, and all ranks stop if it failed on any rank.
+The exchange is a callable, because this package does not depend on how ranks communicate.
 """
 
 from __future__ import annotations

@@ -30,14 +30,15 @@ FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
 """safetensors name -> dtype, for the dtypes that files of other programs may contain."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""dtype -> its name in safetensors."""
+"""dtype -> safetensors name."""
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Tensor name -> (shape, dtype)."""
 
 
 class CheckpointError(ValueError):
-    """Raised if a checkpoint cannot be trusted or does not fit. The message names the file or the tensor.
+    """Raised if a checkpoint cannot be trusted, or does not fit the model or the request. The message names the file or
+    the tensor.
 
     elsewhere: whether the failure was on another rank, whose error has the details.
     """

@@ -56,7 +56,7 @@ class StepFolder:
         return [int(match[1]) for match in matches if match]
 
     def existing(self, steps: Iterable[int]) -> set[int]:
-        """Return those of the given steps that still exist."""
+        """Return the steps in `steps` that still exist."""
         return {step for step in steps if self.path(step).is_dir()}
 
     def leftovers(self) -> list[Path]:

@@ -76,7 +76,7 @@ def attempt(act: Callable[[], Result]) -> tuple[Result | None, Exception | None]
     """Call `act`, and return (result, None) or (None, error)."""
     try:
         return act(), None
-    except Exception as error:  # errors of any class, because other ranks wait for this rank
+    except Exception as error:  # catches errors of any class, because other ranks wait for this rank
         return None, error
 
 

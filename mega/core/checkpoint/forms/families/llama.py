@@ -43,7 +43,7 @@ def kv_heads(absent: int | None = None) -> Whole:
 
 def head_dim(absent: int | None = None) -> Whole:
     """The key `head_dim`; null means the hidden width divided by the number of heads. absent: value if the key is
-    absent; default: as for null."""
+    absent; by default the same as for null."""
     return Whole("head_dim", _where_absent("head_dim", absent, _share))
 
 

@@ -115,7 +115,8 @@ class GgufSource:
         return values[(slice(None), *columns)].to(self.tensors[name][1])
 
     def rounded(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Round whole rows to the precision with which the file stores the tensor `name`, if it is lower."""
+        """Round whole rows to the precision with which the file stores the tensor `name`, if that precision is
+        lower."""
         kind = self._tensors[name].tensor_type
         if kind.name in PLAIN:
             return values.to(PLAIN[kind.name]).to(self.tensors[name][1])

@@ -42,7 +42,7 @@ def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
 
 
 class Stages(NamedTuple):
-    """The pipeline stages of a Megatron-LM checkpoint that store a model's units."""
+    """The pipeline stages that store a model's units in a Megatron-LM checkpoint."""
 
     blocks: list[tuple[str, int]]
     """For each block: (stage, index in the stage). A stage is `pp.chunk`, as in tensor names. T5's decoder blocks
