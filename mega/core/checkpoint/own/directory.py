@@ -12,8 +12,8 @@ all, and it can be read in any layout.
 
 A save has three phases: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes and syncs its files and a sidecar, which
 describes these files; (3) rank 0 merges the sidecars into the manifest, renames the directory and updates `latest`.
-After each phase, the ranks tell each other whether the phase succeeded, and all ranks stop if it failed on any rank.
-The exchange is a callable, because this package does not depend on how ranks communicate.
+After each phase, the ranks exchange the outcome, and all ranks stop if the phase failed on any rank. The exchange is a
+callable, because this package does not depend on how ranks communicate.
 """
 
 from __future__ import annotations
