@@ -102,11 +102,15 @@ def test_fields_of_metrics(tmp_path: Path) -> None:
 
 
 def test_signals_and_exit_codes() -> None:
-    """Each signal that stops a run has a row with 128 + its number."""
-    rows = re.findall(r"^\| (.*?) \|.*\| (.*?) \|$", text_of("docs/endings.md"), re.MULTILINE)
+    """Each signal that stops a run has a row with 128 + its number, and the pages have no other codes than the code."""
+    run, server = text_of("docs/endings.md").split("\n\n")[2], section("docs/serving.md", "## How it ends")
+    rows = re.findall(r"^\| (.*?) \|.*\| (.*?) \|$", run, re.MULTILINE)
     for signal in STOPPING:
         codes = [code for what, code in rows if re.search(rf"\b{signal.name}\b", what) and code.isdecimal()]
         assert codes and set(codes) == {str(128 + signal)}, signal.name
+    known = {"0", "1", "2", "128 + signal", *(str(128 + signal) for signal in STOPPING)}
+    codes = [code.strip() for code in re.findall(r"\|([^|\n]*)\|$", run + server, re.MULTILINE)]
+    assert set(codes) - {"", "exit code", "---", "as without `--max-restarts`"} <= known
 
 
 def test_defaults_that_pages_name() -> None:
