@@ -27,16 +27,16 @@ _METACHARACTERS = re.compile(r"([\\.+*?()|\[\]{}^$])")
 class ClientFields(Body):
     """Additional fields of clients of vLLM and llama.cpp. `resolved` converts the fields that have an effect."""
 
-    n_predict: int | None = Field(None, ge=-1, le=1 << 62, description="the same as max_tokens; -1: as many as fit")
+    n_predict: int | None = Field(None, ge=-1, le=1 << 62, description="the same as max_tokens")
     repeat_penalty: float | None = Field(
         None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1], description="the same as repetition_penalty"
     )
-    guided_json: dict[str, object] | None = Field(None, description="a JSON schema, as of response_format")
+    guided_json: dict[str, object] | None = Field(None, description="JSON schema that the answer must match")
     json_schema: dict[str, object] | None = Field(None, description="the same as guided_json")
-    guided_regex: str | None = Field(None, description="a regular expression, as of response_format")
+    guided_regex: str | None = Field(None, description="regular expression that the answer must match")
     guided_choice: list[object] | None = Field(
         None,
-        description="the answer is one of these strings",
+        description="strings, one of which is the answer",
         json_schema_extra={"minItems": 1, "maxItems": MOST_CHOICES, "items": {"type": "string", "minLength": 1}},
     )
     use_beam_search: Literal[False] | None = Field(None, description="only false; PUT /api has beams")
@@ -60,9 +60,9 @@ class ClientFields(Body):
     return_progress: Literal[False] | None = Field(None, description="only false")
     return_tokens: Literal[False] | None = Field(None, description="only false")
     store: Literal[False] | None = Field(None, description="only false: nothing is stored")
-    service_tier: Literal["auto", "default"] | None = Field(None, description="without effect on the answer")
-    prompt_cache_key: str | None = Field(None, description="without effect on the answer")
-    safety_identifier: str | None = Field(None, description="without effect on the answer")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="accepted without effect on the answer")
+    prompt_cache_key: str | None = Field(None, description="accepted without effect on the answer")
+    safety_identifier: str | None = Field(None, description="accepted without effect on the answer")
 
 
 Fields = TypeVar("Fields", bound=ClientFields)

@@ -29,33 +29,33 @@ class MegatronRequest(Body):
     """The fields and their defaults (None if absent), from which the OpenAPI schema is derived. The functions below
     check the fields in the same order and with the same messages as Megatron-LM."""
 
-    prompts: list[str] = Field(description=f"1 to {MOST_PROMPTS} texts", min_length=1, max_length=MOST_PROMPTS)
-    tokens_to_generate: int = Field(64, ge=0, description="new tokens; 0 with logprobs scores")
-    logprobs: bool = Field(False, description="return the log-probability of every token but the first")
-    temperature: float | None = Field(None, gt=0, le=100, description="above 0")
+    prompts: list[str] = Field(
+        description=f"list of 1 to {MOST_PROMPTS} prompts", min_length=1, max_length=MOST_PROMPTS
+    )
+    tokens_to_generate: int = Field(64, ge=0, description="number of new tokens; 0 with logprobs scores the prompts")
+    logprobs: bool = Field(False, description="return the log-probability of each token except the first")
+    temperature: float | None = Field(None, gt=0, le=100, description="sampling temperature")
     top_k: int | None = Field(
         None, ge=0, le=1000, description="sample from the k most likely tokens; 1 is greedy; 0 is off"
     )
     top_p: float | None = Field(
-        None, ge=0, le=1, description="a float: sample from the most likely tokens with total probability p; 0.0 is off"
+        None, ge=0, le=1, description="sample from the most likely tokens with total probability p, a float; 0.0 is off"
     )
-    top_p_decay: float | None = Field(
-        None, ge=0, le=1, description="a float: top_p is multiplied by it after each token"
-    )
-    top_p_bound: float | None = Field(None, gt=0, le=1, description="a float: lower bound of the decayed top_p")
+    top_p_decay: float | None = Field(None, ge=0, le=1, description="factor of top_p after each token, a float")
+    top_p_bound: float | None = Field(None, gt=0, le=1, description="lower bound of the decayed top_p, a float")
     add_BOS: bool = Field(False, description="put the end-of-document token before each prompt")
-    stop_on_double_eol: bool = Field(False, description="end at an empty line")
-    stop_on_eol: bool = Field(False, description="end at the end of a line")
-    prevent_newline_after_colon: bool = Field(False, description="no newline right after a colon")
+    stop_on_double_eol: bool = Field(False, description="end the text at an empty line")
+    stop_on_eol: bool = Field(False, description="end the text at the end of a line")
+    prevent_newline_after_colon: bool = Field(False, description="do not generate a newline directly after a colon")
     random_seed: int | None = Field(None, ge=0, description="requests with the same seed get the same text")
     no_log: bool = Field(False, description="do not print this request under --log-prompts")
-    beam_width: int | None = Field(None, ge=1, description="beam search, for one prompt")
-    stop_token: int | None = Field(None, description="token that ends a beam [the end of a document]")
+    beam_width: int | None = Field(None, ge=1, description="number of beams; beam search accepts one prompt")
+    stop_token: int | None = Field(None, description="token that ends a beam; default: the end-of-document token")
     length_penalty: float = Field(
         1.0,
         ge=-MOST_LENGTH_PENALTY,
         le=MOST_LENGTH_PENALTY,
-        description="a float: exponent of the length in the score of a beam",
+        description="exponent of the length in the score of a beam, a float",
     )
 
 

@@ -105,13 +105,13 @@ class Common(SamplingFields, ClientFields):
     stream: bool = Field(False, description="stream the answer as server-sent events")
     stream_options: dict[str, object] | None = Field(
         None,
-        description='{"include_usage": true}: a last event with the token counts',
+        description='{"include_usage": true} adds a last event with the token counts',
         json_schema_extra={"properties": {"include_usage": {"type": "boolean"}}, "additionalProperties": False},
     )
     ignore_eos: bool = Field(False, description="do not end the answer at an end-of-document token")
     response_format: dict[str, object] | None = Field(
         None,
-        description="text, json_object, json_schema, or regex with its pattern",
+        description="format of the answer: text, json_object, json_schema, or regex with its pattern",
         json_schema_extra={"anyOf": [{"type": "object", "required": ["type"], **each} for each in _FORMAT]},
     )
     presence_penalty: float | None = Field(
@@ -128,20 +128,22 @@ class Common(SamplingFields, ClientFields):
     )
     logit_bias: dict[str, object] | None = Field(
         None,
-        description=f"token id -> value added to its logit, at most {MOST_BIASES} tokens",
+        description=f"map from token ids to values added to their logits, at most {MOST_BIASES} tokens",
         json_schema_extra={"maxProperties": MOST_BIASES, "additionalProperties": _BIAS, "propertyNames": _ID_NAME},
     )
     stop_token_ids: list[object] | None = Field(
         None, description="additional tokens that end the answer", json_schema_extra={**_IDS, "maxItems": MOST_STOPS}
     )
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=20, description="return log-probabilities of each prompt token and of the n most likely"
+        None, ge=0, le=20, description="return log-probabilities of each prompt token and of the n most likely tokens"
     )
     skip_special_tokens: Literal[True] | None = Field(None, description="only true: control tokens have no text")
     include_stop_str_in_output: Literal[False] | None = Field(None, description="only false")
-    cache_prompt: bool | None = Field(None, description="prompts are always cached; without effect on the answer")
-    user: str | None = Field(None, description="name of the end user; without effect on the answer")
-    metadata: dict[str, object] | None = Field(None, description="the client's records; without effect on the answer")
+    cache_prompt: bool | None = Field(None, description="accepted without effect, because prompts are always cached")
+    user: str | None = Field(None, description="name of the end user; accepted without effect on the answer")
+    metadata: dict[str, object] | None = Field(
+        None, description="records of the client; accepted without effect on the answer"
+    )
 
 
 class Completion(Common):
@@ -151,15 +153,18 @@ class Completion(Common):
         description="a text, several texts, token ids, or lists of token ids", json_schema_extra={"anyOf": _PROMPT}
     )
     max_tokens: int = Field(
-        16, ge=-1, le=1 << 62, description="maximum new tokens; -1: as many as fit; 0 with echo scores the prompt"
+        16,
+        ge=-1,
+        le=1 << 62,
+        description="maximum number of new tokens; -1 is as many as fit; 0 with echo scores the prompt",
     )
     logprobs: int | None = Field(
-        None, ge=0, le=20, description="return log-probabilities of each token and of the n most likely"
+        None, ge=0, le=20, description="return log-probabilities of each token and of the n most likely tokens"
     )
     echo: bool = Field(False, description="return the prompt as part of the answer")
     add_special_tokens: Literal[True] | None = Field(None, description="only true")
     parse_special_tokens: bool | None = Field(
-        None, description="special tokens spelled in the prompt become tokens [the server's default]"
+        None, description="names of special tokens in the prompt become tokens; default: the server's flag"
     )
     best_of: int | None = Field(None, ge=1, le=1, description="only 1; use n for several answers")
     suffix: str | None = Field(None, max_length=0, description="only empty")
@@ -169,14 +174,14 @@ class Chat(Common):
     """The body of /v1/chat/completions."""
 
     messages: list[object] = Field(
-        description='[{"role": "system" | "user" | "assistant", "content": text}]',
+        description='the conversation: [{"role": "user", "content": "text"}]',
         json_schema_extra={"minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE},
     )
     max_tokens: int | None = Field(
         None,
         ge=-1,
         le=1 << 62,
-        description="maximum new tokens [-1: as many as fit]",
+        description="maximum number of new tokens; by default, and for -1, as many as fit",
         json_schema_extra={"not": {"const": 0}},
     )
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 62, description="the same as max_tokens")
@@ -190,7 +195,7 @@ class Chat(Common):
         json_schema_extra={"maxItems": MOST_TOOLS, "items": {"type": "object"}},
     )
     tool_choice: str | dict[str, object] | None = Field(
-        None, description='none, auto, required, or {"type": "function", "function": {"name"}}'
+        None, description='none, auto, required, or the function to call: {"type": "function", "function": {"name"}}'
     )
     add_special_tokens: Literal[False] | None = Field(None, description="only false: the chat template adds them")
     add_generation_prompt: Literal[True] | None = Field(None, description="only true")
@@ -199,7 +204,7 @@ class Chat(Common):
     reasoning_format: Literal["auto", "deepseek"] | None = Field(
         None, description="reasoning is always returned as reasoning_content"
     )
-    parallel_tool_calls: bool | None = Field(None, description="false: return only the first call")
+    parallel_tool_calls: bool | None = Field(None, description="false returns only the first call")
 
 
 class PromptText(NamedTuple):
