@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+import shutil
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -189,14 +190,101 @@ def test_layouts_of_the_tree_are_free(recorded: Path, tmp_path: Path) -> None:
     assert list(diff(locate(recorded / "mixtral-torch"), locate(tmp_path / "back"))) == []
 
 
-def test_a_tree_of_ranks_with_other_experts_is_refused(recorded: Path, tmp_path: Path) -> None:
-    convert(recorded / "mixtral-torch", tmp_path / "theirs", "mcore-local", Layout())
-    (file,) = (tmp_path / "theirs").glob("*/*/model_optim_rng.pt")
-    content = torch.load(file, weights_only=False)
-    content["args"].expert_model_parallel_size = 2
-    torch.save(content, file)
-    with pytest.raises(CheckpointError, match=r"args\.expert_model_parallel_size 2: .*save torch_dist"):
+@pytest.mark.parametrize("name", ["mixtral-torch", "mixtral_ep2-torch_dist", "sinkhorn-torch_dist"])
+@pytest.mark.parametrize("layout", [Layout(ep=2), Layout(2, 2, ep=4)], ids=["ep2", "tp2-pp2-ep4"])
+def test_a_tree_whose_ranks_share_the_experts(recorded: Path, tmp_path: Path, name: str, layout: Layout) -> None:
+    """All of it comes back. Each file has the names and numbers of core's own tree, with its experts counted from 0."""
+    convert(recorded / name, tmp_path / "theirs", "mcore-local", layout)
+    convert(tmp_path / "theirs", tmp_path / "back", "mega", Layout())
+    assert list(diff(locate(recorded / name), locate(tmp_path / "back"))) == []
+    places = sorted(path.name for path in (tmp_path / "theirs" / "iter_0000003").iterdir())
+    assert len(places) == layout.tp * layout.pp * layout.ep and places[1] == (
+        "mp_rank_00_001" if layout.pp == 1 else "mp_rank_00_000_001"
+    )
+    if name != "mixtral-torch" or layout.tp > 1:
+        return
+    whole: Any = read_pickled(recorded / "mixtral/torch/iter_0000003/mp_rank_00/model_optim_rng.pt")
+    for rank, place in enumerate(places):
+        content: Any = read_pickled(tmp_path / "theirs" / "iter_0000003" / place / "model_optim_rng.pt")
+        values = content["args"].values
+        assert (values["rank"], values["world_size"], values["expert_model_parallel_size"]) == (rank, 2, 2)
+        for key, tensor in content["model"].items():
+            layer, local, rest = key.partition(".local_experts.")
+            number = int(rest.partition(".")[0] or 0) + 2 * rank
+            own = key if not local else f"{layer}{local}{number}.{rest.partition('.')[2]}"
+            assert tensor is None or torch.equal(tensor, whole["model"][own]), key
+        dense, experts = content["optimizer"]
+        assert [each["is_expert_parallel"] for each in dense["param_groups"]] == [False, False]
+        assert [each["is_expert_parallel"] for each in experts["param_groups"]] == [True]
+        assert len(experts["state"]) == 2 * 2 * 2 and len(dense["state"]) + 2 * 8 == len(whole["optimizer"]["state"])
+
+
+def shared_tree(recorded: Path, tmp_path: Path) -> Path:
+    convert(recorded / "mixtral-torch", tmp_path / "theirs", "mcore-local", Layout(ep=2))
+    return tmp_path / "theirs" / "iter_0000003"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("missing", r"holds no mp_rank_XX of \(tensor, pipeline, expert\) rank \[\(0, 0, 1\)\]"),
+        ("copied", "holds the same experts as the expert rank before it"),
+        ("router", "router.weight: differs from that of the expert ranks before it"),
+        ("moment", "moment1/0.0.0/.*: differs from that of the expert ranks before it"),
+        ("doubled", r"local_experts.2.*: its args give 2 experts to each rank"),
+        ("three", "args.expert_model_parallel_size 3: must be a number that divides args.num_experts 4"),
+        ("tensor", "args.expert_tensor_parallel_size 2: must be args.tensor_model_parallel_size 1"),
+        ("one", "mp_rank_00_001: has 1 optimizers, its experts need 2"),
+        ("distributed", "distrib_optim.pt: is not read where ranks share the experts"),
+    ],
+)
+def test_what_is_no_tree_of_shared_experts_is_refused(recorded: Path, tmp_path: Path, fault: str, words: str) -> None:
+    place = shared_tree(recorded, tmp_path)
+    files = [place / f"mp_rank_00_00{rank}" / "model_optim_rng.pt" for rank in (0, 1)]
+    contents = [torch.load(file, weights_only=False) for file in files]
+    first, second = contents
+    layer = "decoder.layers.0.mlp"
+    if fault == "missing":
+        shutil.rmtree(files[1].parent)
+        del contents[1]
+    elif fault == "copied":
+        contents[1] = first
+    elif fault == "router":
+        second["model"][f"{layer}.router.weight"] += 1
+    elif fault == "moment":
+        second["optimizer"][0]["state"][0]["exp_avg"] += 1
+    elif fault == "doubled":
+        weights = second["model"]
+        weights[f"{layer}.experts.local_experts.2.linear_fc1.weight"] = weights.pop(
+            f"{layer}.experts.local_experts.1.linear_fc1.weight"
+        )
+    elif fault == "three":
+        first["args"].expert_model_parallel_size = 3
+    elif fault == "tensor":
+        first["args"].expert_tensor_parallel_size = 2
+    elif fault == "one":
+        second["optimizer"] = second["optimizer"][0]
+    else:
+        torch.save({}, files[1].with_name("distrib_optim.pt"))
+    for file, content in zip(files, contents, strict=False):
+        torch.save(content, file)
+    with pytest.raises(CheckpointError, match=words):
         convert(tmp_path / "theirs", tmp_path / "back", "mega", Layout())
+
+
+@pytest.mark.parametrize(
+    ("to", "layout", "more", "words"),
+    [
+        ("torch_dist", Layout(ep=2), {}, "needs --saver mcore-local, and a model with experts"),
+        ("mcore-local", Layout(ep=3), {}, "must divide the model's 4 experts"),
+        ("mcore-local", Layout(ep=2), {"distributed": True}, "excludes --use-distributed-optimizer"),
+    ],
+)
+def test_what_cannot_be_written_for_shared_experts(
+    recorded: Path, tmp_path: Path, to: str, layout: Layout, more: dict[str, bool], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"--target-expert-parallel-size {layout.ep}: {words}"):
+        convert(recorded / "mixtral-torch", tmp_path / "theirs", to, layout, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("to", ["megatron", "mcore"])
@@ -349,7 +437,7 @@ def test_a_mixture_as_deepseek_has_it(tmp_path: Path, dtype: torch.dtype, to: st
     """A dense layer, a shared expert, a bias of the choice and groups, with masters and moments."""
     model = ModelConfig(**DEEPSEEK)
     own = saved(tmp_path / "own", model, dtype)
-    convert(own, tmp_path / "theirs", to, Layout(2, 1) if to == "mcore-local" else Layout())
+    convert(own, tmp_path / "theirs", to, Layout(2, 1, ep=4) if to == "mcore-local" else Layout())
     convert(tmp_path / "theirs", tmp_path / "back", "mega", Layout())
     assert list(diff(locate(own), locate(tmp_path / "back"))) == []
     assert architecture(model_of(locate(tmp_path / "back").meta, "back")) == architecture(model)

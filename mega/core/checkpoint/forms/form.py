@@ -241,6 +241,7 @@ NESTED = {"1_Pooling.config.json": "1_Pooling/config.json"}
 """File name in a mega checkpoint -> path of the file in the folder of a model that has a modules.json."""
 
 _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
+_EP = "--target-expert-parallel-size"
 _FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type")
 _HERE = "mega.core.checkpoint.forms."
 
@@ -284,7 +285,7 @@ FORMS = [
         verb="reshard",
         targets=("megatron", "megatron-23.06", "mcore", "mcore-local", "core"),
         reads=("--true-vocab-size", "--vocab-file", "--no-load-optim"),
-        writes=(_TP, _PP, *_FOR_CORE),
+        writes=(_TP, _PP, _EP, *_FOR_CORE),
     ),
     Form(
         name="fairseq",
@@ -354,6 +355,7 @@ _PADDED = "only Megatron-LM pads vocabularies in its files; leave it out"
 RULES: dict[str, tuple[str, object]] = {
     _TP: (_RANKS, 1),
     _PP: (_RANKS, 1),
+    _EP: ("only --saver mcore-local has files of ranks that share the experts; leave it out", 1),
     "--chunks": (_STAGES, 1),
     "--stage-layers": (_STAGES, ()),
     "--parts": ("only a Meta folder has parts; leave it out, or give --to meta", 1),

@@ -14,7 +14,7 @@ from mega.core.untrusted import Json
 @dataclass(frozen=True)
 class Layout(VerbSection):
     """The layout for which tensors are split into files: `tp` tensor ranks and `pp` pipeline ranks, each with `chunks`
-    model chunks."""
+    model chunks. Only Megatron-core's trees can also be split into the experts of `ep` ranks."""
 
     title: ClassVar[str] = "Layout"
 
@@ -23,6 +23,11 @@ class Layout(VerbSection):
     chunks: int = option(1, "model chunks per pipeline rank")
     stage_layers: tuple[int, ...] = option((), "blocks of each stage, if they differ")
     """Number of blocks of each global stage, as in `stage_layers` of plan/layers.py."""
+    ep: int = option(
+        1,
+        "ranks over which experts are split, for --saver mcore-local",
+        megatron="--target-expert-parallel-size",
+    )
 
     @property
     def flags(self) -> dict[str, Json]:
@@ -30,6 +35,7 @@ class Layout(VerbSection):
         return {
             "--target-tensor-parallel-size": self.tp,
             "--target-pipeline-parallel-size": self.pp,
+            "--target-expert-parallel-size": self.ep,
             "--chunks": self.chunks,
             "--stage-layers": self.stage_layers,
         }
@@ -37,4 +43,5 @@ class Layout(VerbSection):
     @property
     def section(self) -> dict[str, Json]:
         """This layout, as recorded in a checkpoint's `config.parallel`."""
-        return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}
+        recorded = {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}
+        return {name: value for name, value in recorded.items() if name != "ep"}  # no mega file is split by experts

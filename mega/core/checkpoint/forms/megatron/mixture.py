@@ -165,7 +165,7 @@ def mixture_arguments(options: ModelConfig) -> dict[str, object]:
         "moe_aux_loss_coeff": list(coefficients) if len(coefficients) > 1 else coefficients[0],
         "moe_router_score_function": next(name for name, option in SCORES.items() if option == options.router_score),
         "moe_router_pre_softmax": options.router_score == "softmax" and not options.router_normalize,
-        "expert_model_parallel_size": 1,  # checkpoints with experts distributed over ranks are not written
+        "expert_model_parallel_size": 1,
         "moe_grouped_gemm": False,
         **{core_names: _said(options, option) for option, core_names in SAME.items()},
         **({QUANTILE_EMA: options.router_quantile_ema} if options.router_choice == "quantile" else {}),
@@ -188,6 +188,7 @@ def mixture_flags(arguments: Mapping[str, object]) -> list[str]:
     names = ("num_experts", "moe_layer_freq", *SAME.values(), "moe_router_score_function", "moe_router_pre_softmax")
     names += ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
     names += (QUANTILE_EMA,) if QUANTILE_EMA in arguments else ()
+    names += ("expert_model_parallel_size",) if arguments["expert_model_parallel_size"] != 1 else ()
     flags = []
     for name in names:
         flag, value = "--" + name.replace("_", "-"), arguments[name]

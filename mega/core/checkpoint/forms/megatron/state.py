@@ -25,6 +25,7 @@ from mega.core.checkpoint.forms.foreign import torch_file
 from mega.core.checkpoint.forms.mapping import Table, renamed
 from mega.core.checkpoint.forms.megatron.core import KINDS, bucket_limit, buckets_of, own_buckets
 from mega.core.checkpoint.forms.megatron.eras import BALANCES, ERAS, LEAVE, Era, parameter_place
+from mega.core.checkpoint.forms.megatron.expert_ranks import parts_of
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.untrusted import Json
 
@@ -94,6 +95,9 @@ class State:
         """Add one rank's state. Errors: CheckpointError if the scalars differ between ranks."""
         if self.scalars not in (None, scalars):
             raise CheckpointError(f"{where}: its optimizer is not at the step, scale and schedule of other ranks'")
+        for name in tensors.keys() & self.tensors.keys():
+            if not torch.equal(tensors[name], self.tensors[name]):
+                raise CheckpointError(f"{where}: {name}: differs from that of the expert ranks before it")
         self.scalars = scalars
         self.tensors.update(tensors)
         self.ranks += 1
@@ -109,11 +113,14 @@ def read_state(
     chunks: Sequence[Mapping[str, torch.Tensor]],
     to: State,
     era: Era = "legacy",
+    *,
+    experts_apart: bool = False,
 ) -> None:
     """Add one rank's state to `to`, if the rank has any.
 
     content: the content of the rank's weights file. label: `tp.pp`, the rank's prefix in names. chunks: the weights of
-    each model chunk by common name. era: the era of the modules that wrote the file.
+    each model chunk by common name. era: the era of the modules that wrote the file. experts_apart: whether the experts
+    are shared out over ranks, so that they have an optimizer of their own.
     Errors: CheckpointError naming the file, and the tensor or key that does not fit.
     """
     optimizer = content.get("optimizer")
@@ -125,25 +132,53 @@ def read_state(
             )
         return
     check_optimizer(values_of(content), directory)
-    optimizer, inner, groups = optimizer_parts(optimizer, directory)
+    if experts_apart and distributed.exists():
+        raise CheckpointError(f"{distributed}: is not read where ranks share the experts; {LEAVE}")
     weights = {
         f"{label}.{number}/{name}": chunk[name]
         for number, chunk in enumerate(chunks)
         for name in _in_order(chunk, era, directory)
     }
+    parts = parts_of(weights) if experts_apart else [(False, weights)]
+    optimizers = optimizer if experts_apart and isinstance(optimizer, list) else [optimizer]
+    if len(optimizers) != len(parts):
+        raise CheckpointError(f"{directory}: has {len(optimizers)} optimizers, its experts need {len(parts)}; {LEAVE}")
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: OptimizerScalars | None = None
+    for (experts, part), each in zip(parts, optimizers, strict=True):
+        found, own_scalars = _read_optimizer(content, each, directory, part, era, experts=experts)
+        if scalars not in (None, own_scalars):
+            raise CheckpointError(f"{directory}: its optimizers are not at one step, scale and schedule; {LEAVE}")
+        tensors, scalars = tensors | found, own_scalars
+    if scalars is not None:
+        to.add(tensors, scalars, directory)
+
+
+def _read_optimizer(
+    content: Mapping[str, object],
+    optimizer: object,
+    directory: Path,
+    weights: Mapping[str, torch.Tensor],
+    era: Era,
+    *,
+    experts: bool,
+) -> tuple[dict[str, torch.Tensor], OptimizerScalars]:
+    """Return (`kind/name` -> tensor, the scalars) of one optimizer of a rank. weights: its parameters in order.
+    experts: whether it is the separate optimizer for experts."""
+    optimizer, inner, groups = optimizer_parts(optimizer, directory)
     grouped = groups_of({name: tensor.dim() for name, tensor in weights.items()})
     if ERAS[era].core:
         grouped = in_order_of(groups, grouped)
-    checked = check_groups(groups, grouped, directory)
-    if distributed.exists():
+    checked = check_groups(groups, grouped, directory, experts=experts)
+    if (distributed := directory / DISTRIBUTED).exists():
         tensors_found: dict[str, object] = dict(_distributed(distributed, weights, values_of(content)))
     else:
         tensors_found = dict(_ordinary(optimizer, inner, checked, list(grouped.values()), directory))
     all_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
     tensors = _checked(tensors_found, weights)
-    if all_fp32:  # fp32 weights need no masters
+    if all_fp32:  # fp32 weights serve as their own masters
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("master/")}
-    to.add(tensors, scalars_in(content, optimizer, inner, checked, directory), directory)
+    return tensors, scalars_in(content, optimizer, inner, checked, directory)
 
 
 Group = dict[str, object]

@@ -15,6 +15,7 @@ import torch
 from mega.core.checkpoint.forms.keys import number_in
 from mega.core.checkpoint.forms.megatron.core import GROUP_KEYS, KINDS, buckets_of, own_buckets
 from mega.core.checkpoint.forms.megatron.eras import BALANCES, ERAS, LEAVE, Era, parameter_place
+from mega.core.checkpoint.forms.megatron.expert_ranks import parts_of
 from mega.core.checkpoint.forms.megatron.state import (
     DECAY,
     LR,
@@ -71,18 +72,36 @@ def optimizer_scalars(meta: Mapping[str, Json], where: str) -> OptimizerScalars:
 
 
 def written_state(
-    tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, era: Era, *, flat: bool
+    tensors: Mapping[str, torch.Tensor],
+    scalars: OptimizerScalars,
+    era: Era,
+    *,
+    flat: bool,
+    experts_apart: bool = False,
 ) -> dict[str, object]:
     """Return the entries about the optimizer for one rank's weights file: `optimizer`, and `opt_param_scheduler` if
     there is a schedule.
 
     tensors: state by `kind/common name`. With masters, the format is that of the optimizer for 16-bit weights,
     otherwise that of the fp32 optimizer. flat: whether to write only the parameter groups, because `written_vectors`
-    writes the tensors.
+    writes the tensors. experts_apart: whether experts get an optimizer of their own, as in a tree in which ranks share
+    the experts.
     """
+    parts = parts_of(tensors) if experts_apart else [(False, dict(tensors))]
+    optimizers = [_written_optimizer(part, scalars, era, flat=flat, experts=experts) for experts, part in parts]
+    optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
+    return {"optimizer": optimizer, **written_scheduler(scalars, era)}
+
+
+def _written_optimizer(
+    tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, era: Era, *, flat: bool, experts: bool
+) -> dict[str, object]:
+    """Return the state of one optimizer. experts: whether it is the separate optimizer for experts."""
     of_kind = {kind: in_order(tensors, f"{kind}/", era) for kind in KINDS}
     grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
     groups = written_groups(scalars, grouped, era)
+    if experts:
+        groups = [{**group, "is_expert_parallel": True} for group in groups]
     optimizer: dict[str, object] = {"param_groups": groups}
     if flat:
         optimizer = {"optimizer": optimizer}
@@ -97,7 +116,7 @@ def written_state(
         if of_kind["master"]:
             masters = [[of_kind["master"][name] for name in names] for names in grouped.values()]
             optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
-    return {"optimizer": {**optimizer, **written_scaler(scalars)}, **written_scheduler(scalars, era)}
+    return {**optimizer, **written_scaler(scalars)}
 
 
 def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, era: Era) -> dict[str, torch.Tensor]:

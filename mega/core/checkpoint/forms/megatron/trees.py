@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -40,6 +41,7 @@ from mega.core.checkpoint.forms.megatron.eras import (
     legacy_name,
     retriever_name,
 )
+from mega.core.checkpoint.forms.megatron.expert_ranks import expert_ranks_of, is_expert, names_of_rank, whole_names
 from mega.core.checkpoint.forms.megatron.families import (
     Stages,
     as_family,
@@ -55,6 +57,7 @@ from mega.core.checkpoint.forms.megatron.state import (
     read_state,
     state_note,
     state_table,
+    values_of,
 )
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
 from mega.core.checkpoint.own.disk import read_file
@@ -65,7 +68,8 @@ from mega.core.config.sections import ModelConfig
 TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = "model_optim_rng.pt"
 
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+"""Tensor rank, pipeline rank and expert rank; the last two only if there are several."""
 
 _BUFFERS = ("inv_freq", "_extra_state")
 
@@ -82,17 +86,15 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
     Tensor names have the format `tp.pp.chunk/common name`. Copies of a tensor on several ranks must be equal.
     """
     folder = iteration_of(path)
-    ranks, tp, pp = _ranks(folder)
-    tensors, state, chunks, content = _read_ranks(ranks, options.optimizer)
+    ep, experts = _expert_ranks(folder)
+    ranks, tp, pp = _ranks(folder, ep)
+    tensors, state, chunks, content = _read_ranks(ranks, options.optimizer, experts if ep > 1 else None)
     # Either all ranks or no rank must have optimizer state, because a run cannot resume with moments for only some
     # parameters.
     if state.ranks not in (0, len(ranks)):
         raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
     arguments = content.get("args")
     values = arguments.values if isinstance(arguments, Arguments) else {}
-    if (expert_ranks := values.get("expert_model_parallel_size", 1)) not in (None, 1):
-        rule = "trees whose ranks hold other experts are not read; have Megatron-core save torch_dist"
-        raise CheckpointError(f"{folder}: args.expert_model_parallel_size {plain(expert_ranks)!r:.40}: {rule}")
     source = TorchSource(tensors | state.tensors)
     core = era_of(content[_models(content, folder)[0]]) != "legacy"
     model, notes = model_of_tree(values, source.tensors, tp, options.vocab, path, folder, core=core)
@@ -131,16 +133,20 @@ def model_of_tree(
     return model, notes + corrections
 
 
+Rank: TypeAlias = tuple[int, int, int]
+"""(pipeline rank, expert rank, tensor rank), in the order of Megatron's global ranks."""
+
+
 def _read_ranks(
-    ranks: Mapping[tuple[int, int], Path], optimizer: bool
+    ranks: Mapping[Rank, Path], optimizer: bool, experts: int | None
 ) -> tuple[dict[str, torch.Tensor], State, int, Mapping[str, object]]:
     """Return (all weights, the optimizer's state, the number of model chunks per rank, the content of the first rank's
-    file)."""
+    file). experts: number of experts of each rank; None if every rank has all experts."""
     tensors: dict[str, torch.Tensor] = {}
     state, chunks = State(), 1
     first: dict[str, object] = {}
     numbers: list[object] = []
-    for (t, p), directory in sorted(ranks.items(), key=lambda item: item[0][::-1]):
+    for (p, e, t), directory in sorted(ranks.items()):
         content = read_pickled(_weights_file(directory))
         if not isinstance(content, dict):
             raise CheckpointError(f"{directory}: holds {type(content).__name__}, not a checkpoint")
@@ -156,13 +162,32 @@ def _read_ranks(
         models = _models(content, directory)
         chunks = len(models)
         weights = [_named(content[key], directory) for key in models]
-        for chunk, tensors_by_name in enumerate(weights):
-            tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in tensors_by_name.items()}
+        if experts is not None:
+            weights = [whole_names(tensors_by_name, e, experts, directory) for tensors_by_name in weights]
+        named = {f"{t}.{p}.{n}/{name}": each for n, chunk in enumerate(weights) for name, each in chunk.items()}
+        if e and experts is not None:
+            _check_copies(tensors, named, e, experts, directory)
+        tensors |= named
         if t:
             check_ranks_differ(tensors, f"{t}.{p}.", f"{t - 1}.{p}.", directory)
         if optimizer:
-            read_state(content, directory, f"{t}.{p}", weights, state, era_of(content[models[0]]))
+            era = era_of(content[models[0]])
+            read_state(content, directory, f"{t}.{p}", weights, state, era, experts_apart=experts is not None)
     return tensors, state, chunks, first
+
+
+def _check_copies(
+    tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], rank: int, experts: int, directory: Path
+) -> None:
+    """Check that an expert rank has the other ranks' tensors, except for experts, which differ. Errors:
+    CheckpointError."""
+    for name in own.keys() & tensors.keys():
+        if not torch.equal(own[name], tensors[name]):
+            raise CheckpointError(f"{directory}: {name}: differs from that of the expert ranks before it")
+    before, owned = names_of_rank(tensors, rank - 1, experts), names_of_rank(own, rank, experts)
+    local = {name: tensor for name, tensor in owned.items() if is_expert(name)}
+    if local and all(name in before and torch.equal(tensor, before[name]) for name, tensor in local.items()):
+        raise CheckpointError(f"{directory}: holds the same experts as the expert rank before it, every one of them")
 
 
 def _increase(numbers: list[object]) -> bool:
@@ -187,13 +212,30 @@ def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
-    """Return ((tensor rank, pipeline rank) -> directory, number of tensor ranks, number of pipeline ranks)."""
-    ranks = {(int(m[1]), int(m[2] or 0)): e for e in _folders(folder) if (m := _RANK.fullmatch(e.name))}
-    tp, pp = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 1))
-    absent = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in ranks]
+def _expert_ranks(folder: Path) -> tuple[int, int]:
+    """Return (number of ranks that share the experts, number of experts of each), from the first file's arguments."""
+    directories = sorted(entry for entry in _folders(folder) if _RANK.fullmatch(entry.name))
+    content = read_pickled(_weights_file(directories[0])) if directories else None
+    return expert_ranks_of(values_of(content) if isinstance(content, dict) else {}, folder)
+
+
+def _ranks(folder: Path, ep: int) -> tuple[dict[Rank, Path], int, int]:
+    """Return (rank -> directory, number of tensor ranks, number of pipeline ranks). ep: number of ranks that share the
+    experts."""
+    ranks: dict[Rank, Path] = {}
+    for entry in _folders(folder):
+        if match := _RANK.fullmatch(entry.name):
+            tensor_rank, *others = (int(number) for number in match.groups() if number is not None)
+            expert_rank = others.pop() if ep > 1 and others else 0
+            if len(others) > 1 or expert_rank >= ep:
+                raise CheckpointError(f"{entry}: args.expert_model_parallel_size is {ep}")
+            ranks[others[0] if others else 0, expert_rank, tensor_rank] = entry
+    pp, tp = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 2))
+    absent = [(t, p, e) for p in range(pp) for e in range(ep) for t in range(tp) if (p, e, t) not in ranks]
     if not ranks or absent:
-        raise CheckpointError(f"{folder}: holds no mp_rank_XX of (tensor, pipeline) rank {absent or (0, 0)}")
+        axes = "(tensor, pipeline, expert)" if ep > 1 else "(tensor, pipeline)"
+        missing = [each if ep > 1 else each[:2] for each in absent]
+        raise CheckpointError(f"{folder}: holds no mp_rank_XX of {axes} rank {missing or (0, 0)}")
     return ranks, tp, pp
 
 

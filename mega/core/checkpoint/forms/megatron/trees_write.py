@@ -22,6 +22,7 @@ from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
 from mega.core.checkpoint.forms.megatron.arguments import arguments_of, core_flags, padding_note, unused_by_core
 from mega.core.checkpoint.forms.megatron.eras import ALIASES, ERAS, HEADS, OWN_STACKS, STYLES, Era, styled
+from mega.core.checkpoint.forms.megatron.expert_ranks import names_of_rank
 from mega.core.checkpoint.forms.megatron.families import (
     check_retriever,
     check_written,
@@ -74,6 +75,7 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
         check_retriever(own.model, to, layout.pp, state=bool(options.optimizer and state_kinds(checkpoint)))
     if own.model.experts and to not in ("mcore-local", "torch_dist"):
         raise CheckpointError(f"--saver {to}: has no mixture of experts; valid: mcore-local, torch_dist")
+    _check_expert_ranks(own.model.experts, layout.ep, to, distributed=options.distributed)
     if own.model.mtp_layers and not ERAS[era].core:
         raise CheckpointError(f"--mtp-layers {own.model.mtp_layers}: --saver {to} has none; valid: mcore, torch_dist")
     kinds = state_kinds(checkpoint) if options.optimizer else ()
@@ -90,9 +92,11 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
         arguments["lr_warmup_init"] = scalars.schedule["lr"]["initial"] if scalars.schedule else 0.0
     if core:
         dtype = next(dtype for key, (_, dtype) in checkpoint.tensors.items() if key.startswith("weights/"))
-        arguments |= {"no_save_rng": True, "no_save_optim": scalars is None, "world_size": layout.tp * layout.pp}
+        world = layout.tp * layout.pp * layout.ep
+        arguments |= {"no_save_rng": True, "no_save_optim": scalars is None, "world_size": world}
         arguments |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16, "params_dtype": dtype}
-        arguments |= {"use_distributed_optimizer": options.distributed, "data_parallel_size": 1}
+        arguments |= {"use_distributed_optimizer": options.distributed, "data_parallel_size": layout.ep}
+        arguments |= {"expert_model_parallel_size": layout.ep} if own.model.experts else {}
         arguments |= {"ckpt_format": to if to == "torch_dist" else "torch"}
     notes = (
         *padding_note(model.input.vocab, model.input.rows(layout.tp)),
@@ -101,6 +105,19 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
     )
     notes += (state_note(scalars, options.optimizer, "written"),)
     return TreeMetadata(kinds, scalars, arguments, iteration, options.distributed and scalars is not None, notes)
+
+
+def _check_expert_ranks(experts: int | None, ranks: int, to: str, *, distributed: bool) -> None:
+    """Check --target-expert-parallel-size. Errors: ValueError naming the rule."""
+    if ranks == 1:
+        return
+    flag = f"--target-expert-parallel-size {ranks}"
+    if to != "mcore-local" or not experts:
+        raise ValueError(f"{flag}: needs --saver mcore-local, and a model with experts")
+    if experts % ranks:
+        raise ValueError(f"{flag}: must divide the model's {experts} experts")
+    if distributed:
+        raise ValueError(f"{flag}: excludes --use-distributed-optimizer, whose form Megatron-core cannot load there")
 
 
 def _tokenizer(meta: Mapping[str, object]) -> str | None:
@@ -142,7 +159,8 @@ def _for_core(family: str, arguments: Mapping[str, object], era: Era, scalars: O
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     """Plan an export to a checkpoint that Megatron-LM loads. One rank's file is in memory at a time."""
-    era, tp, pp = STYLES[to], options.layout.tp, options.layout.pp
+    era, tp, pp, ep = STYLES[to], options.layout.tp, options.layout.pp, options.layout.ep
+    experts = (own.model.experts or ep) // ep
     metadata = tree_metadata(own, to, era, options)
     model, weights = architecture(own.model), written_table(own.model, tp, pp)
 
@@ -157,9 +175,12 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
                 re.sub(r"\d+\.\d+\.\d+/", "", target.name): whole_tensor(target, source) for target in rank_targets
             }
             state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in metadata.kinds}
-            directory = folder / f"iter_{metadata.iteration:07d}" / rank_directory(rank, stage, pp)
-            directory.mkdir(parents=True)
-            bytes_written += _write_rank(directory, content, state, metadata, era, model, stage * tp + rank)
+            for expert_rank in range(ep):
+                directory = folder / f"iter_{metadata.iteration:07d}" / rank_directory(rank, stage, pp, expert_rank, ep)
+                directory.mkdir(parents=True)
+                own_content, own_state = (names_of_rank(each, expert_rank, experts) for each in (content, state))
+                global_rank = (stage * ep + expert_rank) * tp + rank
+                bytes_written += _write_rank(directory, own_content, own_state, metadata, era, model, global_rank)
         write_tracker(folder, metadata.iteration)
         return bytes_written
 
@@ -186,9 +207,16 @@ def _write_rank(
         "checkpoint_version": 3.0,
         "iteration": metadata.iteration,
         "model": nested(weights, era, model.family),
-        **({} if metadata.scalars is None else written_state(state, metadata.scalars, era, flat=metadata.flat)),
+        **_optimizer_entries(state, metadata, era),
     }
     return bytes_written + write_torch(directory / WEIGHTS, content)
+
+
+def _optimizer_entries(state: Mapping[str, torch.Tensor], metadata: TreeMetadata, era: Era) -> dict[str, object]:
+    if metadata.scalars is None:
+        return {}
+    apart = metadata.arguments.get("expert_model_parallel_size", 1) != 1
+    return written_state(state, metadata.scalars, era, flat=metadata.flat, experts_apart=apart)
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
@@ -259,6 +287,10 @@ def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, torch.Tens
     return tree
 
 
-def rank_directory(tp_rank: int, stage: int, pp: int) -> str:
-    """Return the name of a rank's folder."""
-    return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+def rank_directory(tp_rank: int, stage: int, pp: int, expert_rank: int = 0, ep: int = 1) -> str:
+    """Return the name of a rank's folder.
+
+    >>> rank_directory(1, 0, 1), rank_directory(1, 0, 1, 3, 4), rank_directory(1, 2, 4, 3, 4)
+    ('mp_rank_01', 'mp_rank_01_003', 'mp_rank_01_002_003')
+    """
+    return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{expert_rank:03d}" if ep > 1 else "")
