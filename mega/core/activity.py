@@ -47,12 +47,18 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Set the phase for a block; the previous phase is restored at its end."""
+        """Set the phase for a block; the previous phase is restored at its end, but not after an error, whose report
+        names the phase.
+
+        >>> activity = Activity()
+        >>> with contextlib.suppress(OSError), activity.during("saving"):
+        ...     raise OSError
+        >>> activity.phase
+        'saving'
+        """
         previous, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = previous
+        yield
+        self.phase = previous
 
     def worked(self) -> float:
         """Seconds (since an arbitrary start) in which the main thread waited neither for other ranks nor for a core.

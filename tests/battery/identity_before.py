@@ -21,7 +21,7 @@ import sys
 import tempfile
 import traceback
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -456,22 +456,24 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="REVISION ITEM ...")
-    parser.add_argument("--out", type=Path, default=ROWS)
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+def compare(
+    description: str,
+    items: Mapping[str, Any],
+    held_by: Mapping[str, str],
+    judged: Callable[[Path, list[str]], Mapping[str, Mapping[str, Any]]],
+    rows_place: Path,
+) -> int:
+    """The command line of a battery of an earlier revision and now. judged: name -> whether a tree does what it must
+    (`good`), and what it said. Exit code 0 if each item is shown."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+", metavar="REVISION ITEM ...")
+    parser.add_argument("--out", type=Path, default=rows_place)
     options = parser.parse_args()
-    if options.inside is not None:
-        inside(options.inside, options.words)
-        return 0
-    if not options.words:
-        parser.error("REVISION is missing")
     revision, now = git("rev-parse", "--short", options.words[0]), git("rev-parse", "--short", "HEAD")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(row) for row in options.out.read_text().splitlines()] if options.out.exists() else []
     shown = {row["item"] for row in rows if row["ok"] and (row["against"], row["commit"]) == (revision, now)}
-    names = [name for name in options.words[1:] or ITEMS if name not in shown]
+    names = [name for name in options.words[1:] or items if name not in shown]
     with tempfile.TemporaryDirectory() as place:
         old = Path(place) / "tree"
         git("worktree", "add", "--detach", str(old), revision)
@@ -482,14 +484,17 @@ def main() -> int:
     for name in names:
         ok = today[name]["good"] and not before[name]["good"]
         row = {"item": name, "ok": ok, "before": before[name]["said"], "today": today[name]["said"]}
-        row |= {"held_by": HELD_BY[name.split()[0]], "against": revision, "commit": now}
+        row |= {"held_by": held_by[name.split()[0]], "against": revision, "commit": now}
         with options.out.open("a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
         print(f"{'shown' if ok else 'NOT SHOWN'}: {name} | before: {row['before']} | today: {row['today']}", flush=True)
         shown |= {name} if ok else set()
-    print(f"{len(shown)} of {len(options.words[1:] or ITEMS)} shown")
-    return 0 if shown >= set(options.words[1:] or ITEMS) else 1
+    print(f"{len(shown)} of {len(options.words[1:] or items)} shown")
+    return 0 if shown >= set(options.words[1:] or items) else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:2] == ["--inside"]:
+        inside(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        sys.exit(compare(__doc__, ITEMS, HELD_BY, judged, ROWS))

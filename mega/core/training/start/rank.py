@@ -144,7 +144,7 @@ def train(resolved: ResolvedRun, *, quiet: bool = False) -> TrainingResult:
 
 def open_rank(resolved: ResolvedRun, *, quiet: bool = False) -> tuple[Inputs, World, Device, Groups]:
     """Join the other ranks, and open tokenizer and data. Errors: ValueError, OSError."""
-    runtime = resolved.run.runtime
+    runtime, ACTIVITY.phase = resolved.run.runtime, "starting"
     world, device, groups = connect(
         runtime.device, runtime.backend, runtime.timeout_minutes, runtime.phase_timeout_minutes
     )
