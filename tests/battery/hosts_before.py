@@ -40,13 +40,14 @@ from tests.support.shared import shared  # noqa: E402
 HELD_BY = {
     "A.1": "tests/training/test_consistency.py tests/training/test_going_on.py",
     "A.2": "tests/training/test_interrupt.py",
-    "A.3": "tests/processes/test_roll_call.py tests/processes/test_rendezvous.py",
+    "A.3": "tests/processes/test_hosts.py tests/processes/test_roll_call.py tests/processes/test_rendezvous.py",
     "A.4": "tests/processes/test_exit_reports.py tests/processes/test_rendezvous.py",
     "A.5": "tests/inference/server/test_serve.py",
     "A.6": "tests/processes/test_hosts.py",
     "A.7": "tests/inference/test_not_finite.py tests/inference/server/test_server.py tests/training/test_good.py "
     "tests/training/test_audit.py tests/training/test_guards.py",
-    "A.8": "tests/processes/test_exit_reports.py tests/processes/test_roll_call.py tests/checkpoint/test_remote.py",
+    "A.8": "tests/processes/test_exit_reports.py tests/processes/test_roll_call.py tests/processes/test_rendezvous.py "
+    "tests/checkpoint/test_remote.py tests/training/test_audit.py tests/training/test_interrupt.py",
     "A.9": "tests/processes/test_world.py",
 }
 """Item -> the tests of the suite."""
@@ -355,9 +356,7 @@ def cut_off(place: Place) -> Verdict:
     with hosts(2) as made:
         jobs = place.spread(made, f"{MOCK} {LONG} --timeout-minutes 0.25".replace("--timeout-minutes 1 ", ""))
         jobs[0].wait_for(TRAINS)
-        switch = made[1].name.rpartition("-")[0]
-        cut = ["ip", "-n", f"{switch}-switch", "link", "set", "port1", "down"]
-        subprocess.run(cut, check=True)
+        made[1].cut()
         ended = place.ended(jobs, 150)
         place.close()
     good = None not in [each.code for each in ended] and "rank 1" in ended[0].said and "rank 0" in ended[1].said
@@ -506,13 +505,24 @@ def lost_host(words: str, place: Place) -> Verdict:
     )
 
 
+def own_mistake(place: Place) -> Verdict:
+    """Of rank 1, whose tokens are cut: the other log has it too, without a word of a host that cannot be reached."""
+    first, _ = corpora(place)
+    (cut := place.f / "cut").write_bytes(first.read_bytes()[:100])
+    ended = place.ended(place.pair(f"{RUN} {data(first)}", before_1=[*BOUND, str(cut), str(first)]), 120)
+    return "rank 1 has ended: --data-path" in ended[0].said, told(ended)
+
+
 def promised(place: Place) -> Verdict:
     """Rank 0 hears SIGTERM from its launcher after rank 1 was killed, and can save no more."""
     slow = "--hidden 256 --seq-length 256 --global-batch 16"
     job = place.start(f"{MOCK} {LONG} {slow} --nproc 2 --save run --save-interval 1000000")
     job.wait_for("step +3/")
     ranks = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _ancestor(int(path.name), job.process.pid) == 2]
+    os.kill(min(ranks), signal.SIGSTOP)  # so that it hears of both at once, wherever it is
     os.kill(max(ranks), signal.SIGKILL)
+    time.sleep(2)
+    os.kill(min(ranks), signal.SIGCONT)
     (ended,) = place.ended([job], 60)
     saved = [path.name for path in (place.f / "run").glob("step-*")]
     lines = [line for line in ended.said.splitlines() if line.startswith("mega: ")]
@@ -568,6 +578,7 @@ ITEMS: dict[str, Judge] = {
         broken, "drift", "--audit-interval 1", "step 2: copies have drifted apart: weights.*ranks? "
     ),
     "A.8 without the extra": partial(one_line, f"{REMOTE} s3://b/run", ("-m", "mega"), r"pip install '.\[remote\]'"),
+    "A.8 a mistake of one rank": own_mistake,
     "A.8 a save that does not come": promised,
     "A.9 a batch script without srun": batch_script,
 }

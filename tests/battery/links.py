@@ -107,8 +107,7 @@ def play(case: str, library: Path) -> dict[str, Any]:
             _wait(save, 40)
             began = time.monotonic()
             if case == "cut":
-                switch = made[1].name.rpartition("-")[0]
-                _run("ip", "-n", f"{switch}-switch", "link", "set", "port1", "down")
+                made[1].cut()
             else:
                 with fault.open("r+b") as mapped:  # which must not become shorter for a moment
                     mapped.write(struct.pack("dd", *FAULTS[case]))

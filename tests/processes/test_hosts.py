@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,27 @@ from tests.support.hosts import hosts
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --global-batch 2 "
-    "--lr 1e-3 --steps 2 --eval-iters 0 --log-interval 1 --device cpu --timeout-minutes 2"
+    "--lr 1e-3 --steps 1000000 --eval-iters 0 --log-interval 1 --device cpu --timeout-minutes 0.2"
 ).split()
 
 
-def test_hosts_whose_names_are_loopback_addresses_meet(tmp_path: Path) -> None:
+def test_hosts_whose_names_are_loopback_addresses_meet_and_miss_each_other(tmp_path: Path) -> None:
+    """They train until their link is cut; then each ends in time and names the other one."""
     with hosts() as both:
-        command = [*RUN, "--metrics", str(tmp_path / "rows")]
+        rows = tmp_path / "rows"
+        command = [*RUN, "--metrics", str(rows)]
         jobs = [host.mega(command, rank, 2, both[0]) for rank, host in enumerate(both)]
-        said = [job.communicate(timeout=300)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], said
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+        deadline = time.monotonic() + 300
+        while not (rows.exists() and rows.stat().st_size > 2000) and time.monotonic() < deadline:
+            assert [job.poll() for job in jobs] == [None, None], [job.communicate()[0] for job in jobs]
+            time.sleep(0.05)
+        both[1].cut()
+        said = [job.communicate(timeout=120)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [1, 1], said
+    steps = [json.loads(line).get("step") for line in rows.read_text().splitlines() if "loss" in line]
+    assert steps[:3] == [1, 2, 3]
+    for rank, text in enumerate(said):
+        assert f"rank {1 - rank} on host {both[1 - rank].name} has not answered for " in text, text
 
 
 @pytest.mark.parametrize("rank", [0, 1])

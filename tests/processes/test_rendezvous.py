@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from mega.core.processes import connect, exit_reports, launch, rendezvous, roll_call
-from mega.core.processes.exit_reports import report_of
+from mega.core.processes.exit_reports import ExitReport, report_of
 from mega.core.processes.rendezvous import meet
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World
 
@@ -176,6 +176,18 @@ def test_a_rank_answers_while_its_main_thread_waits(monkeypatch: pytest.MonkeyPa
     assert re.fullmatch(rf"rank 0: {place}; rank 1: {place}|ranks 0, 1: {place}", line[1]), told
 
 
+def test_a_rank_that_has_reported_its_error_is_not_called_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for it end before the time is over, with its report."""
+    store, reports = dist.HashStore(), queue.Queue[ExitReport]()
+    calls = [roll_call.RollCall(store, rank, 2, 1.0) for rank in range(2)]
+    calls[1].close("--data-path bad: damaged")
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(roll_call, "report_exit", lambda report, **how: reports.put(report))
+    calls[0]._suspect(45.0)
+    assert reports.get(timeout=30).text == "rank 1 has ended: --data-path bad: damaged"
+    assert calls[0].questions.silent(30.0) == []
+
+
 class SilentStore:
     """Of a host that was cut off: calls do not return."""
 
@@ -199,10 +211,11 @@ def test_a_store_that_does_not_answer_keeps_no_rank(
     ended: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(os, "_exit", ended.put)
     monkeypatch.setattr(roll_call, "SILENT", 0.2)
-    call = roll_call.RollCall(SilentStore(), 1, 2, 0.005, hosted)
+    store: Any = SilentStore()
+    call = roll_call.RollCall(store, 1, 2, 0.005, hosted)
     line = f"{who} has not answered for 0.3 seconds (--timeout-minutes)"
     assert call.explain(RuntimeError()).startswith(line)
-    call = roll_call.RollCall(SilentStore(), 1, 2, 0.005, hosted)
+    call = roll_call.RollCall(store, 1, 2, 0.005, hosted)
     call.start()
     assert ended.get(timeout=60) == 1
     call.close()
@@ -259,6 +272,9 @@ class Explanation:
 
     def explain_loss(self, error: BaseException) -> str | None:
         return "lost rank 3"
+
+    def close(self, report: str) -> None:
+        raise AssertionError
 
 
 def test_only_time_outs_are_explained() -> None:

@@ -32,6 +32,11 @@ class Host(NamedTuple):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(["ip", "netns", "exec", self.name, *named], env=environ, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
+    def cut(self) -> None:
+        """Take its link to the others down."""
+        switch, _, number = self.name.rpartition("-")
+        _ip("-n", f"{switch}-switch", "link", "set", f"port{number}", "down")
+
     def mega(self, arguments: Sequence[str], rank: int, of: int, first: Host) -> subprocess.Popen[str]:
         """One rank a host, as a launcher of the user's own would start it."""
         local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

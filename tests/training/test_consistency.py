@@ -82,6 +82,18 @@ def test_other_tokens_under_one_path(tmp_path: Path, pool: Pool, layout: dict[st
     assert told(pool, {**RUN, **DATA, **layout}, [places[0], places[0]]) == ""
 
 
+def test_another_tokenizer_under_one_path(tmp_path: Path, pool: Pool) -> None:
+    """Of as many tokens."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    for folder, words in zip(places, (["a", "b"], ["b", "a"]), strict=True):
+        folder.mkdir()
+        (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
+    kind = {"family": "bert", "tokenizer": "BertWordPieceCase", "vocab_file": "vocab.txt", "mock_data": True}
+    run = {name: value for name, value in RUN.items() if name != "vocab"}
+    error = told(pool, {**run, **kind}, places)
+    assert error.startswith("the tokenizer ") and " of rank 0, " in error and " of rank 1: must be" in error
+
+
 def test_another_version_of_the_code(tmp_path: Path, pool: Pool) -> None:
     error = told(pool, {**RUN, "mock_data": True}, [tmp_path, tmp_path], patched=True)
     assert error.startswith("the version of mega 0.1.0 (") and "(00000000) of rank 1: must be the same" in error

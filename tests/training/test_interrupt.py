@@ -29,6 +29,8 @@ from mega.core.files import locked_alone
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes import connect, launch, signals
 from mega.core.processes.pool import Pool
+from mega.core.processes.roll_call import LOST
+from mega.core.processes.world import LAUNCHER_FILE
 from mega.core.training import evaluation, notice
 from mega.core.training.start import rank
 from mega.core.training.start.inputs import open_inputs, resolve_run
@@ -265,6 +267,25 @@ def test_a_run_waits_until_its_notice_is_written_but_not_for_ever(monkeypatch: p
         core.set()
         told.close()
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_no_save_is_promised_after_a_rank_was_killed(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher, which has said so, asks the others to end."""
+    monkeypatch.setenv(LAUNCHER_FILE, str(tmp_path / "meeting"))
+    if killed:
+        (tmp_path / f"meeting{LOST}").write_text("rank 1 was killed by SIGKILL")
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    told = notice.SignalNotice([signal.SIGTERM], notice.Outlook("finishing step 24", "runs/first"), prints=True)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        told.settle()
+    finally:
+        told.close()
+        signal.signal(signal.SIGTERM, before)
+    assert ("then saving to runs/first" in capsys.readouterr().err) is not killed
 
 
 def test_the_same_signal_twice_is_one_and_a_later_ctrl_c_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ class Explains(Protocol):
 
     def explain(self, error: BaseException) -> str: ...
     def explain_loss(self, error: BaseException) -> str | None: ...
+    def close(self, report: str) -> None: ...
 
 
 _EXPLANATIONS: list[Explains] = []
@@ -243,6 +244,8 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
     # 1 publish
     store.set(str(world.rank), json.dumps(asdict(report)))
     answered.set()
+    for group in _EXPLANATIONS if report.kind in ("line", "trace", "diverged") else ():
+        group.close(report.text)
     if store.add("count", 1) == 1:
         # 2 the first rank waits
         _wait(lambda: stopped.is_set() or store.add("count", 0) >= world.size, GRACE)
@@ -262,7 +265,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
     verdict = json.loads(store.get("reported"))
     if world.size > world.local_size and store.add(f"host/{socket.gethostname()}", 1) == 1:
         write_error(verdict["lines"] + _of_host(world, verdict["lines"]))  # each host has its own log
-    if report.kind != "consequence" and report.text not in verdict["texts"]:
+    if report.kind != "consequence" and not any(text in report.text for text in verdict["texts"]):
         write_error(format_exits({world.rank: report}, world.size))
     store.add("left", 1)
     if _hosting(world):  # the store ends with this rank, and later ranks need it

@@ -3,6 +3,7 @@
     question/N  answer/N/RANK    questions are numbered in order; an answer is a `Position`
     host/RANK                    name and addresses of the rank's host, if there are several hosts
     left/RANK                    written by a rank that ends because it has lost another rank
+    ended/RANK                   the report of a rank that ends because of its own error
     verdict                      why all ranks end; the first rank to write it decides
 
 Each call may block forever if the store's host has stopped; roll_call.py limits the time.
@@ -89,10 +90,8 @@ class Questions:
         return positions
 
     def silent(self, seconds: float) -> list[int]:
-        """Return the ranks that have neither left nor answered within `seconds`."""
-        ranks = set(range(self._world))
-        positions = self.ask(seconds, lambda answered: ranks - self.left() <= set(answered))
-        return sorted(ranks - set(positions) - self.left())
+        """Return the ranks that have neither left, nor ended, nor answered within `seconds`."""
+        return self.absent(self.ask(seconds, lambda answered: not self.absent(answered)[0]))[0]
 
     def leave(self) -> None:
         self._store.set(f"left/{self._rank}", "")
@@ -100,6 +99,20 @@ class Questions:
     def left(self) -> set[int]:
         """Return the ranks that have ended, or are ending because they have lost another rank."""
         return {rank for rank in range(self._world) if self._store.check([f"left/{rank}"])}
+
+    def end(self, report: str) -> None:
+        self._store.set(f"ended/{self._rank}", report)
+
+    def absent(self, answered: Collection[int]) -> tuple[list[int], str]:
+        """Return the ranks that have neither answered, nor left, nor ended, and a message with the report of the first
+        rank that has ended, or "" if none has."""
+        silent, ended = list[int](), ""
+        for rank in sorted(set(range(self._world)) - set(answered)):
+            if self._store.check([f"ended/{rank}"]):
+                ended = ended or f"rank {rank} has ended: {self._store.get(f'ended/{rank}').decode()}"
+            elif not self._store.check([f"left/{rank}"]):
+                silent.append(rank)
+        return silent, ended
 
     def lost(self, text: str, seconds: float) -> list[int]:
         """Return the ranks that are lost after a connection broke: ranks that neither answer nor end because of the

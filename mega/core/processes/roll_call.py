@@ -4,7 +4,8 @@ store.
     1 a rank suspects            its main thread has not moved for a quarter of --timeout-minutes, or an exchange has
                                  timed out
     2 it asks                    every living rank answers with the position of its main thread (position.py)
-    3 a rank is silent           for the rest of the timeout, so it was stopped or cannot be reached
+    3 a rank is silent           for the rest of the timeout, so it was stopped or cannot be reached; or it has reported
+                                 its own error and ended, which ends the others at once
     4 all ranks answer           the waiting rank asks again until --timeout-minutes are over, or
                                  --phase-timeout-minutes if any rank is in a phase that may take long (activity.py)
     5 the verdict                the first rank to decide writes to the store which rank is at fault; all ranks end with
@@ -111,11 +112,12 @@ class RollCall:
         threading.Thread(target=self._watch, name="roll-call", daemon=True).start()
         return self
 
-    def close(self) -> None:
-        """Stop answering, and record in the store that this rank has left."""
+    def close(self, report: str = "") -> None:
+        """Stop answering, and record in the store that this rank has left. report: of a rank that ends because of its
+        own error; ranks that wait for it do not take it for a stopped one."""
         self._closed.set()
         with contextlib.suppress(Exception):  # the store is lost, or silent
-            in_time(self.questions.leave, LEAVING)
+            in_time(lambda: self.questions.end(report) if report else self.questions.leave(), LEAVING)
 
     def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
         """Ask all ranks regularly from now on, even while this rank's main thread moves.
@@ -216,7 +218,8 @@ class RollCall:
 
         def stop(answered: Collection[int]) -> bool:
             moves.extend([True] if self._closed.is_set() or (standing and self._standing() != stood) else [])
-            return bool(moves)
+            silent, ended = self.questions.absent(answered)
+            return bool(moves or (ended and not silent))
 
         positions = self._ask(seconds, stop, answers=True)
         if moves:
@@ -239,12 +242,15 @@ class RollCall:
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
         """Write the verdict, or return the verdict of another rank. positions: rank -> position, for the ranks that
-        answered. The verdict is about silent ranks if there are any; otherwise, if `limit` is given, about ranks for
-        which other ranks wait; otherwise the result is the verdict of another rank or "". Errors: TimeoutError.
+        answered. The verdict is about silent ranks if there are any, or is the report of such a rank if all of them
+        have ended because of their own errors; otherwise, if `limit` is given, about ranks for which other ranks wait;
+        otherwise the result is the verdict of another rank or "". Errors: TimeoutError.
         """
 
         def judge() -> str:
-            silent = sorted(set(range(self._world)) - set(positions) - self.questions.left())
+            silent, ended = self.questions.absent(positions)
+            if ended and not silent:
+                return self.questions.judge(lambda: ended)
             exchange = missing({rank: each.exchanges for rank, each in positions.items()}, tuple(silent))
             suffix = f"; {exchange}" if exchange else ""
             if silent:
