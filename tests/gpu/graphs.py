@@ -40,6 +40,8 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "gpt, four": {**SMALL, "micro_batch": 4, "global_batch": 64},
     "gpt, dropout": {**SMALL, "hidden_dropout": 0.1},
     "gpt, again": {**SMALL, "recompute": "full", "recompute_method": "uniform", "recompute_layers": 1},
+    "retro": {**SMALL, "seq_length": 512, "micro_batch": 4, "global_batch": 16, "retriever": True},
+    "retro, dropout": {**SMALL, "seq_length": 512, "retriever": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
     "gpt, fp16": {**SMALL, "dtype": "fp16", "initial_loss_scale": 1024.0},
     "llama": LLAMA,
     "llama, selective": {**LLAMA, "recompute": "selective"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -86,6 +87,26 @@ def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
 def test_replayed_microbatches_are_those_asked_for(pool: Pool, layout: str) -> None:
     world, flags = LAYOUTS[layout]
     pool.run(train, resolve(updated(Options(), {**TINY, **flags}), world), world, world=world)
+
+
+def test_batches_with_other_tensors_have_a_graph_of_their_own() -> None:
+    """Neighbours of a retriever: `found` is missing in a batch whose neighbours all exist."""
+    more = {"retriever": True, "retro_chunk_length": 4, "retro_layers": (1,), "reset_attention": False}
+    run = resolve(updated(Options(), {**TINY, **more}), 1)
+    mesh, device = Mesh(0), Device.choose("cpu")
+    plain, replayed = build_state(run, mesh, device), build_state(run, mesh, device)
+    replayed.pipeline = ReplayedPipeline(replayed.stages, mesh, device.torch, None, Again)
+    Again.made = Again.played = 0
+    for step, complete in enumerate([(), (1, 4), (0, 1, 5)]):
+        batches: list[Any] = [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 6 * step)]
+        batches = [replace(batch, found=None) if at in complete else batch for at, batch in enumerate(batches)]
+        one, other = (train_step(state, batches, 1e-2, 0.1) for state in (plain, replayed))
+        assert torch.equal(one.loss, other.loss) and torch.equal(one.grad_norm, other.grad_norm)
+        for a, b in zip(plain.grads.buckets, replayed.grads.buckets, strict=True):
+            assert torch.equal(a.weights, b.weights)
+    assert (Again.made, Again.played) == (2, 6)
+    replayed.pipeline.close()
+    assert Again.alive == 0
 
 
 def test_on_a_cpu_nothing_is_recorded() -> None:

@@ -518,7 +518,7 @@ def graph(run: RunConfig) -> Problems:
     if parallel.zero > 1:
         yield _line(run, "cuda_graph", f"needs --zero 0 or 1, not {parallel.zero}; valid there: --no-cuda-graph")
     model = run.model
-    parts = {"--experts": model.experts, "--retriever": model.retriever, "--mtp-layers": model.mtp_layers}
+    parts = {"--experts": model.experts, "--mtp-layers": model.mtp_layers}
     for flag in (flag for flag, is_set in parts.items() if is_set):
         yield _line(run, "cuda_graph", f"excludes {flag}; valid there: --no-cuda-graph")
 

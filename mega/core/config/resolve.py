@@ -256,7 +256,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
     parallel, model, batch = run.parallel, run.model, run.batch
     if parallel.pp > 1 or parallel.zero > 1 or run.runtime.ops != "auto" or run.runtime.device == "cpu":
         return False
-    if model.experts or model.retriever or model.mtp_layers:
+    if model.experts or model.mtp_layers:
         return False
     shares = data_parallel(run, world) * parallel.cp
     if shares > 1 and microbatches(run, world) == 1:  # a graph would reduce gradients only after the backward pass

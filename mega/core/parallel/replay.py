@@ -4,7 +4,8 @@ other tokens.
 The host takes about 2 ms to launch the kernels of a block, and a device that finishes a block sooner is idle. A graph
 needs only one launch.
 
-    the first step             runs without a graph: kernels are compiled and chosen, exchanges allocate their memory
+    the first step             runs without a graph: kernels are compiled and chosen, exchanges allocate their memory;
+                               so does the first step with a batch that has other optional tensors
     each later microbatch      copy its tokens and loss scale into the graph's buffers; replay; read its sums
     a step's last microbatch   runs without a graph under data parallelism, because buckets start their reduction as
                                soon as their gradients are complete
@@ -23,7 +24,7 @@ import torch
 from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch
 from mega.core.config.resolve import eager_microbatches
-from mega.core.device import Recording
+from mega.core.device import Recorder
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Peers
@@ -41,8 +42,10 @@ class Replayable(Protocol):
 class ReplayedPipeline(Pipeline):
     """A pipeline of one stage that replays a recorded microbatch.
 
+    Batches with different optional tensors have separate graphs, which share their memory.
+
     peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: function that records a
-    graph; tests replace it.
+    graph; default: a `Recorder`.
     """
 
     def __init__(
@@ -51,13 +54,13 @@ class ReplayedPipeline(Pipeline):
         mesh: Mesh,
         device: torch.device,
         peers: Peers | None = None,
-        record: Callable[[Callable[[], None]], Replayable] = Recording,
+        record: Callable[[Callable[[], None]], Replayable] | None = None,
     ):
         super().__init__(chunks, mesh, device)
         assert mesh.pp.size == len(self.chunks) == 1
-        self._peers, self._record = peers, record
-        self._begun = False
-        self._recorded: _Recorded | None = None
+        self._peers, self._record = peers, record or Recorder()
+        self._compiled: set[tuple[str, ...]] = set()
+        self._recorded: dict[tuple[str, ...], _Recorded] = {}
 
     def run(
         self,
@@ -66,8 +69,10 @@ class ReplayedPipeline(Pipeline):
         scales: Sequence[torch.Tensor] | None = None,
         grads: GradBuffer | None = None,
     ) -> torch.Tensor:
-        if scales is None or grads is None or not self._begun:
-            self._begun = self._begun or grads is not None
+        names = [tuple(batch.tensors()) for batch in batches]
+        if scales is None or grads is None or not self._compiled.issuperset(names):
+            if grads is not None:
+                self._compiled.update(names)
             return super().run(plan, batches, scales, grads)
         # Hooks do not run in a replay. So first wait for all weights, and finally mark all gradients as complete.
         grads.wait_param_gather()
@@ -76,10 +81,11 @@ class ReplayedPipeline(Pipeline):
         replayed = len(batches) - eager
         for number, (batch, scale) in enumerate(zip(batches[:replayed], scales[:replayed], strict=True)):
             ACTIVITY.moves += 1
-            if self._recorded is None:
+            if names[number] not in self._recorded:
                 grads.final(False)
-                self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._record)
-            sums[number] = self._recorded.play(batch, scale)
+                recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._record)
+                self._recorded[names[number]] = recorded
+            sums[number] = self._recorded[names[number]].play(batch, scale)
         if eager:
             sums[replayed:] = super().run(ALONE, batches[replayed:], scales[replayed:], grads)
             return sums
@@ -87,9 +93,9 @@ class ReplayedPipeline(Pipeline):
         return sums
 
     def close(self) -> None:
-        if self._recorded is not None:
-            self._recorded.close()
-        self._recorded = None
+        for recorded in self._recorded.values():
+            recorded.close()
+        self._recorded.clear()
 
 
 class _Recorded:
