@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Literal, cast
 
 import numpy as np
@@ -41,25 +42,34 @@ class TextVectors:
         """Number of elements in a vector."""
         return self._stage.architecture.hidden
 
-    @torch.no_grad()
     def __call__(self, rows: Sequence[Sequence[int]], pooling: Pooling) -> NDArray[np.float32]:
         """Return the vectors of rows, [rows, width]. Rows include [CLS] and [SEP]. All tensor ranks must pass the same
         rows."""
+        return np.asarray(self.on_device(rows, pooling).cpu().numpy())
+
+    @torch.no_grad()
+    def on_device(self, rows: Sequence[Sequence[int]], pooling: Pooling) -> torch.Tensor:
+        """Return the vectors as an fp32 tensor on the device, without waiting for the device."""
         batch = self._batch_of(rows)
         stream, *_ = self._stage.stream(batch, None)
         head = cast(BertHead, self._stage.head)
         states = head.normed(stream).view(*batch.tokens.shape, -1).float()
         weights = _pooled_tokens(batch.lengths, batch.tokens.shape[1], pooling)
-        return np.asarray(((states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)).cpu().numpy())
+        return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
     def _batch_of(self, rows: Sequence[Sequence[int]]) -> MaskedBatch:
-        lengths = torch.tensor([len(row) for row in rows])
-        tokens = torch.full((len(rows), int(lengths.max())), self._pad)
-        for filled, ids in zip(tokens, rows, strict=True):
-            filled[: len(ids)] = torch.tensor(ids)
-        zeros, samples = torch.zeros_like(tokens), torch.arange(len(rows))
-        batch = MaskedBatch(tokens, zeros, zeros.float(), zeros, lengths, torch.full_like(samples, -1), samples)
-        return batch.to(self._device)
+        sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+        table = np.full((len(rows), sizes.max()), self._pad, np.int64)
+        table[np.arange(table.shape[1]) < sizes[:, None]] = np.fromiter(
+            chain.from_iterable(rows), np.int64, sizes.sum()
+        )
+        tokens, lengths = (self._sent(torch.from_numpy(each)) for each in (table, sizes))
+        zeros, samples = torch.zeros_like(tokens), torch.arange(len(rows), device=self._device)
+        return MaskedBatch(tokens, zeros, zeros.float(), zeros, lengths, torch.full_like(samples, -1), samples)
+
+    def _sent(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy x to the device. A GPU copies from pinned memory, so that the host does not wait for earlier kernels."""
+        return x.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else x
 
 
 def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch.Tensor:

@@ -48,7 +48,11 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
     corpora = sources(parse_blend("--data-path", options.data_path), options.split)
     device = Device.choose(options.device).torch
     embedder = BertEmbedder(
-        options.embedder, batch=options.embed_batch, length=options.embed_length, device=str(device)
+        options.embedder,
+        batch=options.embed_batch,
+        length=options.embed_length,
+        device=str(device),
+        dtype=options.embed_dtype,
     )
     manifest = DatabaseManifest(
         chunk_length=options.chunk_length,

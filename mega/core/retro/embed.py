@@ -1,10 +1,13 @@
 """Embed texts with a BERT. The vector of a text is the mean of the last hidden states of its tokens, without [CLS] and
-[SEP]."""
+[SEP]. A thread prepares the tokens of the next texts while the device embeds the previous texts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -14,10 +17,14 @@ from numpy.typing import NDArray
 
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.data.neighbours import DatabaseManifest
+from mega.core.device import DTYPES
 from mega.core.inference.capacity import weight_bytes
 from mega.core.inference.embedding import TextVectors
 from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
 from mega.core.model.bert import BertStage
+
+TOGETHER = 4096
+"""Number of texts that are prepared together and sorted by length."""
 
 
 class Embedder(Protocol):
@@ -29,27 +36,29 @@ class Embedder(Protocol):
     def tokens(self, text: str) -> int:
         """Return the number of tokens in a text."""
 
-    def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the vectors of texts, [texts, width]."""
+    def __call__(self, texts: Iterable[str]) -> NDArray[np.float32]:
+        """Return the vectors of texts, [texts, width]. A thread may iterate over the texts."""
 
 
 class BertEmbedder:
     """Embeds texts with a BERT, from a checkpoint or a Hugging Face folder.
 
     batch: number of texts that are embedded together. length: maximum number of tokens in a text, without [CLS] and
-    [SEP]. Errors: ValueError if the model is not a BERT, or has no tokenizer; CheckpointError.
+    [SEP]. dtype: dtype of the computation, fp32 or bf16. Errors: ValueError if the model is not a BERT, or has no
+    tokenizer; CheckpointError.
     """
 
-    def __init__(self, load: str, *, batch: int, length: int, device: str) -> None:
+    def __init__(self, load: str, *, batch: int, length: int, device: str, dtype: str = "fp32") -> None:
         self._opened, self._batch, self._device = open_model(load), batch, torch.device(device)
         if not FAMILY_DEFAULTS[self._opened.model.family].classifies:
             raise ValueError(f"--embedder {load}: is a model of --family {self._opened.model.family}; must be a BERT")
         self._tokenizer = load_tokenizer(self._opened)
-        self._length = min(length, self._opened.model.positions - 2)
+        self._length, self._dtype = min(length, self._opened.model.positions - 2), dtype
 
     @property
     def digest(self) -> str:
-        return f"{self._opened.digest} {self._length}"
+        dtype = "" if self._dtype == "fp32" else f"{self._dtype} "
+        return f"{self._opened.digest} {dtype}{self._length}"
 
     @property
     def width(self) -> int:
@@ -59,42 +68,56 @@ class BertEmbedder:
     @property
     def weight_bytes(self) -> int:
         """Size of the weights in bytes. The weights are loaded with the first text."""
-        return sum(weight_bytes(self._opened.model, torch.float32.itemsize))
+        return sum(weight_bytes(self._opened.model, DTYPES[self._dtype].itemsize))
 
     @cached_property
     def _vectors(self) -> TextVectors:
         assert self._tokenizer.roles is not None
-        stage = cast(BertStage, load_model(self._opened, self._device))
+        stage = cast(BertStage, load_model(self._opened, self._device, DTYPES[self._dtype])).eval()
         return TextVectors(stage, self._tokenizer.roles.pad, self._device)
 
     def tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text))
 
-    def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def __call__(self, texts: Iterable[str]) -> NDArray[np.float32]:
         """Return the vectors of texts. Texts of similar length are embedded together. The result does not depend on the
-        order of the texts."""
-        ids = [self._tokenizer.encode(text)[: self._length] for text in texts]
-        order = sorted(range(len(ids)), key=lambda number: (len(ids[number]), number))
-        vectors = np.empty((len(ids), self._opened.model.hidden), np.float32)
-        for first in range(0, len(order), self._batch):
-            batch_numbers = order[first : first + self._batch]
-            vectors[batch_numbers] = self._vectors([self._row(ids[number]) for number in batch_numbers], "inner")
+        order of the texts, except for rounding."""
+        windows, vectors = self._windows(texts), [np.empty((0, self._opened.model.hidden), np.float32)]
+        with ThreadPoolExecutor(1, "texts") as thread:
+            prepared = thread.submit(next, windows, None)
+            while (rows := prepared.result()) is not None:
+                prepared = thread.submit(next, windows, None)
+                vectors.append(self._embed(rows))
+        return np.concatenate(vectors)
+
+    def _windows(self, texts: Iterable[str]) -> Iterator[list[list[int]]]:
+        """Yield the ids of `TOGETHER` texts at a time."""
+        rows = map(self._row, texts)
+        while window := list(islice(rows, TOGETHER)):
+            yield window
+
+    def _embed(self, rows: Sequence[list[int]]) -> NDArray[np.float32]:
+        order = sorted(range(len(rows)), key=lambda number: (len(rows[number]), number))
+        batches = [order[first : first + self._batch] for first in range(0, len(order), self._batch)]
+        states = [self._vectors.on_device([rows[number] for number in batch], "inner") for batch in batches]
+        vectors = np.empty((len(rows), self._opened.model.hidden), np.float32)
+        vectors[order] = torch.cat(states).cpu().numpy()
         return vectors
 
-    def _row(self, ids: Sequence[int]) -> list[int]:
+    def _row(self, text: str) -> list[int]:
         """Return the ids of a text between [CLS] and [SEP]. A text without tokens is replaced with a single pad
         token."""
         roles = self._tokenizer.roles
         assert roles is not None
-        return [roles.cls, *(ids or [roles.pad]), roles.sep]
+        return [roles.cls, *(self._tokenizer.encode(text)[: self._length] or [roles.pad]), roles.sep]
 
 
 def open_embedder_of(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
     """Return the embedder that made the vectors of a database. Errors: ValueError if `load` is a different model."""
-    length = manifest.embedder.rpartition(" ")[2]
-    if not length.isdecimal():
+    _, *dtype, length = manifest.embedder.split(" ") if " " in manifest.embedder else ("", "")
+    if not length.isdecimal() or dtype not in ([], ["bf16"]):
         raise ValueError(f"{folder / manifest.NAME}: embedder {manifest.embedder!r}: is damaged; build it again")
-    embedder = BertEmbedder(load, batch=128, length=int(length), device=device)
+    embedder = BertEmbedder(load, batch=128, length=int(length), device=device, dtype=(*dtype, "fp32")[0])
     if embedder.digest != manifest.embedder:
         raise ValueError(f"--embedder {load}: is not the one that made the vectors of {folder}")
     return embedder

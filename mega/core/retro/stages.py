@@ -99,7 +99,7 @@ def build_vectors(
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     for block, path in share.of(vector_blocks(folder, len(database), manifest.block_size)):
         read = database.tokens if manifest.pad_chunks else database.ids
-        texts = [tokenizer.decode(read(chunk).tolist()) for chunk in range(block.first, block.last)]
+        texts = (tokenizer.decode(read(chunk).tolist()) for chunk in range(block.first, block.last))
         write_array(path, embedder(texts))
         report(f"chunks {block.first:,} to {block.last - 1:,} of {len(database):,} are embedded")
 
