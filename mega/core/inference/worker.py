@@ -30,6 +30,7 @@ from mega.core.inference.sampling import Filters, SeenIds, draw, likeliest
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, NUMBERS, Step
 from mega.core.model.decode import DecodeStep
+from mega.core.model.decoder import DecoderStage
 from mega.core.model.forward import rotary_tables
 from mega.core.ops.heads import Rotary
 from mega.core.ops.kept_keys import KeptKeys
@@ -285,7 +286,7 @@ class Worker:
 
 
 def paged_cache(
-    stage: Any,
+    stage: DecoderStage,
     windows: Sequence[int | None],
     device: torch.device,
     blocks: tuple[int, int],

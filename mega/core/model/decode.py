@@ -19,12 +19,15 @@ from mega.core.architecture.layer import Branch, Rope
 from mega.core.model.decode_neighbours import NeighbourStep
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
+from mega.core.model.experts import ExpertLayer
 from mega.core.model.forward import ForwardContext
 from mega.core.model.layer import NormStep, ResidualBranch, TransformerLayer, branch_function, run_parallel
 from mega.core.model.mixers import FeedForward, SelfAttention
 from mega.core.model.neighbours import ChunkAttention
 from mega.core.model.residual import Normalization, ProjectionNorm, ResidualState
+from mega.core.ops import few_experts
 from mega.core.ops.activation import GATED
+from mega.core.ops.few_experts import ExpertRule, ExpertWeights, FewExperts
 from mega.core.ops.few_rows import FewRows, NormOf, Place, trusted
 from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
@@ -97,7 +100,7 @@ class DecodeStep:
         self._sum = sum_ranks
         self._last_norm = None if self._head is None else _norm(self._head.norm)
         self._ropes = stage.architecture.ropes
-        parts = DecodeParts(_verified_kernels(stage), sum_ranks, (None, *self._ropes))
+        parts = DecodeParts(*_verified_kernels(stage), sum_ranks, (None, *self._ropes))
         self._functions = [
             each for layer in stage.layers for each in layer_functions(cast(TransformerLayer, layer), parts)
         ]
@@ -141,20 +144,25 @@ def decode_context(
     return DecodeContext(cache, rotary, neighbours)
 
 
-def _verified_kernels(stage: DecoderStage) -> FewRows | None:
-    """Return the kernels for few rows if they pass a test on this device, else None."""
+def _verified_kernels(stage: DecoderStage) -> tuple[FewRows | None, FewExperts | None]:
+    """Return the kernels for few rows, and those for few tokens of experts. Kernels that fail a test on this device
+    are replaced with None."""
     widths = {
         module.weight.shape[1]: None
         for module in stage.layers.modules()
         if isinstance(module, ColumnLinear | RowLinear)
     }
-    return trusted(stage.ops.few_rows, stage.dtype, next(stage.parameters()).device, list(widths))
+    device, experts = next(stage.parameters()).device, None
+    if any(isinstance(module, ExpertLayer) for module in stage.layers.modules()):
+        experts = few_experts.trusted(stage.ops.few_experts, stage.dtype, device, stage.architecture.hidden)
+    return trusted(stage.ops.few_rows, stage.dtype, device, list(widths)), experts
 
 
 class DecodeParts(NamedTuple):
     """Objects that the functions of all layers share."""
 
     few: FewRows | None  # kernels for few rows
+    experts: FewExperts | None  # kernels for few tokens of a mixture of experts
     sum_ranks: Sum | None  # sum over tensor ranks
     ropes: Sequence[Rope | None]  # types of rotary positions, in the order of `DecodeContext.rotary`
 
@@ -175,21 +183,34 @@ def layer_functions(layer: TransformerLayer, parts: DecodeParts) -> list[StreamF
     if layer.value.parallel:
         before = None if layer.before is None else _norm(layer.before)
         return [lambda stream, context: run_parallel(usual, before, stream.sum(layer.ops), context)]
-    run = [branch_function(branch) for branch in usual]
-    all_factors = [factors_of_branch for factors_of_branch in factors if factors_of_branch is not None]
-    if parts.few is None or len(all_factors) < len(factors):
-        return run
-    fused = [_fused_branch(*each, parts) for each in zip(layer.branches, usual, all_factors, strict=True)]
-    fast = [branch_function(branch) for branch in fused if branch is not None]
-    if len(fast) < len(run):
-        return run
-    # The layer's last weight determines the limit for few rows, so that all branches of the layer make the same choice.
-    takes, widest = parts.few.takes, all_factors[-1].outer
+    branches = zip(layer.branches, usual, factors, strict=True)
+    return [_by_number_of_tokens(branch_function(each[1]), _few_branch(*each, parts)) for each in branches]
 
-    def either(few: StreamFunction, any_number: StreamFunction) -> StreamFunction:
-        return lambda stream, context: (few if takes(len(stream.x), widest) else any_number)(stream, context)
 
-    return [either(*each) for each in zip(fast, run, strict=True)]
+class _FewBranch(NamedTuple):
+    """A branch for few rows, and a function that tells whether the branch supports a number of rows."""
+
+    branch: DecodeBranch
+    takes: Callable[[int], bool]
+
+
+def _by_number_of_tokens(any_number: StreamFunction, few: _FewBranch | None) -> StreamFunction:
+    if few is None:
+        return any_number
+    run, takes = branch_function(few.branch), few.takes
+    return lambda stream, context: (run if takes(len(stream.x)) else any_number)(stream, context)
+
+
+def _few_branch(
+    branch: ResidualBranch, usual: DecodeBranch, factors: _Factors | None, parts: DecodeParts
+) -> _FewBranch | None:
+    """Return the branch for few rows, or None if no kernels implement it. usual: the branch for any number of rows."""
+    if isinstance(branch.mixer, ExpertLayer):
+        return _expert_branch(branch, branch.mixer, usual, parts)
+    if factors is None or (fused := _fused_branch(branch, usual, factors, parts)) is None:
+        return None
+    takes, outer = parts.few.takes if parts.few is not None else lambda *_: False, factors.outer
+    return _FewBranch(fused, lambda tokens: takes(tokens, outer))
 
 
 class _Factors(NamedTuple):
@@ -246,23 +267,25 @@ def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: DecodePar
     )
 
 
+def _alone(tokens: int) -> ForwardContext:
+    """Return the context of modules that process each token separately."""
+    return ForwardContext(1, tokens, None, {}, None, None, None, SINGLE, False)
+
+
 def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
     """Return a branch without prepared steps, whose mixer attends to neighbours, or processes each token separately as
     in training."""
     mixer, add_branch = branch.mixer, branch.ops.added
 
-    def alone(tokens: int) -> ForwardContext:
-        return ForwardContext(1, tokens, None, {}, None, None, None, SINGLE, False)
-
     def mix(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         if isinstance(mixer, ChunkAttention) and context.neighbours is not None:
             return context.neighbours.attend(mixer, x)
-        return cast(torch.Tensor, mixer(x, alone(len(x))))
+        return cast(torch.Tensor, mixer(x, _alone(len(x))))
 
     def finish(mixed: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         if isinstance(mixer, ChunkAttention) and context.neighbours is not None:
             return context.neighbours.finish(mixer, mixed)
-        return mixer.finish(mixed, alone(len(mixed)))
+        return mixer.finish(mixed, _alone(len(mixed)))
 
     return DecodeBranch(
         branch.value,
@@ -319,6 +342,49 @@ def _fused_branch(
     return replace(usual, before=before, mix=mix, add=add)
 
 
+def _expert_branch(
+    branch: ResidualBranch, mixer: ExpertLayer, usual: DecodeBranch, parts: DecodeParts
+) -> _FewBranch | None:
+    """Return a mixture of experts for few tokens, or None if the kernels do not implement all operations of the branch.
+
+    Without a shared expert the kernels also compute the norm, and on a single rank they add to the stream.
+    """
+    experts, axis, value, few = mixer.experts, mixer.region.summed_over, branch.value, parts.experts
+    extras = (experts.up_bias, experts.down_bias, experts.up_adapter, experts.down_adapter, branch.after)
+    plain = value.onto == "stream" and value.multiplier == 1.0 and all(each is None for each in extras)
+    if few is None or axis is None or branch.before is None or not plain:
+        return None
+    matrices = mixer.router.gate.detach(), experts.up.detach(), experts.down.detach()
+    weights = ExpertWeights(*matrices, mixer.region.experts_here)
+    rule = ExpertRule(mixer.value.router, mixer.value.chosen, experts.activation)
+    first_norm, shared, add_branch = branch.before, mixer.shared, branch.ops.added
+    norm = NormOf(first_norm.weight.detach(), first_norm.bias, first_norm.eps, first_norm.form)
+    summed, run = parts.sum_ranks or by_group(axis), few.run
+
+    def mix(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        if shared is None:
+            return x
+        y = run(x, weights, rule, None, None)
+        if axis.size > 1:
+            summed(y)
+        return y + mixer.shared_output(shared, x, _alone(len(x)))
+
+    def add(x: torch.Tensor, mixed: torch.Tensor, context: DecodeContext) -> ResidualState:
+        if shared is not None:
+            return ResidualState(x, mixed)
+        if axis.size == 1:
+            return ResidualState(run(mixed, weights, rule, norm, x))
+        summed(run(mixed, weights, rule, norm, None), x)
+        return ResidualState(x)
+
+    def before(stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
+        x = add_branch(*stream)
+        return x, x
+
+    fused = replace(usual, before=before if shared is None else usual.before, mix=mix, add=add)
+    return _FewBranch(fused, lambda tokens: few.takes(tokens, weights, rule))
+
+
 def _bias(linear: ColumnLinear | RowLinear) -> torch.Tensor | None:
     return None if linear.bias is None else linear.bias.detach()
 
@@ -368,15 +434,17 @@ def _attention_function(
     layer, heads, kv_heads, ops = attention.layer, attention.heads, attention.kv_heads, attention.ops
     q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm))
     rope, few, fused_heads = parts.ropes.index(attention.value.rope), parts.few, heads + 2 * kv_heads
-    multiplier = attention.value.score_multiplier
+    multiplier, head_norms = attention.value.score_multiplier, _head_norms(attention)
 
     def run(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         fused, cache, rotary = project(x), context.cache, context.rotary[rope]
-        # A norm of queries and keys must be applied between projection and rotation, and a scale of scores before the
-        # attention. So the fused kernel, which does everything after the projection, is used only if the branch has
-        # neither.
-        if q_norm is None and few is not None and multiplier == 1.0:
-            return cache.attend_new(layer, fused.view(len(fused), fused_heads, -1), rotary, few.place)
+        # A scale of scores must be applied before the attention, so the fused kernel, which does everything after the
+        # projection and the norm of each head, is used only without a scale.
+        if few is not None and multiplier == 1.0 and (q_norm is None or head_norms is not None):
+            fused = fused.view(len(fused), fused_heads, -1)
+            if head_norms is not None:
+                few.norm_heads(fused, *head_norms, heads)
+            return cache.attend_new(layer, fused, rotary, few.place)
         if q_norm is None and ops.spread:
             fused = fused.view(fused.shape[0], fused_heads, -1)
             if rotary is not None:
@@ -392,6 +460,15 @@ def _attention_function(
         return cache(layer, attention.scaled(q), torch.cat([k, v], 1))
 
     return run
+
+
+def _head_norms(attention: SelfAttention) -> tuple[NormOf, NormOf] | None:
+    """Return the RMSNorms of each query and each key head, or None if the model has no such norms."""
+    norms = [each for each in (attention.q_norm, attention.k_norm) if isinstance(each, Normalization)]
+    if len(norms) < 2 or any(each.bias is not None for each in norms):
+        return None
+    q, k = (NormOf(each.weight.detach(), None, each.eps, each.form) for each in norms)
+    return q, k
 
 
 def _feed_forward_function(

@@ -23,7 +23,7 @@ class AheadStep:
         assert isinstance(stage.head, Head)
         self._head, self._ropes = stage.head, stage.architecture.ropes
         self._layers = [cast(AheadLayer, each) for each in stage.head.ahead]
-        parts = DecodeParts(None, None, (None, *self._ropes))
+        parts = DecodeParts(None, None, None, (None, *self._ropes))
         self._functions = [layer_functions(each.layer, parts) for each in self._layers]
 
     @property

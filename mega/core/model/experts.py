@@ -184,7 +184,7 @@ class ExpertLayer(MixerModule):
         y = self._run_experts(entered, weights, all_chosen, all_kept, routed.limit)
         # 7
         y = region.combine(y)
-        return y if self.shared is None else y + self._shared(self.shared, x, context)
+        return y if self.shared is None else y + self.shared_output(self.shared, x, context)
 
     def _run_experts(
         self,
@@ -206,7 +206,7 @@ class ExpertLayer(MixerModule):
         tokens, weights = exchange.there(permute(x, plan, total)), exchange.there(pick(probabilities, plan))
         return unpermute(exchange.back(self.experts(tokens, weights, exchange.counts)), plan, total)
 
-    def _shared(self, shared: FeedForward, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def shared_output(self, shared: FeedForward, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the output of the shared expert for this rank's tokens."""
         y = shared.finish(shared(x, context), context)
         if shared.bias is not None:

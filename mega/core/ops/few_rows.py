@@ -3,8 +3,9 @@
 A decoding step is limited by memory bandwidth, so each weight is read only once, and the operations before and after a
 GEMM are fused into the GEMM.
 
-    linear    x [n, in] -> norm of x, GEMM, bias, then an activation, or the sum with the residual
-    place     rotate query and key of a fused projection, and store keys and values in the cache
+    linear      x [n, in] -> norm of x, GEMM, bias, then an activation, or the sum with the residual
+    norm_heads  apply an RMSNorm to each query and key head of a fused projection
+    place       rotate query and key of a fused projection, and store keys and values in the cache
 
 `Ops.few_rows` is an implementation or None; the implementation for CUDA is in kernels/few_rows.py. PLAIN is the
 reference, and `trusted` compares an implementation with PLAIN before it is used. This module does not depend on layers,
@@ -40,6 +41,9 @@ class NormOf(NamedTuple):
 Place = Callable[[torch.Tensor, Rotary | None, torch.Tensor, torch.Tensor, int], None]
 
 
+NormHeads = Callable[[torch.Tensor, NormOf, NormOf, int], None]
+
+
 @dataclass(frozen=True)
 class FewRows:
     """An implementation of the ops for few tokens."""
@@ -54,6 +58,9 @@ class FewRows:
     """place(fused, rotary, rows, at, heads): rotate the query heads in fused [n, heads + 2 kv_heads, d] in place, and
     store rotated keys and values in rows[at]. rows: [slots of the cache, 2 kv_heads, d]. rotary: cos and sin, each fp32
     [n, R / 2], or None. Any number of rows is supported."""
+    norm_heads: NormHeads
+    """norm_heads(fused, q, k, heads): apply the RMSNorm `q` to each query head and the RMSNorm `k` to each key head of
+    fused [n, heads + 2 kv_heads, d], in place. Both norms have a weight [d]. Any number of rows is supported."""
 
 
 def plain_linear(
@@ -84,7 +91,13 @@ def plain_place(
     rows.index_copy_(0, at, fused[:, heads:])
 
 
-PLAIN = FewRows(lambda rows, factor: True, plain_linear, plain_place)
+def plain_norm_heads(fused: torch.Tensor, q: NormOf, k: NormOf, heads: int) -> None:
+    last_key = (heads + fused.shape[1]) // 2
+    for part, norm in ((fused[:, :heads], q), (fused[:, heads:last_key], k)):
+        part.copy_(add_norm(part, None, None, None, *norm)[1])
+
+
+PLAIN = FewRows(lambda rows, factor: True, plain_linear, plain_place, plain_norm_heads)
 
 
 def trusted(few: FewRows | None, dtype: torch.dtype, device: torch.device, widths: Sequence[int]) -> FewRows | None:
@@ -99,7 +112,7 @@ def trusted(few: FewRows | None, dtype: torch.dtype, device: torch.device, width
 
 
 def _trial_error(few: FewRows, width: int, dtype: torch.dtype, device: torch.device, narrow: bool) -> float:
-    """Return the largest relative error of `linear` and `place` for one row."""
+    """Return the largest relative error of each op for one row."""
 
     def some(*shape: int) -> torch.Tensor:
         """Return values between 0 and 1, for which sums have no cancellation, so that relative errors stay small."""
@@ -112,6 +125,7 @@ def _trial_error(few: FewRows, width: int, dtype: torch.dtype, device: torch.dev
     for one in (few, PLAIN):
         fused, rows = some(1, 4, 32), torch.zeros(3, 2, 32, dtype=dtype, device=device)
         angles = some(1, 8).float()
+        one.norm_heads(fused, NormOf(some(32), None, 1e-5), NormOf(some(32) * 2, None, 1e-5), 2)
         one.place(fused, (angles, angles * 0.5), rows, torch.tensor([1], device=device), 2)
         results.append(
             [

@@ -31,6 +31,7 @@ from mega.core.ops import (
     rows,
     total,
 )
+from mega.core.ops.few_experts import FewExperts
 from mega.core.ops.few_rows import FewRows
 from mega.core.ops.fp8 import Fp8Matmuls
 from mega.core.ops.fp8_weights import Fp8Weights
@@ -68,6 +69,8 @@ class Ops:
     the mask of whole rows."""
     few_rows: FewRows | None = None
     """Kernels for decoding steps of few tokens on CUDA, or None."""
+    few_experts: FewExperts | None = None
+    """Kernels for mixtures of experts in such steps, or None."""
     spread: bool = False
     """Whether to use faster variants for decoding on a CPU. cos and sin are then prepared by `rotary.spread`, the last
     GEMM of a branch adds its result to the residual stream, and norms are computed by `norm.rms_norm_by`."""
@@ -168,7 +171,7 @@ def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
     bandwidth. fp8_weights: whether the weights of the linear layers in blocks are stored in fp8.
     """
     if ops.name == "triton":
-        ops = replace(ops, few_rows=_few_rows_kernels())
+        ops = replace(ops, few_rows=_few_rows_kernels(), few_experts=_few_experts_kernels())
     if fp8_weights:
         fast = {"multiply": _fp8_weights_kernel()} if ops.name == "triton" else {}
         return replace(ops, matmuls=Fp8Weights(ops.matmuls, **fast))
@@ -201,6 +204,12 @@ def _few_rows_kernels() -> FewRows:
     from mega.core.ops.kernels import few_rows
 
     return few_rows.FEW_ROWS
+
+
+def _few_experts_kernels() -> FewExperts:
+    from mega.core.ops.kernels import few_experts
+
+    return few_experts.FEW_EXPERTS
 
 
 def _fp8_weights_kernel() -> Callable[..., torch.Tensor]:

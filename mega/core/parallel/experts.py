@@ -264,6 +264,13 @@ class ExpertRegion:
         self._shared = region.axis if same_tokens else axes.both if gathers else axes.etp
         self.exchange = SINGLE if within or (gathers and not same_tokens) else axes.ep
 
+    @property
+    def summed_over(self) -> Axis | None:
+        """The ranks over which the outputs of the local experts are summed; None if tokens move between ranks."""
+        if self.exchange.size > 1 or not (self._same or self._shared.size == 1):
+            return None
+        return self._shared
+
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tokens [t, ...] for the experts of this rank, gathered from all ranks that share the work. The
         backward pass sums the gradients over these ranks."""

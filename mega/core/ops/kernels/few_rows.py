@@ -280,8 +280,9 @@ def linear(
     activation: str | None = None,
     into: torch.Tensor | None = None,
     tile: RowTile | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Implement `FewRows.linear`."""
+    """Implement `FewRows.linear`. dtype: dtype of the result; default: the dtype that `FewRows.linear` states."""
     weight, bias, scale = factor.weight, factor.bias, factor.scale
     (rows, ins), gate = x.shape, activation == "swiglu"
     assert rows == 1
@@ -290,8 +291,9 @@ def linear(
     x = x if x.stride(1) == 1 else x.contiguous()
     y = into
     if y is None:
-        dtype = norm.weight.dtype if norm is not None else x.dtype
-        y = torch.empty(1, outs, dtype=dtype if scale is not None else weight.dtype, device=x.device)
+        wide = norm.weight.dtype if norm is not None else x.dtype
+        dtype = dtype or (wide if scale is not None else weight.dtype)
+        y = torch.empty(1, outs, dtype=dtype, device=x.device)
     assert y.shape == (1, outs) and y.stride(1) == 1
     chunk, rest = (tile.chunk, 0) if tile.chunk else cut(ins)
     even = outs % tile.outs == 0 and (ins % chunk == 0 if tile.chunk else chunk + rest == ins)
@@ -360,4 +362,39 @@ def place(
     )  # fmt: skip
 
 
-FEW_ROWS = FewRows(takes, linear, place)
+@jit
+def _norm_heads(
+    fused_at, q_at, k_at, stride, q_eps, k_eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+    OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    in_turn(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
+    part = tl.arange(0, BLOCK)[None, :]
+    is_query, mask = head < HEADS, (head < HEADS + KV) & (part < WIDTH)
+    at = fused_at + token * stride + head * WIDTH + part
+    x = tl.load(at, mask, 0.0).to(tl.float32)
+    q = tl.load(q_at + part, part < WIDTH, 0.0).to(tl.float32)
+    k = tl.load(k_at + part, part < WIDTH, 0.0).to(tl.float32)
+    factor = tl.where(is_query, q, k)
+    if OFFSET:
+        factor += 1.0
+    eps = tl.where(is_query, q_eps, k_eps)
+    rstd = tl.rsqrt(tl.sum(x * x, 1)[:, None] / WIDTH + eps)
+    tl.store(at, (x * rstd * factor).to(fused_at.dtype.element_ty), mask)
+
+
+def norm_heads(fused: torch.Tensor, q: NormOf, k: NormOf, heads: int) -> None:
+    """Implement `FewRows.norm_heads`."""
+    tokens, all_heads, width = fused.shape
+    kv_heads = (all_heads - heads) // 2
+    assert fused.stride()[1:] == (width, 1) and q.bias is None and k.bias is None and q.form.offset == k.form.offset
+    launch(
+        _norm_heads, (tokens, cdiv(heads + kv_heads, TOGETHER)), fused, q.weight, k.weight, fused.stride(0), q.eps,
+        k.eps, HEADS=heads, KV=kv_heads, WIDTH=width, BLOCK=next_power_of_2(width), TOGETHER=TOGETHER,
+        OFFSET=q.form.offset, **overlapping(fused.device),
+    )  # fmt: skip
+
+
+FEW_ROWS = FewRows(takes, linear, place, norm_heads)

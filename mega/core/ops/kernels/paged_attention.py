@@ -76,14 +76,16 @@ def _look(
     weights.
 
     SHARES: 1 or MOST_SHARES, so that few variants are compiled. NEW: the new keys and values follow the queries in
-    memory, and the last share begins with the new keys. Queries and keys are rotated first, in pairs of components that
-    are HALF apart."""
+    memory, and the first share also attends to the new key. Queries and keys are rotated first, in pairs of components
+    that are HALF apart."""
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
     if length == 0:  # a run of several tokens
         return
-    oldest, first, end = _borders(length, window, share, shares, KEYS, WINDOW, NEW)
+    oldest, first, end, used = _borders(length, window, share, shares, KEYS, WINDOW, NEW)
+    if share >= used:
+        return
     query, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
     head = kv_head * GROUP + query
     queried = (query < GROUP)[:, None] & (part < WIDTH)[None, :]
@@ -99,7 +101,7 @@ def _look(
     largest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     if NEW:
         key_at = q_at + (KV * GROUP + kv_head) * q_head
-        if share == shares - 1:
+        if share == 0:
             slot = tl.load(table_at + (length - 1) // SIZE) * SIZE + (length - 1) % SIZE
             to_at = pool_at + slot * (2 * KV * WIDTH)
             key, fresh = _kept(key_at, q_head, to_at, part[None, :], cos_at, sin_at, KV, WIDTH, HALF)
@@ -110,28 +112,28 @@ def _look(
         q, total, largest, sum_, pool_at, table_at, oldest, first, end, scale, KV, WIDTH, BLOCK, SIZE, KEYS
     )
     _put(
-        total, largest, sum_, part_at, stats_at, out_at, ended_at, row, kv_head, share, shares, KV, GROUP, GROUP_BLOCK,
-        WIDTH, BLOCK, SHARES,
+        total, largest, sum_, part_at, stats_at, out_at, ended_at, row, kv_head, share, shares, used, KV, GROUP,
+        GROUP_BLOCK, WIDTH, BLOCK, SHARES,
     )  # fmt: skip
 
 
 @jit
 def _borders(length, window, share, shares, KEYS: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr):
-    """Return (oldest visible key, first key of a share, end of the share)."""
+    """Return (oldest visible key, first key of a share, end of the share, number of shares that are not empty)."""
     oldest = length * 0
     if WINDOW:
         oldest = tl.maximum(length - window, 0)
     if NEW:
         length = length - 1
     begin = oldest // KEYS * KEYS
-    per = tl.cdiv(length - begin, KEYS * shares) * KEYS
+    per = tl.maximum(tl.cdiv(length - begin, KEYS * shares), 1) * KEYS
     first = begin + share * per
-    return oldest, first, tl.minimum(first + per, length)
+    return oldest, first, tl.minimum(first + per, length), tl.maximum(tl.cdiv(length - begin, per), 1)
 
 
 @jit
 def _put(
-    total, largest, sum_, part_at, stats_at, out_at, ended_at, row, kv_head, share, shares,
+    total, largest, sum_, part_at, stats_at, out_at, ended_at, row, kv_head, share, shares, used,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SHARES: tl.constexpr,
 ):  # fmt: skip
@@ -147,9 +149,10 @@ def _put(
         tl.store(part_at + place[:, None] * WIDTH + part[None, :], total, queried)
         tl.store(stats_at + place * 2, largest, query_index < GROUP)
         tl.store(stats_at + place * 2 + 1, sum_, query_index < GROUP)
-        if _is_last(ended_at + row * KV + kv_head, shares):
-            for query in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-                _add_up(part_at, stats_at, out_at, row, query, shares, KV * GROUP, SHARES, WIDTH, BLOCK)
+        if _is_last(ended_at + row * KV + kv_head, used):
+            for query in tl.static_range(GROUP):
+                head_index = kv_head * GROUP + query
+                _add_up(part_at, stats_at, out_at, row, head_index, shares, used, KV * GROUP, SHARES, WIDTH, BLOCK)
 
 
 @jit
@@ -291,15 +294,15 @@ def _is_last(ended_at, programs):
 
 @jit
 def _add_up(
-    part_at, stats_at, out_at, row, head, shares, HEADS: tl.constexpr, SHARES: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    part_at, stats_at, out_at, row, head, shares, used, HEADS: tl.constexpr, SHARES: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Combine the shares of one head. Loads bypass the L1 cache, which may contain shares of an earlier step."""
     share, part = tl.arange(0, SHARES), tl.arange(0, BLOCK)
     place = (row.to(tl.int64) * shares + share) * HEADS + head
-    mask = (share < shares)[:, None] & (part < WIDTH)[None, :]
-    largest = tl.load(stats_at + place * 2, share < shares, -float("inf"), cache_modifier=".cg")
-    sums = tl.load(stats_at + place * 2 + 1, share < shares, 0.0, cache_modifier=".cg")
+    mask = (share < used)[:, None] & (part < WIDTH)[None, :]
+    largest = tl.load(stats_at + place * 2, share < used, -float("inf"), cache_modifier=".cg")
+    sums = tl.load(stats_at + place * 2 + 1, share < used, 0.0, cache_modifier=".cg")
     values = tl.load(part_at + place[:, None] * WIDTH + part[None, :], mask, 0.0, cache_modifier=".cg")
     weights = tl.exp2(largest - tl.max(largest, 0))
     output = tl.sum(values * weights[:, None], 0) / tl.sum(weights * sums, 0)
