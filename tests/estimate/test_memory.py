@@ -223,7 +223,7 @@ def test_a_late_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert late == [True, False, False, False], "left open, such work is recorded"
 
 
-@pytest.mark.parametrize("more", ["--retriever --mock-data", "--mtp-layers 1 --position rope"])
+@pytest.mark.parametrize("more", ["--experts 4 --experts-chosen 2", "--mtp-layers 1 --position rope"])
 def test_a_graph_is_not_suggested_to_a_model_that_excludes_it(more: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model gpt2-345m --hidden-dropout 0 --attention-dropout 0 --micro-batch 1 --global-batch 64 --world 1"
     given = ["memory-estimate", *words.split(), *"--bf16 --gpu h200".split(), *more.split()]
