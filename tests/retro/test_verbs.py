@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -282,6 +283,38 @@ def test_memory_of_a_search_is_counted(place: Path, run: Path, capsys: pytest.Ca
     assert "--embedder x: needs --serve" in refused(["memory-estimate", *running(place), "--embedder", "x"], capsys)
     plain = ["memory-estimate", "--serve", "--model", "gpt2-345m", "--retro", database, "--embedder", bert]
     assert f"--retro {database}: needs --retriever" in refused(plain, capsys)
+
+
+def read_by_generation(place: Path, run: Path) -> list[str]:
+    words = f"generate --load {run} --prompt once --tokens 1 --device cpu --retro {place / 'db'}"
+    return [*words.split(), "--embedder", str(place / "bert")]
+
+
+@pytest.mark.parametrize("verb", ["query", "generate", "build"])
+def test_vectors_of_another_width_than_the_embedders_are_refused(
+    place: Path, run: Path, verb: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """All blocks have the same width, so none differs from the others."""
+    for path in (place / "db" / "index").rglob("*.npy"):
+        request.addfinalizer(partial(path.write_bytes, path.read_bytes()))
+        np.save(path, np.load(path)[:, :8])
+    verbs = {"query": querying(place), "generate": read_by_generation(place, run)}
+    words = verbs.get(verb) or building(place, "--index", "Flat")
+    assert "must be float32 [90, 16]; delete it and build it again" in refused(words, capsys)
+
+
+@pytest.mark.parametrize("fault", ["changed", "missing"])
+def test_a_corpus_that_is_not_the_databases_gives_no_neighbours(
+    place: Path, run: Path, fault: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    tokens = place / "b.bin"
+    whole = tokens.read_bytes()
+    request.addfinalizer(lambda: tokens.write_bytes(whole))
+    if fault == "missing":
+        tokens.unlink()
+    else:
+        tokens.write_bytes(whole[2:4] + whole[:2] + whole[4:])
+    assert str(place / "b") in refused(read_by_generation(place, run), capsys)
 
 
 def test_texts_are_continued_and_judged_with_neighbours(

@@ -179,6 +179,8 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generi
     """Read arrays. Errors: ValueError naming the file if the file is missing, is damaged, or lacks an array."""
     if not path.exists() and megatron_path(path).exists():
         return read_hdf5(megatron_path(path), names)
+    if not path.exists():
+        raise ValueError(f"{path}: does not exist; mega retro build writes it")
     try:
         arrays = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -253,6 +255,8 @@ class ChunkDatabase:
     def __init__(self, folder: Path, length: int, eod: int, prefixes: Sequence[str] = ()) -> None:
         self.folder, self.length, self.eod, self._prefixes = folder, length, eod, prefixes
         path = folder / INFOS
+        if not path.exists():
+            raise ValueError(f"{path}: does not exist; mega retro build writes it")
         infos = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
         self.corpora = [_counted(entry, path) for entry in (infos if isinstance(infos, list) else [infos])]
 

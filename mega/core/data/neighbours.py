@@ -148,7 +148,8 @@ def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
     if block.ndim != 2 or len(block) != rows or block.dtype != np.int64:
         raise ValueError(f"{path}: is {block.dtype} {list(block.shape)}, must be int64 [{rows}, neighbours]")
     if block.size and (block.min() < -1 or block.max() >= chunks):
-        raise ValueError(f"{path}: names chunk {block.max()}, but the database has {chunks}")
+        wrong = block.min() if block.min() < -1 else block.max()
+        raise ValueError(f"{path}: names chunk {wrong}, but the database has {chunks}; delete it and query again")
     return np.asarray(block, np.int64)
 
 

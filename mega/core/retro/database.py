@@ -24,7 +24,7 @@ from mega.core.device import Device
 from mega.core.retro.embed import BertEmbedder, open_embedder_of
 from mega.core.retro.index import build_index, index_folder, open_search
 from mega.core.retro.options import DatabaseOptions, LookOptions, QueryOptions
-from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours
+from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, check_vectors, find_neighbours
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.kinds.pretraining import datasets, plain_datasets
 from mega.core.training.start.inputs import resolve_run
@@ -73,6 +73,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
         build_vectors(folder, manifest, tokenizer, embedder, share, report)
     if share.whole and options.index is not None:
         chunks = len(ChunkDatabase(folder, manifest.chunk_length, manifest.eod))
+        check_vectors(folder, manifest, chunks, embedder.width)
         build_index(folder, manifest, chunks, options.index, options.index_train, report)
 
 
@@ -85,6 +86,7 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
     embedder = open_embedder_of(folder, manifest, search.embedder, str(device))
     data = plain_datasets(run, tokenizer)
     chunks = len(ChunkDatabase(folder, manifest.chunk_length, manifest.eod))
+    check_vectors(folder, manifest, chunks, embedder.width)
     find = open_search(folder, manifest, chunks, device, search.index, search.probes)
     for name, hashes in data.described.items():
         dataset = getattr(data, name)

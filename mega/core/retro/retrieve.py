@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from mega.core.config.sections import ModelConfig
 from mega.core.data.chunks import ChunkDatabase
-from mega.core.data.neighbours import DatabaseManifest, neighbour_tokens
+from mega.core.data.indexed import IndexedDataset
+from mega.core.data.neighbours import DatabaseManifest, corpus_digest, neighbour_tokens
 from mega.core.inference.options import DecodingLayout, EngineOptions, RetrievalOptions
 from mega.core.inference.request import Citation
 from mega.core.inference.retrieval import (
@@ -27,6 +28,7 @@ from mega.core.inference.retrieval import (
 )
 from mega.core.retro.embed import Embedder, open_embedder_of
 from mega.core.retro.index import Search, open_search, search_bytes
+from mega.core.retro.stages import check_vectors
 from mega.core.text.tokenizer import Tokenizer
 
 
@@ -60,10 +62,19 @@ def open_retriever(retrieval: RetrievalOptions, model: ModelConfig, tokenizer: T
             f"--retro {retro}: was made with the tokenizer {manifest.tokenizer}, the model's is {tokenizer.identity()}"
         )
     embedder = open_embedder_of(folder, manifest, retrieval.embedder or "", device)
+    _check_corpora(retro, manifest)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
+    check_vectors(folder, manifest, len(database), embedder.width)
     search = open_search(folder, manifest, len(database), torch.device(device), retrieval.index, retrieval.probes)
     sizes = search_bytes(folder, manifest, len(database), embedder.width, retrieval.index, torch.device(device).type)
     return DatabaseRetriever(model, tokenizer, database, embedder, search, embedder.weight_bytes + sizes)
+
+
+def _check_corpora(retro: str, manifest: DatabaseManifest) -> None:
+    """Check the token files from which neighbours are read. Errors: ValueError if they are missing or have changed."""
+    for _, prefix, digest in manifest.corpora:
+        if corpus_digest(IndexedDataset(prefix).content()) != digest:
+            raise ValueError(f"--retro {retro}: its corpus {prefix} has changed since; build the database again")
 
 
 def device_bytes(retrieval: RetrievalOptions, kind: str) -> int:

@@ -111,19 +111,29 @@ def write_array(path: Path, array: NDArray[np.generic]) -> None:
         np.save(file, array, allow_pickle=False)
 
 
-def read_vectors(folder: Path, chunks: int, size: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield the index of the first chunk of each block, and the vectors. Errors: ValueError naming a damaged file."""
-    width = None
+def read_vectors(
+    folder: Path, chunks: int, size: int, width: int | None = None
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Yield the index of the first chunk of each block, and the vectors. width: number of elements of a vector; None
+    for that of the first block. Errors: ValueError naming a missing or damaged file."""
     for block, path in vector_blocks(folder, chunks, size):
         try:
             vectors = read_array(path, "data")
+        except FileNotFoundError:
+            raise ValueError(f"{path}: does not exist; mega retro build writes it") from None
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: cannot be read ({error}); mega retro build writes it") from None
+            raise ValueError(f"{path}: cannot be read ({error}); delete it and build it again") from None
         width = width or vectors.shape[-1]
         if vectors.dtype != np.float32 or vectors.shape != (block.rows, width):
             rule = f"must be float32 [{block.rows}, {width}]"
             raise ValueError(f"{path}: is {vectors.dtype} {list(vectors.shape)}, {rule}; delete it and build it again")
         yield block.first, np.asarray(vectors, np.float32)
+
+
+def check_vectors(folder: Path, manifest: DatabaseManifest, chunks: int, width: int) -> None:
+    """Check that all vectors exist and have the embedder's width. Errors: ValueError naming a file."""
+    for _ in read_vectors(folder, chunks, manifest.block_size, width):
+        pass
 
 
 def find_neighbours(
