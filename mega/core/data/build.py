@@ -44,7 +44,7 @@ _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run. A split without requested samples and an empty split have None."""
+    """The datasets of a run. The dataset of a split is None if no samples are requested or the split is empty."""
 
     train: Dataset | None = None
     """Training set."""
@@ -76,7 +76,8 @@ def samples_requested(
 ) -> tuple[int, int, int]:
     """Return the number of training, validation and test samples that a run may read.
 
-    100 steps with batches of 8, and 5 validation batches every 50 steps: 800, (100 // 50 + 1) * 5 * 8 = 120, 40.
+    Example: 100 steps with batches of 8, and 5 validation batches every 50 steps, need 800, (100 // 50 + 1) * 5 * 8 =
+    120 and 40 samples.
     """
     train = steps * global_batch if train_samples is None else train_samples
     return train, (steps // eval_interval + 1) * eval_iters * global_batch, eval_iters * global_batch

@@ -137,7 +137,7 @@ def chat_dataset(
 ) -> ChatDataset:
     """Build at least `samples` rows from conversations in JSON lines.
 
-    flag: the flag that names the inputs, for messages. note: function called with messages for the user.
+    flag: the flag that names the inputs, for use in messages. note: function called with messages for the user.
     Raises ValueError naming file and line of an invalid conversation, or if no token is trained.
     """
     key = {

@@ -1,4 +1,4 @@
-"""Option sections of `mega preprocess` and the `mega data` verbs. This module does not import torch."""
+"""Option sections of `mega preprocess` and the `mega data` subcommands. This module does not import torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -27,7 +27,7 @@ class PreprocessOptions(VerbSection):
     append_eod: bool = option(False, "end every document with the end-of-document token")
     parse_special_tokens: bool = option(False, "parse the names of special tokens in texts as these tokens")
     workers: int = option(1, "number of processes")
-    on_error: Literal["stop", "skip"] = option("stop", "reaction to a line that is not a document")
+    on_error: Literal["stop", "skip"] = option("stop", "what to do with a line that is not a document")
     text_lines: bool = option(False, "each line of a text file is a document")
     split_sentences: bool = option(False, "cut documents into sentences, as BERT and T5 need")
     sentence_splitter: Literal["punkt", "sentencex"] | None = option(
@@ -36,9 +36,9 @@ class PreprocessOptions(VerbSection):
     lang: str | None = option(None, "language of the sentences [english]")
     keep_newlines: bool = option(False, "keep the white space after each sentence")
     shard: str = option("1/1", "i/N, 1 <= i <= N: process only this part; then join the parts with `mega data merge`")
-    resume: bool = option(False, "record progress on the disk, and resume from the record")
+    resume: bool = option(False, "save progress to disk, and resume from the saved progress")
     overwrite: bool = option(
-        False, "replace token files made from other inputs or settings; those from the same are kept"
+        False, "replace token files made from other inputs or settings; files made from the same ones are kept"
     )
 
 
@@ -137,6 +137,6 @@ class SampleOptions(VerbSection):
     input: tuple[str, ...] = option((), "show a conversation of these files instead", hub="dataset")
     number: int = option(0, "number of the first conversation or training sample, from 0")
     count: int = option(1, "number of consecutive conversations or samples")
-    seq_length: int = option(512, "tokens of a training sample")
+    seq_length: int = option(512, "number of tokens in a training sample")
     seed: int = option(1234, "seed of the samples' order")
     binary_head: bool = option(True, "BERT samples have two parts", megatron={"--bert-no-binary-head": False})

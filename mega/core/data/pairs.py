@@ -122,7 +122,7 @@ def pair_dataset(
 ) -> PairDataset:
     """Build at least `samples` pairs from JSON lines.
 
-    flag: the flag that names the inputs, for messages. note: function called with messages for the user.
+    flag: the flag that names the inputs, for use in messages. note: function called with messages for the user.
     Errors: ValueError naming file and line of an invalid pair, or if no pair has two different answers.
     """
     settings = f"{tokenizer.fingerprint()} {chat.source} {seq_length} {RENDERING} {ANSWER_RULE}"

@@ -39,7 +39,7 @@ _COLUMNS_SECONDS, _COLUMNS_BYTES = (
     100,
     2 << 30,
 )  # limits of a request: seconds, and bytes of address space (at least four times the file's size)
-_WINDOW_BYTES = 1 << 31  # largest window of a Zstandard frame, because large corpora are packed with `zstd --long=31`
+_WINDOW_BYTES = 1 << 31  # largest window of a Zstandard frame, because large corpora are compressed by `zstd --long=31`
 _FREE_WINDOW_BYTES = 1 << 27  # a larger window is accepted only if the compression ratio is below 1024
 _MOST_RATIO = 1 << 10
 _XZ_BYTES = 1 << 30  # memory limit for an xz stream's dictionary and tables
@@ -144,7 +144,7 @@ _SIGNATURES = {
     b"BZh": ("bzip2", ".bz2"),
     b"PAR1": ("parquet", ".parquet"),
 }
-"""First bytes of a packed file -> the format of the file, and the suffix that selects this format."""
+"""First bytes of a compressed file -> the format of the file, and the suffix that selects this format."""
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -208,9 +208,9 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines
     """Return the pieces of the files that shard i of n reads. The pieces of all shards, concatenated, are the whole
     input.
 
-    The stored bytes of all files, concatenated, are cut into n equal ranges. Uncompressed line files may be split at
-    any byte (a line belongs to the range in which it begins); parquet files only between row groups. Any other file is
-    not split, and belongs to the range in which it begins.
+    The stored bytes of all files, concatenated, are divided into n equal ranges. Uncompressed line files may be split
+    at any byte (a line belongs to the range in which it begins); parquet files only between row groups. Any other file
+    is not split, and belongs to the range in which it begins.
     """
     index, count = shard
     sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
@@ -291,7 +291,7 @@ def _end_of_line(file: BinaryIO, offset: int) -> int:
 
 
 def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Yield blocks of lines of a file that is unpacked, or converted from plain text, sequentially from the file's
+    """Yield blocks of lines of a file that is decompressed, or converted from plain text, sequentially from the file's
     beginning."""
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
         unpacked = _skipped(text, done)
@@ -365,7 +365,7 @@ def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that readers of packed files raise. The errors of zlib and isal are not subclasses of
+    """Return the exceptions that readers of compressed files raise. The errors of zlib and isal are not subclasses of
     OSError."""
     exceptions: list[Any] = [OSError, EOFError, ValueError, lzma.LZMAError, zlib.error]
     with contextlib.suppress(ImportError):
@@ -384,7 +384,7 @@ def _stored(path: Path) -> BinaryIO:
 
 
 def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
-    """Return a file object that reads the unpacked bytes."""
+    """Return a file object that reads the decompressed bytes."""
     opener: Any
     suffix = path.suffix.lower()
     if suffix == ".gz":
@@ -431,7 +431,7 @@ def _from_xz(stored: BinaryIO) -> BinaryIO:
 
 
 def _xz_pieces(stored: BinaryIO) -> Iterator[bytes]:
-    """Unpack concatenated xz streams in pieces of at most _PIECE_BYTES. `lzma.open` is not used, because it has no
+    """Decompress concatenated xz streams in pieces of at most _PIECE_BYTES. `lzma.open` is not used, because it has no
     memory limit."""
     packed = stored.read(_PIECE_BYTES)
     while packed.strip(b"\0"):  # streams may be padded
@@ -473,10 +473,11 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
 
 
 def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield the parts of concatenated frames, and whether each part ends a frame. A part unpacks to at most 128 KiB.
+    """Yield the parts of concatenated frames, and whether each part ends a frame. A part decompresses to at most 128
+    KiB.
 
-    The library unpacks its whole input in one call (64 KiB can become 2 GiB), and does not detect a truncated file.
-    Source: RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
+    The library decompresses its whole input in one call (64 KiB can become 2 GiB), and does not detect a truncated
+    file. Source: RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
     """
 
     def exactly(size: int) -> bytes:
@@ -531,7 +532,7 @@ def _columns(memory: int) -> Confined:
 
 def _ask_columns(path: Path, /, **question: Any) -> Any:
     """Send a request about a file to the process of `_columns`. The memory limit of the process grows with the size of
-    the file, since row groups can be larger when unpacked."""
+    the file, since row groups can be larger when decompressed."""
     if find_spec("pyarrow") is None:
         raise ValueError(f"{path}: cannot be read: needs pyarrow; pip install '.[data]' in a clone")
     memory = _COLUMNS_BYTES

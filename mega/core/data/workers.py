@@ -64,7 +64,7 @@ class Workers(Generic[Ask, Answer]):
             stack.enter_context(_one_thread_each())
             asks = (_ASKS_EACH * self._count) + 1
             forked = _can_fork()
-            work = self._here()  # also if processes are spawned, so that this process reports errors
+            work = self._here()  # even if processes are spawned, so that this process reports errors
             if forked:
                 memory = memoryview(mmap.mmap(-1, asks * BUFFER_BYTES))
                 buffers = [memory[i * BUFFER_BYTES : (i + 1) * BUFFER_BYTES] for i in range(asks)]
@@ -121,7 +121,7 @@ def _can_fork() -> bool:
 def _one_thread_each() -> Iterator[None]:
     """Limit libraries to one thread each, in all processes that are started inside this context.
 
-    A process whose libraries have not started threads can also be forked.
+    In addition, a process whose libraries have not started threads can safely be forked.
     """
     thread_limits = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "FASTOKENS_BPE_THREADS"), "1")
     settings = thread_limits | {"TOKENIZERS_PARALLELISM": "false"}

@@ -2,15 +2,15 @@
 
 start, capacity           start an engine on ranks; compute how many tokens fit into memory next to the weights
 request, engine           the requests and events of an engine, and the engine itself
-schedule, chunks, cache   choose the tokens that a step computes, and assign blocks of the cache to them
+schedule, chunks, cache   choose the tokens that a step computes, and assign cache blocks to these tokens
 step, relay, worker       a step as integers, its transport to all ranks, and each rank's share of the step
-paged_cache, graphs       keys and values in blocks, and recorded CUDA graphs
+paged_cache, graphs       keys and values in blocks, and captured CUDA graphs
 sampling, beam            choose tokens from logits (temperature, top-k, top-p); beam search
-speculate, drafts         speculative decoding: propose tokens ahead of the model; ahead_drafts: by its own layers
+speculate, drafts         speculative decoding: propose tokens; ahead_drafts: with the model's own layers
 embedding                 embed texts with a BERT
 retrieval                 find the neighbours that a model with a retriever reads when a chunk ends
 text_stream               convert tokens to text as they arrive, in complete characters
-options                   option sections of verbs that decode
+options                   option sections of subcommands that decode
 
 loading                   load weights, tokenizer, template and adapters of a model in any format
 generation                `mega generate` and `mega chat`

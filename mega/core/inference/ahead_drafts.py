@@ -1,8 +1,9 @@
-"""Guess tokens with the model's own layers of multi-token prediction.
+"""Guess tokens with the model's own multi-token prediction layers.
 
-Layer d reads, at each position i, the stream of the layer before it and the embedding of token i + d, and predicts
-token i + d + 1. With tokens 0 to n known, position n - 1 is the last whose final norm the model has computed. There
-layer 1 guesses token n + 1, and each further layer guesses one more token, from the previous guess:
+Layer d reads, at each position i, the hidden state from layer d - 1 and the embedding of token i + d, and predicts
+token i + d + 1. With tokens 0 to n known, position n - 1 is the last position for which the model has computed the
+final norm. At this position, layer 1 guesses token n + 1, and each further layer guesses one more token from the
+previous guess:
 
     position          n - 2      n - 1
     layer 1 reads     token n-1  token n     -> guesses token n + 1
@@ -47,7 +48,7 @@ class _Watched:
     """Outputs of the final norm, each [t, h]."""
     blocks: list[int] = field(default_factory=list)
     promised: int = 0
-    """Number of reserved blocks that the sequence has not taken yet."""
+    """Number of blocks that are reserved for the sequence but not allocated yet."""
 
     @property
     def end(self) -> int:
@@ -88,8 +89,9 @@ class _Run(NamedTuple):
 
 
 class AheadDrafts:
-    """Guesses with the layers of `stage`. blocks: blocks of their cache. requests: maximum number of requests in
-    flight. vocab: ids below this are guessed. chunk: maximum number of positions of one sequence in a pass."""
+    """Guesses tokens with the multi-token prediction layers of `stage`. blocks: blocks of the layers' cache. requests:
+    maximum number of requests in flight. vocab: only ids below this value are guessed. chunk: maximum number of
+    positions of one sequence in a pass."""
 
     eager = True
 
@@ -104,7 +106,7 @@ class AheadDrafts:
         self._watched: OrderedDict[int, _Watched] = OrderedDict()
 
     def watch(self, step: Step, normed: torch.Tensor) -> None:
-        """Keep the states of a step of the model. normed: [tokens, h], the output of its final norm."""
+        """Store the hidden states of one step of the model. normed: [tokens, h], the output of its final norm."""
         start = 0
         for number, count, length in zip(
             step.sequences.tolist(), step.counts.tolist(), step.lengths.tolist(), strict=True
@@ -135,7 +137,7 @@ class AheadDrafts:
         return [guesses.get(each.number, []) for each in asked]
 
     def _admit(self, asked: Guessed) -> bool:
-        """Whether the states of all known tokens but the last are there, and the cache has room for the sequence."""
+        """Whether the states of all known tokens but the last are stored, and the cache has space for the sequence."""
         watched = self._watched.get(asked.number)
         if watched is None:
             return False
@@ -150,7 +152,8 @@ class AheadDrafts:
         return True
 
     def _last_run(self, asked: Guessed) -> _Run:
-        """The positions that end with the one at which tokens are guessed; earlier ones are computed in chunks."""
+        """Return the last positions of a sequence, at which tokens are guessed; earlier positions are computed here, in
+        chunks."""
         watched, ids, depths = self._watched[asked.number], list(asked.ids), self._step.depths
         while watched.end - watched.first >= self._chunk + depths:
             first = watched.first
@@ -159,14 +162,14 @@ class AheadDrafts:
         return _Run(watched, ids, first, watched.take(count, depths - 1))
 
     def _guess(self, runs: Sequence[_Run], numbers: Sequence[Sequence[tuple[float, ...]]]) -> None:
-        """Append one guess of each layer to the ids of each run. numbers: as in `Guessed`; a run that has fewer rows
-        than layers uses its last row again."""
+        """Append one guess from each layer to the ids of each run. numbers: as in `Guessed`; if a run has fewer rows
+        than there are layers, its last row is used repeatedly."""
         rows = [[each[min(depth, len(each) - 1)] for each in numbers] for depth in range(self._step.depths)]
         self._through(runs, [np.array(row, dtype=np.float64) for row in rows])
 
     def _through(self, runs: Sequence[_Run], numbers: Sequence[NDArray[np.float64]]) -> None:
-        """Run all layers. numbers: for each layer, `Step.numbers` of its guesses, [runs, n]; if empty, no token is
-        guessed."""
+        """Run all layers. numbers: for each layer, `Step.numbers` for the layer's guesses, [runs, n]; if empty, no
+        token is guessed."""
         counts = np.array([len(run.states) for run in runs])
         positions = np.concatenate([run.positions for run in runs])
         addresses, tables = self._allocate(runs)

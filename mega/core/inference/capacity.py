@@ -65,8 +65,8 @@ def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int 
 def neighbour_bytes(model: Architecture, itemsize: int, requests: int) -> int:
     """Return the bytes that a model with a retriever stores for its sequences between steps; 0 for other models.
 
-    Stored are, for each layer that reads neighbours, the keys and values of the neighbours of the last chunk, and, once
-    per sequence, the hidden states of the current chunk.
+    Each layer that reads neighbours stores the keys and values of the last chunk's neighbours. In addition, the hidden
+    states of the current chunk are stored once per sequence.
     """
     if not model.reading:
         return 0

@@ -1,9 +1,10 @@
 """Choose the number of prompt tokens in a step, so that the device is used efficiently but answers are not delayed.
 
 A step with few prompt tokens reads all weights for little work; a step with many prompt tokens delays the next token of
-every running answer. Without running answers, a step has the largest recorded number of tokens. Otherwise, it has the
-largest number for which the step takes at most SLOWER times as long as a step with the running answers alone, according
-to the durations measured when the steps were recorded. This module depends on neither requests nor models.
+every running answer. Without running answers, a step has the largest number of tokens for which a CUDA graph was
+captured. Otherwise, it has the largest number for which the step takes at most SLOWER times as long as a step with the
+running answers alone, according to the durations measured after the graphs were captured. This module depends on
+neither requests nor models.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ the time between tokens is less than 3 times the median."""
 
 
 class Chunks:
-    """Chooses the number of prompt tokens in a step. Call the object with the number of running answers. asked: the
-    user's value, or None. recorded: numbers of tokens in recorded steps, in increasing order; () without graphs."""
+    """Chooses the number of prompt tokens in a step. Call the object with the number of requests that are currently
+    decoding. asked: the user's value, or None. recorded: numbers of tokens in steps captured as CUDA graphs, in
+    increasing order; () without graphs."""
 
     def __init__(self, asked: int | None, recorded: Sequence[int] = ()):
         self._asked, self._recorded = asked, tuple(recorded)
@@ -46,7 +48,7 @@ class Chunks:
         """
         if not self._recorded:
             return self._asked or PLAIN
-        if self._asked is not None:  # limits all tokens of a step, including new tokens of answers
+        if self._asked is not None:  # this limits all tokens in a step, including new tokens of answers
             return max(self._asked - rows, self._asked // 2, 1)
         alone = self._seconds.get(GraphShape("single", graph_rows(rows))) if rows else None
         if rows and alone is None:

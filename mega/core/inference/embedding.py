@@ -148,7 +148,7 @@ class EmbeddingEngine:
         return queued
 
     def warm_up(self) -> float:
-        """Return 0 seconds, because this engine compiles and records nothing."""
+        """Return 0 seconds, because this engine compiles no kernels and captures no graphs."""
         return 0.0
 
     def close(self) -> None:

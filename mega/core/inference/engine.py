@@ -96,7 +96,7 @@ class BatchingEngine:
         return events
 
     def _taken(self, launched: Launched) -> list[Event]:
-        """Return the events of a step's results, with the neighbours that the model has read."""
+        """Return the events for a step's results, with the neighbours that the model has read."""
         reader, numbers = self._worker.reader, self._scheduler.sequences()
         events = self._scheduler.take(launched.choices())
         if reader is None:
@@ -115,7 +115,7 @@ class BatchingEngine:
         return self._last
 
     def warm_up(self) -> float:
-        """Run one step of each shape before the first request, to compile kernels and record graphs.
+        """Run one step of each shape before the first request, to compile kernels and capture graphs.
 
         The measured durations determine how many prompt tokens later steps contain. No request may be in flight. All
         objects that exist after the warm-up are excluded from Python's garbage collection, whose passes would otherwise
@@ -137,7 +137,7 @@ class BatchingEngine:
             step = scratch_step(shape_counts(shape, longest), size, free=self._scheduler.blocks.never_used)
             if graphs is not None and graphs.shape_of(step) == shape:
                 self._given(step).choices()
-                # The first run of a shape has recorded the graph; the second run is timed.
+                # The first run of a shape has captured the graph; the second run is timed.
                 start = time.monotonic()
                 self._given(step).choices()
                 self._chunks.note_duration(shape, time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""Run steps as CUDA graphs, which are recorded once for each number of rows or tokens and then replayed.
+"""Run steps as CUDA graphs, which are captured once for each number of rows or tokens and then replayed.
 
 The host needs more time to launch a block's kernels for one token than the device needs to run them; with tensor
 parallelism, this is true even for a prompt. A step's arrays are copied to the graph's input memory, and padded with
@@ -55,17 +55,17 @@ class GraphShape(NamedTuple):
 
 
 class StepGraphs:
-    """The graphs of a stage. Calling the object with a step and its cargo returns the output of `decode` for the step,
-    valid until the next call.
+    """The graphs of a stage. Calling the object with a step and the previous stage's hidden states (`cargo`) returns
+    the output of `decode` for the step, valid until the next call.
 
-    width: number of blocks of the longest sequence. latest: int64 [requests], the last token of each request, see
+    width: maximum number of blocks in a sequence. latest: int64 [requests], the last token of each request, see
     `known`. ends: whether this stage is the first stage, and whether it is the last. runs: maximum number of runs in a
-    step. most: maximum number of tokens in a recorded step with prompts. record: records graphs (replaced in tests).
-    agree: function that returns the first problem of any rank to all ranks of the step, because a graph that only some
-    ranks replay would wait forever.
+    step. most: maximum number of tokens in a captured step with prompts. record: captures graphs (replaced in tests).
+    agree: function that returns the first error of any rank on all ranks of the step. Ranks must agree, because a graph
+    that only some ranks replay would wait forever.
 
-    The first step of a shape is computed without a graph, then recorded. If recording fails, or the graph gives a
-    different result, no further graph is recorded, and the reason is logged as a warning.
+    The first step of a shape is computed without a graph, then captured. If the capture fails, or the graph gives a
+    different result, no further graph is captured, and the reason is logged as a warning.
     """
 
     def __init__(
@@ -313,8 +313,8 @@ class _Graph:
         return self._of(step)
 
     def _of(self, step: Step) -> torch.Tensor:
-        """Return the part of the output that belongs to a step: logits of the wanted rows, or the cargo for the next
-        stage."""
+        """Return the part of the output that belongs to a step: logits of the wanted rows, or the hidden states for the
+        next stage."""
         return self._out[: len(step.wanted) if self._last else len(step.tokens)]
 
     def _work(self) -> None:
@@ -331,7 +331,7 @@ class _Graph:
 
 
 def shape_counts(shape: GraphShape, longest: int) -> list[int]:
-    """Return the lengths of the runs, at most `longest` each, of a step that fills the graph of a shape.
+    """Return the run lengths, at most `longest` each, of a step that fills the graph of a shape.
 
     >>> shape_counts(GraphShape("single", 2), 100), shape_counts(GraphShape("many", 256), 100)
     ([1, 1], [100, 100, 56])

@@ -41,7 +41,7 @@ class DecodingLayout(VerbSection):
     pp: int = like(ParallelConfig, "pp", help="pipeline stages")
     ep: int = like(ParallelConfig, "ep", help="ranks over which experts are split, chosen from the tensor ranks")
     dtype: Literal["fp32", "bf16", "fp16"] | None = option(
-        None, "dtype of the computation [fp32 on a CPU, else the weights' own]"
+        None, "dtype of the computation [fp32 on a CPU, else the dtype of the weights]"
     )
     device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device", help="device of the tensors")
 
@@ -57,11 +57,11 @@ class EngineOptions(VerbSection):
         None, "maximum number of prompt tokens in a step [depends on the device]", within=COUNT
     )
     cache_tokens: int | None = option(
-        None, "tokens of the KV cache, shared by all sequences [all that fit]", within=COUNT
+        None, "capacity of the KV cache in tokens, shared by all sequences [as many as fit]", within=COUNT
     )
     batch_invariant: bool = option(False, "make every answer bitwise independent of other requests")
     cuda_graph: bool | None = option(None, "use CUDA graphs on a GPU [on]")
-    fp8_weights: bool = option(False, "store the weights of linear layers in 8 bits, with one scale for each output")
+    fp8_weights: bool = option(False, "store the weights of linear layers in 8 bits, with one scale per output feature")
     speculate: str | None = option(
         None,
         "speculative decoding: guesses from the text itself, the model's own --mtp-layers, or a small model [off]",
@@ -74,8 +74,8 @@ class EngineOptions(VerbSection):
     vocab: int | None = None
     """Only ids below this value can be chosen; None to allow all ids of the model."""
     ahead: int | None = None
-    """Number of steps launched on the device in addition to the first step whose results are not known; None for 1 on a
-    CUDA device, plus 1 per pipeline stage after the first."""
+    """Number of steps to launch ahead of the oldest step whose results are still pending. None: 1 on a CUDA device (0
+    otherwise), plus 1 for each pipeline stage after the first."""
 
     def check(self, device: str = "auto", adapter: Collection[str] = ()) -> None:
         """Check flags. Errors: ValueError naming flags that exclude each other."""
@@ -107,11 +107,11 @@ class RetrievalOptions(VerbSection):
     title: ClassVar[str] = "Neighbours"
 
     retro: str | None = option(
-        None, "for a model with a retriever: database built by mega retro build; none: read no neighbours"
+        None, "for a model with a retriever: database built by mega retro build; none disables retrieval"
     )
-    embedder: str | None = option(None, "with --retro: the BERT that embedded its chunks", metavar="<path>")
+    embedder: str | None = option(None, "with --retro: the BERT that embedded the database's chunks", metavar="<path>")
     index: str | None = option(None, "with --retro: search this index of the database [exact search]")
-    probes: int = option(256, "with --index: lists that are searched", within=COUNT)
+    probes: int = option(256, "with --index: number of lists to search", within=COUNT)
 
     def check(self) -> None:
         """Check flags. Errors: ValueError if only one of --retro and --embedder is given."""
@@ -130,12 +130,14 @@ class GenerateOptions(VerbSection):
     title: ClassVar[str] = "Texts"
 
     load: Path | None = option(
-        None, "a run's directory (its newest step), one step in it, foreign weights, or a name of the Hub", hub="model"
+        None,
+        "a run's directory (its newest step), one step in it, weights in another format, or a model on the Hub",
+        hub="model",
     )
     url: str | None = option(None, "use PUT /api of a running server, such as mega serve", metavar="HOST:PORT")
     prompt: str | None = option(None, "text to continue [read from the terminal, else a new document]")
     input: Path | None = option(
-        None, "file of prompts: JSON lines (.jsonl), else one prompt a line", megatron="--sample-input-file"
+        None, "file of prompts: JSON lines (.jsonl), else one prompt per line", megatron="--sample-input-file"
     )
     output: Path | None = option(
         None,
@@ -143,7 +145,7 @@ class GenerateOptions(VerbSection):
         megatron=dict.fromkeys(("--sample-output-file", "--genfile"), VALUE),
     )
     num_samples: int = option(0, "number of new documents to generate, as JSON lines", within=FROM_0)
-    unconditional: bool = option(False, "with --num-samples: write all_text and id too, as Megatron-LM does")
+    unconditional: bool = option(False, "with --num-samples: also write all_text and id, as Megatron-LM does")
     tokens: int = option(100, "maximum number of generated tokens", megatron="--out-seq-length", within=COUNT)
     beams: int = option(
         0,
@@ -151,12 +153,12 @@ class GenerateOptions(VerbSection):
         megatron="--beam-width",
         within=Range("0 to 128", lambda value: 0 <= value <= 128),
     )
-    length_penalty: float | None = option(None, "with --beams: divide scores by length ** this [1]")
+    length_penalty: float | None = option(None, "with --beams: divide scores by length raised to this power [1]")
     adapter: tuple[str, ...] = option(
-        (), "LoRA adapter; rows of --input may choose one by the key adapter [the first]", metavar="NAME=DIR"
+        (), "LoRA adapter; rows of --input may select one with the key adapter [the first]", metavar="NAME=DIR"
     )
     nproc: int | None = like(RuntimeConfig, "nproc", help="number of local ranks to start [tp x pp]")
-    chat_template: str | None = option(None, "refused: use mega serve to answer by a chat template")
+    chat_template: str | None = option(None, "not supported: use mega serve to answer with a chat template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,7 @@ class ChatOptions(VerbSection):
     name: str | None = option(None, "with --url: name of the model on the server")
     system: str | None = option(None, "system message")
     tokens: int | None = option(
-        None, "maximum number of tokens of an answer [512; with --url, the server's own default]", within=COUNT
+        None, "maximum number of tokens in an answer [512; with --url, the server's default]", within=COUNT
     )
     adapter: tuple[str, ...] = option((), "LoRA adapter to use", metavar="NAME=DIR")
     chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
@@ -179,8 +181,8 @@ class ChatOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(VerbSection):
-    """Sampling options of `mega generate`. None means that an option is not given: beam search does not sample, and a
-    server applies its defaults."""
+    """Sampling options of `mega generate`. None means that an option was not given, because beam search does not sample
+    and a server applies its own defaults."""
 
     title: ClassVar[str] = "Sampling"
 
@@ -188,10 +190,12 @@ class SamplingOptions(VerbSection):
     greedy: bool = option(False, "same as --temperature 0")
     top_k: int | None = option(None, "sample from the k most likely tokens [0: off]")
     top_p: float | None = option(None, "sample from the most likely tokens whose probabilities add up to p [1: off]")
-    top_p_decay: float | None = option(None, "factor of top-p after each token [0: off]")
-    top_p_bound: float | None = option(None, "lower bound of that decay [0]")
+    top_p_decay: float | None = option(None, "multiply top-p by this factor after each token [0: off]")
+    top_p_bound: float | None = option(None, "lower bound of top-p with --top-p-decay [0]")
     min_p: float | None = option(None, "minimum probability, relative to that of the most likely token [0]")
-    repetition_penalty: float | None = option(None, "make tokens of the text less likely; 1 is off [1]")
+    repetition_penalty: float | None = option(
+        None, "make tokens that already occur in the text less likely; 1 is off [1]"
+    )
     seed: int | None = option(None, "random seed; the same seed gives the same text [0]")
 
     def given(self) -> dict[str, Any]:

@@ -167,8 +167,8 @@ class Request:
     the log-probability of this token; None to report no log-probabilities. Log-probabilities are computed before
     penalties, temperature and filters."""
     prompt_logprobs: bool = False
-    """Whether to report log-probabilities also for the prompt's tokens, and for the `logprobs` most likely ids at each
-    position."""
+    """Whether to also report log-probabilities for the prompt's tokens, and for the `logprobs` most likely ids at each
+    of the prompt's positions."""
     beams: int = 0
     """Width of a beam search, which ignores `sampling`; 0 to sample instead."""
     length_penalty: float = 1.0

@@ -4,10 +4,10 @@ Continuous batching: requests join and leave between steps. A prompt is computed
 tokens of running answers; a prefix that an earlier prompt has computed is reused. A request is admitted when blocks for
 its longest possible answer can be reserved, so no request in flight waits for memory.
 
-A step can be made before the results of earlier steps are known, because a step refers to a token that is not known yet
-by the index of the token's request. If a result ends a request, the tokens that later steps in flight compute for this
-request are dropped. Only requests whose next step depends on the host, such as constrained requests, wait for these
-results. This module runs only on the host, and depends on neither the model nor ranks.
+A step can be built before the results of earlier steps are known, because it contains the index of the token's request
+in place of each token that is not known yet. If a result ends a request, the tokens that later steps in flight compute
+for this request are dropped. Only requests whose next step depends on the host, such as constrained requests, wait for
+these results. This module runs only on the host, and depends on neither the model nor ranks.
 """
 
 from __future__ import annotations
@@ -212,11 +212,11 @@ class Scheduler:
     """Turns requests into steps, and the results of steps into events.
 
     chunk: function that returns the maximum number of prompt tokens in a step, given the number of running sequences.
-    in_order: whether steps may be split, so that a run that shares a block must come after the run that computes the
-    block. adapters: names of the adapters; the first adapter has index 1. groups: number of groups of requests; a step
-    computes new tokens of one group only, so that `groups` pipeline stages can compute at the same time. ahead: whether
-    a step may be made before the results of earlier steps are known. drafter: guesses tokens for speculative decoding.
-    shares: whether requests reuse cached blocks of common prefixes.
+    in_order: whether a run that shares a block must come after the run that computes the block, which is required if
+    steps are split. adapters: names of the adapters; the first adapter has index 1. groups: number of groups of
+    requests; a step computes new tokens of one group only, so that `groups` pipeline stages can compute at the same
+    time. ahead: whether a step may be made before the results of earlier steps are known. drafter: guesses tokens for
+    speculative decoding. shares: whether requests reuse cached blocks of common prefixes.
     """
 
     def __init__(
@@ -360,8 +360,8 @@ class Scheduler:
 
     def _group_of_next(self) -> int:
         """Return the group for a request whose first token is chosen in this step. This is the group of the step,
-        because the group's next step follows when the token is known; or the smallest group, if that group is much
-        smaller."""
+        because the group's next step follows when the token is known. If the smallest group is much smaller, that group
+        is returned instead."""
         if self._groups == 1:
             return 0
         sizes = [0] * self._groups

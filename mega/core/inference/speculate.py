@@ -10,8 +10,8 @@ guesses, because a random draw depends only on the request's seed and the token'
     AheadDrafts   guesses with the model's own layers of multi-token prediction (ahead_drafts.py)
     Drafter       their interface
 
-`Confidence` decides from previous results whether to guess a request's next tokens. If guesses fail, the request is
-computed without speculation, with steps launched ahead. This module does not depend on the model.
+`Confidence` decides from previous results whether to guess a request's next tokens. If guesses are often wrong, the
+request is computed without speculation, with steps launched ahead. This module does not depend on the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 MOST = 15
-"""Maximum number of guessed tokens of a sequence. Together with the last known token, they fill a recorded graph."""
+"""Maximum number of guessed tokens of a sequence. Together with the last known token, they fill a captured CUDA
+graph."""
 
 TOKENS = 64
 """Maximum number of tokens in a step with guesses. With more sequences, the device is fully used without guesses."""
@@ -30,12 +31,13 @@ LONGEST, SHORTEST = 4, 2
 """Maximum and minimum length of the n-grams that `NGrams` searches for."""
 
 SURE, UNSURE = 2, 2
-"""Number of consecutive right guesses after which a request's tokens are guessed, and number of consecutive steps
-without a right guess after which guessing stops."""
+"""Number of consecutive correct guesses after which a request's tokens are guessed, and number of consecutive steps
+without a correct guess after which guessing stops."""
 
 REST, LONGEST_REST = 16, 1024
 """Number of tokens for which an eager drafter pauses after wrong guesses; each further pause is four times as long, up
-to the second number. After a pause, the drafter guesses only one token, to keep the cost of a wrong guess low."""
+to the second of these two numbers. After a pause, the drafter guesses only one token, to keep the cost of a wrong guess
+low."""
 
 
 class Guessed(NamedTuple):
@@ -52,7 +54,7 @@ class Drafter(Protocol):
     """Interface of classes that guess tokens.
 
     eager: whether the drafter guesses from the start and pauses after wrong guesses, because guesses take time. If
-    False, guesses take no time, and are used after earlier guesses for the text have been right.
+    False, guesses take no time, and are used after earlier guesses for the text have been correct.
     """
 
     eager: bool
@@ -75,9 +77,9 @@ class Confidence:
     reach: int = 3
     """Maximum number of tokens to guess in one step."""
     right: int = 0
-    """Number of consecutive right guesses."""
+    """Number of consecutive correct guesses."""
     wrong: int = 0
-    """Number of consecutive steps without a right guess."""
+    """Number of consecutive steps without a correct guess."""
     expected: list[int] = field(default_factory=list)
     """Guessed tokens that no step has checked, for comparison with the next tokens."""
     pause: int = 0
@@ -109,7 +111,7 @@ class Confidence:
         if self.wrong >= UNSURE:
             self.active, self.right, self.expected = False, 0, []
             if self.pause:
-                self.wrong, self.reach = UNSURE - 1, 1  # after a pause, one step without a right guess is enough
+                self.wrong, self.reach = UNSURE - 1, 1  # after a pause, one step without a correct guess is enough
             else:
                 self.wrong = 0
             self.rest, self.pause = self.pause, min(4 * self.pause, LONGEST_REST)

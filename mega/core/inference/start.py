@@ -125,7 +125,7 @@ def engine_on(
 
 
 def _check_graphs(options: EngineOptions, model: Architecture, device: Device) -> None:
-    """Check --cuda-graph. Errors: ValueError if steps of the model cannot be recorded on the device."""
+    """Check --cuda-graph. Errors: ValueError if steps of the model cannot be captured as graphs on the device."""
     if options.cuda_graph and model.cached.softcap is not None:
         raise ValueError("--cuda-graph: soft-capped attention is not recorded; valid here: --no-cuda-graph")
     if options.cuda_graph and not device.is_cuda:
@@ -133,12 +133,13 @@ def _check_graphs(options: EngineOptions, model: Architecture, device: Device) -
 
 
 def _records(options: EngineOptions, device: Device, retriever: Retriever | None) -> bool:
-    """Return whether the model's steps are recorded as graphs."""
+    """Return whether the model's steps are captured as CUDA graphs."""
     return device.is_cuda and options.cuda_graph is not False and retriever is None and options.speculate != MTP
 
 
 def drafting_layers(options: EngineOptions, model: Architecture) -> int:
-    """Return the number of layers that guess tokens and have keys and values in a cache of as many blocks."""
+    """Return the number of multi-token prediction layers, which guess tokens with a separate cache of equally many
+    blocks."""
     return len(model.output.ahead) if options.speculate == MTP else 0
 
 
@@ -183,7 +184,7 @@ def drafter_of(options: EngineOptions, worker: Worker, blocks: int, device: Devi
 
 def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
     """Return the mesh of the ranks that decode. The ranks of --tp divide the experts, or shards of experts, among
-    them."""
+    themselves."""
     return Mesh(rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
 
 

@@ -49,8 +49,8 @@ class Worker:
 
     stage: a stage of a decoder, in evaluation mode. tile: if given, a step is split into steps of this number of
     tokens. requests: maximum number of requests in flight. vocab: only ids below this value can be chosen. adapters:
-    the adapters of the stage's linears. graphs: whether to record and replay CUDA graphs, if attention and steps
-    permit. most: maximum number of tokens in a recorded step with prompts. retriever: finds neighbours for a model with
+    the adapters of the stage's linears. graphs: whether to capture and replay CUDA graphs, if attention and steps
+    permit. most: maximum number of tokens in a captured step with prompts. retriever: finds neighbours for a model with
     a retriever; such a model must run on one rank, without graphs.
     """
 
@@ -160,7 +160,7 @@ class Worker:
         return logits
 
     def watch_with(self, watch: Watch) -> None:
-        """Call `watch` after each step. Steps must not be recorded as graphs, and must not be split."""
+        """Call `watch` after each step. Steps must not be captured as CUDA graphs, and must not be split."""
         assert self.graphs is None and self.tile is None
         self.watch, self._decode.keeps_normed = watch, True
 
@@ -296,7 +296,7 @@ def paged_cache(
     invariant: bool = False,
 ) -> PagedCache:
     """Return an empty cache for layers of a stage. windows: for each layer, the maximum number of keys that a token
-    attends to. blocks: number of blocks, and of tokens in a block. first: number of the first layer."""
+    attends to. blocks: number of blocks, and of tokens in a block. first: index of the first layer."""
     size = stage.architecture.cached
     shape = (len(windows), *blocks, 2, size.kv_heads // tp, size.head_dim)
     tables = _tables(stage.architecture, stage.dtype, device)

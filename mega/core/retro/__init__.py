@@ -5,6 +5,6 @@ embed      embed texts with a BERT
 index      an approximate index of the vectors, made with faiss
 search     exact search for the nearest vectors
 retrieve   neighbours of texts during generation and evaluation
-database   the verbs: checks, and the sequence of stages
-options    option sections of the verbs
+database   the subcommands: checks, and the sequence of stages
+options    option sections of the subcommands
 """

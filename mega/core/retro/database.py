@@ -1,4 +1,4 @@
-"""Implement the verbs of `mega retro`: the checks before each stage, and the sequence of stages."""
+"""Implement the subcommands of `mega retro`: the checks before each stage, and the sequence of stages."""
 
 from __future__ import annotations
 

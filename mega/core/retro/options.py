@@ -1,4 +1,4 @@
-"""Option sections of the `mega retro` verbs. This module does not import torch."""
+"""Option sections of the `mega retro` subcommands. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ class DatabaseOptions(VerbSection):
         REQUIRED, "token files from which neighbours are taken: prefix, or weight prefix weight prefix ..."
     )
     split: str = option(
-        "969, 30, 1", "the first of these shares: neighbours come from the first documents of each corpus"
+        "969, 30, 1", "data split; neighbours come only from the training documents, the first share of each corpus"
     )
-    chunk_length: int = option(64, "tokens of a chunk", megatron="--retro-gpt-chunk-length", within=COUNT)
-    block_size: int = option(100_000, "chunks of a block", megatron="--retro-block-size", within=COUNT)
-    doc_block_size: int = option(100_000, "documents of a block", megatron="--retro-doc-block-size", within=COUNT)
-    embed_batch: int = option(
-        128, "chunks of one batch of the embedder", megatron="--retro-bert-batch-size", within=COUNT
-    )
+    chunk_length: int = option(64, "tokens per chunk", megatron="--retro-gpt-chunk-length", within=COUNT)
+    block_size: int = option(100_000, "chunks per block", megatron="--retro-block-size", within=COUNT)
+    doc_block_size: int = option(100_000, "documents per block", megatron="--retro-doc-block-size", within=COUNT)
+    embed_batch: int = option(128, "chunks per batch of the embedder", megatron="--retro-bert-batch-size", within=COUNT)
     embed_length: int = option(
         256,
         "the embedder reads at most this many tokens of a chunk",
@@ -54,7 +52,10 @@ class DatabaseOptions(VerbSection):
         1_000_000, "maximum number of vectors that --index is trained on", megatron="--retro-index-ntrain", within=COUNT
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "device for embedding")
-    shard: str = option("1/1", "i/N, 1 <= i <= N: only these blocks; repeat the command without --shard to join them")
+    shard: str = option(
+        "1/1",
+        "i/N, 1 <= i <= N: process only this share of the blocks; repeat the command without --shard to join them",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class QueryOptions(VerbSection):
 
     embedder: str = option(REQUIRED, "the BERT that made the vectors of the database", metavar="<path>")
     candidates: int = option(
-        200, "candidate chunks for each chunk", megatron="--retro-query-num-neighbors-query", within=COUNT
+        200, "number of candidate chunks per query chunk", megatron="--retro-query-num-neighbors-query", within=COUNT
     )
     saved: int = option(
         20,
@@ -74,8 +75,8 @@ class QueryOptions(VerbSection):
         within=COUNT,
     )
     index: str | None = option(None, "search this index, built by mega retro build [exact search]")
-    probes: int = option(256, "lists of --index to search", megatron="--retro-query-nprobe", within=COUNT)
-    shard: str = option("1/1", "i/N, 1 <= i <= N: process only these blocks")
+    probes: int = option(256, "number of lists of --index to search", megatron="--retro-query-nprobe", within=COUNT)
+    shard: str = option("1/1", "i/N, 1 <= i <= N: process only this share of the blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,6 @@ class LookOptions(VerbSection):
 
     title: ClassVar[str] = "Shown"
 
-    chunk: int | None = option(None, "number of a chunk to print", within=FROM_0)
-    sample: int | None = option(None, "number of a sample of --of to print, with its neighbours", within=FROM_0)
+    chunk: int | None = option(None, "index of a chunk to print", within=FROM_0)
+    sample: int | None = option(None, "index of a sample of --of to print, with its neighbours", within=FROM_0)
     of: Literal["train", "valid", "test"] = option("train", "dataset of --sample")

@@ -1,8 +1,8 @@
 """Format conversations as text for a harness whose prompts are text, with the template's control tokens written by
 name.
 
-As in the backends of the harness, the name of a control token in a question is parsed as the control token, and so may
-end the turn. This module does not depend on a harness.
+As in the backends of the harness, the name of a control token in a question is parsed as the control token, and can
+therefore end the turn. This module does not depend on a harness.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def continue_prompts(
     function. stage: this rank's stage, which must support decoding. how: the sampling options of each prompt. ends: ids
     that end an answer. stop: function that returns whether an answer with the given ids is complete. known: only ids
     below this bound are sampled. layers: maximum number of blocks in a stage. relay: connects the ranks of the model.
-    Errors: ValueError if context ranks share rows; RequestError.
+    Errors: ValueError if rows are split over context ranks; RequestError.
     """
     if mesh.cp.size > 1:
         raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")

@@ -61,7 +61,8 @@ from mega.core.training.start.equal import code
 
 SAVE_SECONDS = 5.0
 HASHED_BYTES = 1 << 30
-"""File size above which a data file is identified by size and modification time instead of a hash of the content."""
+"""File size above which a data file is identified by its size and modification time instead of a hash of its
+content."""
 
 
 @dataclass(frozen=True)

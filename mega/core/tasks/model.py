@@ -156,7 +156,8 @@ def check_model(
     usual = model_files.trained_length if task in LABELLED else None
     room = min(architecture(model).positions, LONGEST)
     values["seq_length"] = options.batch.seq_length or usual or room - room % row_unit(model)
-    values["retro"] = None  # a prepared file has no neighbours of these samples: they are searched during scoring
+    # Prepared files contain no neighbours for these samples, so they are searched for during scoring.
+    values["retro"] = None
     values["micro_batch"] = options.batch.micro_batch or MICRO_BATCH
     evaluated = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
     check(evaluated, world)

@@ -47,7 +47,8 @@ Answer = TypeVar("Answer")
 
 
 class StoredAnswers:
-    """Answers by request. path: a file of JSON lines, whose first line is the fingerprint of the settings `about`."""
+    """The answers, keyed by request. path: a file of JSON lines, whose first line is the fingerprint of the settings
+    `about`."""
 
     def __init__(self, path: Path, about: Mapping[str, object], mesh: Mesh, device: torch.device):
         self.path, self._writes = path, mesh.rank == 0

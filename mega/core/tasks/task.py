@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """One number of a result. low, high: the ends of the 95 % confidence interval, or None."""
+    """One figure of a result. low, high: the ends of the 95 % confidence interval, or None."""
 
     name: str
     value: float

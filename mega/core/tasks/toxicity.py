@@ -55,7 +55,7 @@ ATTRIBUTE = "toxicity"
 
 
 class ToxicityPrompt(NamedTuple):
-    """A prompt, and the toxicity of the prompt if that is known."""
+    """A prompt, and the toxicity of the prompt if known."""
 
     text: str
     toxicity: float | None

@@ -1,4 +1,4 @@
-"""Converts text to tokens with several kinds of tokenizers. This package does not depend on models or ranks.
+"""Converts text to tokens with several types of tokenizers. This package does not depend on models or ranks.
 
 tokenizer, build     the interface of a tokenizer, and the builders of all kinds
 gpt2, llama3, huggingface, sentencepiece, wordpiece, fairseq, yuan, null   the kinds of tokenizers, one per file format

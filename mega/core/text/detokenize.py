@@ -1,4 +1,4 @@
-"""Converts published test sets back to normal text by removing blanks around punctuation and other traces of
+"""Converts published test sets back to normal text by removing spaces around punctuation and other traces of
 tokenization.
 
     wiki      WikiText (Merity et al. 2016), with the rules of Megatron-LM's evaluation

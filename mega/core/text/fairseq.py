@@ -1,4 +1,5 @@
-"""GPT-2's BPE with fairseq's ids: the pieces are the same, and their ids follow from a dict.txt after four special ids.
+"""GPT-2's BPE with fairseq's ids: the pieces are GPT-2's, and a dict.txt determines their ids, which follow four
+special ids.
 
 A line of dict.txt contains a GPT-2 id in digits (for `FairseqWords`, a word of any BPE) and its number of occurrences.
 The symbol in the first line has id 4. Lines such as `madeupword0000 0` pad the table to a round size. RoBERTa, BART and
@@ -81,8 +82,8 @@ class FairseqTokenizer(Tokenizer):
 
 
 class FairseqWords(Tokenizer):
-    """A tokenizer from only a dict.txt. The symbols are words between blanks, such as the pieces of a text to which BPE
-    was already applied."""
+    """A tokenizer from only a dict.txt. The symbols are words separated by white space, such as the pieces of a text to
+    which BPE was already applied."""
 
     kind = "FairseqTokenizer"
     bos = SPECIAL["<s>"]

@@ -46,8 +46,7 @@ def first_equal(
     engines: Sequence[str] = ("fastokens",),
     texts: Sequence[str] = PROBES,
 ) -> tuple[str, Encode] | None:
-    """Return name and encoder of the first engine that gives the ids of `definition` on `texts`, or None if no engine
-    does.
+    """Return name and encoder of the first engine that gives the same ids as `definition` on `texts`, or None.
 
     what: name of the tokenizer, for a warning about each engine that fails. tokenizer_json: function that returns the
     vocabulary as a tokenizer.json, or None if this format cannot express the vocabulary.

@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE from vocab.json and merges.txt, with the fastest library that gives the correct ids.
 
 `reference` defines the ids, in Python. A faster engine is used only if it gives the same ids (fast.py). If no engine
-does, `reference` is used, which is the slowest.
+gives the same ids, `reference` is used, which is the slowest.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
 """

@@ -28,14 +28,14 @@ from mega.core.untrusted import Json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-# Names of the tokens for the end and the beginning of a text, used if no file next to tokenizer.json names these
+# Names of the tokens for the end and the beginning of a text, used if no file next to tokenizer.json specifies these
 # tokens.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
 _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
-"""Classes in transformers that apply SentencePiece's rule for blanks even to a BPE tokenizer.json."""
+"""Classes in transformers that apply SentencePiece's rule for spaces even to a BPE tokenizer.json."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
 """Placeholder characters for tokens, one for each combination of lstrip and rstrip."""
 

@@ -4,7 +4,7 @@ A model consists of its weights, its tokenizer and its chat template. A tokenize
 kind, its vocabulary and its behaviour (`Tokenizer.identity`). The fingerprint is stored in token files when they are
 written. For weights, it is computed from the tokenizer files next to the weights. A template is identified by its text.
 
-All decisions are in RULES, and verbs call `judge`. This module does not depend on files or models.
+All decisions are in RULES, and subcommands call `judge`. This module does not depend on files or models.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
     "data note": {"token files": "refused", "earlier version": "taken"},
     "data inspect": {"token files": "reported", "earlier version": "taken"},
 }
-"""Verb -> case -> verdict. A case that is missing for a verb cannot occur. For `serve` and `generate`, an adapter may
-also come with a different tokenizer, and for `serve` with a different template. `eval` needs a template only with
---apply-chat-template. `data merge` refuses the case "earlier version", because fingerprints computed by different
-versions may belong to different tokenizers."""
+"""Subcommand -> case -> verdict. A case that is missing for a subcommand cannot occur. For `serve` and `generate`, an
+adapter may also come with a different tokenizer, and for `serve` with a different template. `eval` needs a template
+only with --apply-chat-template. `data merge` refuses the case "earlier version", because fingerprints computed by
+different versions may belong to different tokenizers."""
 
 ALLOW = "--allow-tokenizer-mismatch"
 
@@ -64,8 +64,8 @@ def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: 
 
 
 def other_files(label: str, noted: TokenizerIdentity | None, given: Tokenizer | None) -> str | None:
-    """Describe how `given` differs from the tokenizer that made token files. Return None if they are equal, or if one
-    of them is unknown."""
+    """Describe how `given` differs from the tokenizer that made token files. Return None if the tokenizers are equal,
+    or if one of them is unknown."""
     if noted is None or given is None or given.made(noted):
         return None
     return f"{label}: was made with {noted}, but the tokenizer given is {given.identity()}"

@@ -39,8 +39,8 @@ class AddedToken(NamedTuple):
 
     name: str
     special: bool  # encoding raw text never yields this token
-    lstrip: bool = False  # the token absorbs blanks to its left
-    rstrip: bool = False  # the token absorbs blanks to its right
+    lstrip: bool = False  # the token absorbs spaces to its left
+    rstrip: bool = False  # the token absorbs spaces to its right
     single_word: bool = False  # the token matches only whole words
     normalized: bool = False  # the token is searched for in the normalised text
 
@@ -107,7 +107,7 @@ def read_object(path: Path) -> dict[str, Json]:
 
 def prepend_scheme(config: Mapping[str, object]) -> str:
     """Return "always", "first" or "never", according to the tokenizer_config.json of a LlamaTokenizer: SentencePiece's
-    blank is prepended to every text between control tokens, only to the first text, or to no text."""
+    space is prepended to every text between control tokens, only to the first text, or to no text."""
     if config.get("add_prefix_space") is False:
         return "never"
     return "always" if config.get("legacy") else "first"

@@ -89,7 +89,7 @@ LIBRARIES: dict[str, Callable[[Path], None]] = {
 
 
 def answer(question: dict[str, str]) -> None:
-    """Read the file in `question`, and encode and decode texts with it. Errors: any exception of the library, and
+    """Read the file in `question`, and encode and decode texts with it. Errors: any exception from the library, or
     ValueError."""
     LIBRARIES[question["library"]](Path(question["path"]))
 

@@ -54,7 +54,7 @@ def _present(token: int) -> int | None:
 
 
 def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
-    """Return the bytes that a piece of the model adds to a text. In pieces, U+2581 represents a blank, and <0x0A> a
+    """Return the bytes that a piece of the model adds to a text. In pieces, U+2581 represents a space, and <0x0A> a
     byte."""
     if model.is_control(token):
         return b""
@@ -66,7 +66,7 @@ class PlainSentencePiece(Tokenizer):
     """A tokenizer with the pieces of a .model file. The model's eos ends a document. For Llama-2, bos also precedes
     every text.
 
-    If Hugging Face's files are next to the model, they add tokens, and determine whether a blank is prepended to text
+    If Hugging Face's files are next to the model, they add tokens, and determine whether a space is prepended to text
     between control tokens. Otherwise, each text between control tokens is encoded separately, as in Meta's programs.
     """
 
@@ -165,12 +165,12 @@ class PlainSentencePiece(Tokenizer):
         return Parsed(ids, self._spans(text, ids, blank))
 
     def _spans(self, text: str, ids: Sequence[int], blank: bool) -> list[Span] | None:
-        """Return the span of characters of each id. blank: whether the model prepended a blank to the text."""
+        """Return the span of characters of each id. blank: whether the model prepended a space to the text."""
         pieces = [self.token_bytes(token) for token in ids]
         if blank and pieces and pieces[0].startswith(b" "):
             pieces[0] = pieces[0][1:]
         spans = aligned(text, pieces)
-        if spans and pieces[0] == b"":  # the blank is a separate token, to which the first character is assigned
+        if spans and pieces[0] == b"":  # the space is a separate token, to which the first character is assigned
             spans[0] = (0, 1)
         return spans
 
@@ -178,7 +178,7 @@ class PlainSentencePiece(Tokenizer):
         return self._spans(text, ids, True)
 
     def _without_blank(self, text: str) -> list[int]:
-        """Encode a text without the blank that the model prepends. The text is encoded after a newline, whose ids are
+        """Encode a text without the space that the model prepends. The text is encoded after a newline, whose ids are
         then removed."""
         ids: list[int] = self._model.encode("\n" + text)
         lead = self._model.encode("\n")
@@ -209,7 +209,7 @@ class PlainSentencePiece(Tokenizer):
         return "".join(texts)
 
     def _decoded(self, run: list[int], number: int) -> str:
-        """Decode a run of pieces of the model. A blank at the beginning is kept if an added token precedes the run."""
+        """Decode a run of pieces of the model. A space at the beginning is kept if an added token precedes the run."""
         text = str(self._model.decode(run))
         return f" {text}" if number and self.piece(run[0]).startswith("\u2581") else text
 

@@ -46,8 +46,8 @@ class _Model:
     pieces: Sequence[tuple[str, float, int]]  # (piece, score, type)
     byte_fallback: bool
     charsmap: bytes  # the compiled normalisation rules
-    squeezes: bool  # removes blanks at both ends of a text, and repeated blanks
-    prefix: bool  # prepends a blank to a text
+    squeezes: bool  # removes spaces at both ends of a text, and repeated spaces
+    prefix: bool  # prepends a space to a text
     odd: bool  # has settings that a tokenizer.json cannot express
 
     @classmethod
@@ -56,7 +56,7 @@ class _Model:
         trainer, normalizer = (protobuf.fields(last(fields, number, b"")) for number in (2, 3))
         inexpressible = bool(last(trainer, 24, 0)) or not last(
             normalizer, 5, 1
-        )  # blanks are at the end of words, or are not escaped
+        )  # spaces are at the end of words, or are not escaped
         return cls(
             kind=last(trainer, 3, 1),
             pieces=pieces_of(fields),

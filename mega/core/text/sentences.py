@@ -27,9 +27,8 @@ _CODES = {
 def splitter(kind: str, language: str = "english", keep_newlines: bool = False) -> Callable[[str], list[str]]:
     """Return a function that splits a text into sentences.
 
-    keep_newlines: whether the blanks and newlines after a sentence remain part of the sentence. sentencex always keeps
-    blanks and newlines.
-    Errors: ValueError if the library or its data is missing.
+    keep_newlines: whether the spaces and newlines after a sentence remain part of the sentence. sentencex always keeps
+    spaces and newlines. Errors: ValueError if the library or its data is missing.
     """
     if kind == "sentencex":
         return _sentencex(language)
@@ -77,14 +76,15 @@ character."""
 _BOUNDARY = re.compile(rf"[.?!](?=(?P<after_tok>{_CLOSING}|\s+(?P<next_tok>\S+)))")
 """Matches a position where a sentence may end."""
 _WITH_BLANKS = re.compile(rf"\S*[.?!]\s*(?=(?P<after_tok>{_CLOSING}|(?P<next_tok>\S+)))|\S+")
-"""Matches a word at a possible end of a sentence, including the blanks after it, or any other word. The second
-alternative avoids quadratic time, because a word is consumed instead of being tried at each character."""
+"""Matches a word at a possible end of a sentence, including the white space after the word, or any other word. The
+second alternative avoids quadratic time, because a word is consumed instead of being tried at each character."""
 _REALIGNED = re.compile(r"""["')\]}]+?(?:\s+|(?=--)|$)""", re.MULTILINE)
 """Matches closing quotes and brackets at the beginning of a sentence, which are moved to the previous sentence."""
 
 
 class _Boundaries:
-    """Finds possible ends of sentences, including the blanks after them, with the interface of a compiled pattern."""
+    """Finds possible ends of sentences, including the white space after them, with the interface of a compiled
+    pattern."""
 
     def finditer(self, text: str) -> Iterator[re.Match[str]]:
         return (match for match in _WITH_BLANKS.finditer(text) if match["after_tok"] is not None)

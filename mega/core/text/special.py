@@ -108,7 +108,7 @@ def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
 
 def covered(spans: Sequence[Span], begin: int, end: int) -> range | None:
     """Return the range of tokens that encode the characters begin .. end - 1. Return None if no token contains the
-    first or the last of these characters, because some tokenizers omit blanks. Also return None if several tokens share
+    first or the last of these characters, because some tokenizers omit spaces. Also return None if several tokens share
     the last character, because transformers would train only on the first of these tokens, that is, on a part of the
     character."""
     first = next((i for i, (a, b) in enumerate(spans) if a <= begin < b), None)

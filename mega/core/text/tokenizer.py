@@ -131,7 +131,8 @@ class TokenTable(Protocol):
         """Return the entries of Hugging Face's config.json for the ids that begin, end and pad a text; None for a
         missing token.
 
-        In a family without a begin token, such as GPT-2, the end of the previous document begins a text.
+        In a family without a begin token, such as GPT-2, the end-of-document token of the previous document begins a
+        text.
         """
         begin = self.eod if self.bos is None else self.bos
         return {"bos_token_id": begin, "eos_token_id": self.eod, "pad_token_id": self.pad}
@@ -156,7 +157,7 @@ class TextEncoder(TokenTable, Protocol):
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
         """Encode a text in which names of control tokens stand for these tokens, and add no tokens such as Llama's bos.
         literal: spans of characters that are ordinary text even if they contain the name of a control token. Adjacent
-        stretches of ordinary text are encoded together."""
+        sections of ordinary text are encoded together."""
         names, ids, spans = {**self.vocabulary_tokens(), **self.special_tokens()}, list[int](), list[Span]()
         has_spans = True
         for name, begin, end in sections(text, names, literal):

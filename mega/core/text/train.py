@@ -145,7 +145,8 @@ def train_sentencepiece(
 
 
 def words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
-    """Count the words between blanks. A long word, as in a script without blanks, is divided and its parts are counted.
+    """Count the words, which are separated by white space. A long word, as in a script without spaces, is divided, and
+    the parts are counted.
 
     If there are more than `most` different words, the rarest words are removed repeatedly.
 

@@ -1,6 +1,6 @@
 """BERT's WordPiece tokenizer, from a vocab.txt with one piece per line. The ids of words are cached.
 
-A word is the text between two blanks, or one Chinese character. Every rule applies within a word, so a word that
+A word is a text without white space, or one Chinese character. Every rule applies within a word, so a word that
 occurred before costs only one look-up. Names of control tokens in a text are split like other text.
 
 By default, the rules are Google's, as in Megatron-LM. If the tokenizer_config.json of a transformers BERT is next to
@@ -127,7 +127,7 @@ class WordPieceTokenizer(Tokenizer):
         return [token for word in self._words.findall(text) for token in ids_of[word]]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids. Pieces are joined with blanks, except continuation pieces."""
+        """Decode ids. Pieces are joined with spaces, except continuation pieces."""
         return " ".join(self._pieces[int(token)] for token in ids).replace(" ##", "")
 
     def continues(self, token: int) -> bool:
@@ -184,8 +184,8 @@ class WordPieceTokenizer(Tokenizer):
         return {SETTINGS: {**settings, **{f"{name}_token": f"[{name.upper()}]" for name in _NAMED}}}
 
     def _word_ids(self, word: str) -> list[int]:
-        """Return the ids of a text between blanks: clean and lower-case it, split it at punctuation, and split each
-        part into pieces."""
+        """Return the ids of a text without white space: clean and lower-case it, split it at punctuation, and split
+        each part into pieces."""
         if word.isascii():  # fast path for nearly all words
             word = _ASCII_CONTROLS.sub("", word)
             parts = _ASCII_PARTS.findall(word.lower() if self._rules.lower else word)
@@ -318,7 +318,7 @@ def _parts(word: str) -> Iterator[str]:
 
 
 def _is_punctuation(character: str) -> bool:
-    """Whether a character is punctuation in Unicode, or in ASCII neither letter, digit, blank nor control character."""
+    """Whether a character is punctuation in Unicode, or in ASCII neither letter, digit, space nor control character."""
     code = ord(character)
     return (
         33 <= code <= 47

@@ -1,5 +1,5 @@
-"""Caches the ids of words, for tokenizers that encode each word separately. A small number of words makes up most of a
-corpus."""
+"""Caches the ids of words, for tokenizers that encode each word separately. A small number of distinct words makes up
+most of a corpus."""
 
 from __future__ import annotations
 

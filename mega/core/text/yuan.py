@@ -1,8 +1,8 @@
 """The tokenizer of Yuan and CPM-2. jieba splits Chinese text into words, which are then split into pieces of the
 vocabulary.
 
-In pieces, U+2582 represents a blank, and U+2583 a newline. Encoding omits a blank between two western tokens, and
-decoding restores it. A token is western if it contains no Chinese character and is not a blank. jieba is needed only
+In pieces, U+2582 represents a space, and U+2583 a newline. Encoding omits a space between two western tokens, and
+decoding restores it. A token is western if it contains no Chinese character and is not a space. jieba is needed only
 for encoding.
 """
 
@@ -43,7 +43,7 @@ class YuanTokenizer(Tokenizer):
         return len(self._vocab)
 
     def encode(self, text: str) -> list[int]:
-        words = self._words.cut(text, HMM=True)  # done before blanks are replaced, because jieba keeps \r\n as one word
+        words = self._words.cut(text, HMM=True)  # done before spaces are replaced, because jieba keeps \r\n as one word
         tokens = [token for word in words for token in self._spell(word.translate(_WRITTEN))]
         return self._without_blanks(tokens)
 
@@ -71,7 +71,7 @@ class YuanTokenizer(Tokenizer):
         return {"vocab.txt": self._path}
 
     def _without_blanks(self, tokens: list[int]) -> list[int]:
-        """Omit each blank between two western tokens."""
+        """Omit each space between two western tokens."""
         return [
             token
             for i, token in enumerate(tokens)
@@ -84,7 +84,7 @@ class YuanTokenizer(Tokenizer):
         return token != self._blank and not is_chinese(self._pieces[token])
 
     def _marked(self, left: int, right: int) -> bool:
-        """Whether decoding puts a blank between two tokens, that is, whether both are western and neither is a
+        """Whether decoding puts a space between two tokens, that is, whether both are western and neither is a
         newline."""
         return all(self._western(token) and self._pieces[token] != _NEWLINE for token in (left, right))
 

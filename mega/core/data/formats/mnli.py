@@ -17,7 +17,8 @@ UNLABELLED = 10
 
 
 def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
-    """Read the questions of MNLI. Errors: ValueError naming file and line if a column is missing, empty or unknown."""
+    """Read the questions of MNLI. Errors: ValueError naming file and line if a column is missing or empty, or a label
+    is unknown."""
     header, lines = table(flag, path)
     if len(header) < UNLABELLED or [name.strip() for name in header[8:10]] != ["sentence1", "sentence2"]:
         raise ValueError(

@@ -84,7 +84,7 @@ class Report:
     tokens: int = 0  # Number of tokens written
     bytes: int = 0  # Size in bytes of the processed lines
     skipped: int = 0  # Number of lines without a document
-    kept: bool = False  # Whether the work was already done, so nothing was written
+    kept: bool = False  # Whether the work was already done, so that nothing was written
     reasons: list[str] = field(default_factory=list)  # Location and reason of the first skipped lines
     outputs: list[str] = field(default_factory=list)  # Prefixes of the output pairs
     notes: list[str] = field(default_factory=list)  # Messages for the user
@@ -130,7 +130,7 @@ def preprocess(
 ) -> Report:
     """Tokenize `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
 
-    inputs: files, folders, globs or "-", see `sources.find`. JSON lines (also packed: .gz .zst .xz .bz2), parquet or
+    inputs: files, folders, globs or "-", see `sources.find`. JSON lines (also compressed: .gz .zst .xz .bz2), parquet,
         arrow. A .txt file is one document under the key "text"; with `text_lines`, each of its lines is one document.
     tokenizer: the fields of the configuration's tokenizer section, as arguments of `text.tokenizer.build`.
     append_eod: append the end-of-document id to every document that has at least one token.
@@ -466,7 +466,7 @@ class WorkerResult(NamedTuple):
 
 
 def _encode_into(worker: _Worker, read: Read, buffer: Buffer) -> WorkerResult:
-    """In a worker: encode a block, and put its ids into the buffer."""
+    """Encode a block in a worker, and put the block's ids into the buffer."""
     encoded = worker.encode(read.block)
     ids = [part.ids for part in encoded.documents]
     if not buffer or sum(part.nbytes for part in ids) > len(buffer):
@@ -477,7 +477,8 @@ def _encode_into(worker: _Worker, read: Read, buffer: Buffer) -> WorkerResult:
 
 
 def _ids_from_buffer(handed: WorkerResult, buffer: Buffer) -> EncodedBlock:
-    """In the parent: the inverse of `_encode_into`. The ids are valid only until the buffer is overwritten."""
+    """Restore, in the parent, the result that `_encode_into` returned in a worker. The ids are valid only until the
+    buffer is overwritten."""
     encoded, id_counts = handed
     if not id_counts:
         return encoded

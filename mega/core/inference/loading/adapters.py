@@ -58,7 +58,7 @@ class OpenedAdapter:
 
     name: str
     flag: str
-    """The option with which the adapter is given, for messages."""
+    """The option by which the adapter was specified, for use in messages."""
     rank: int
     scale: float
     specs: Mapping[str, AdapterSpec]

@@ -40,8 +40,8 @@ def check_tokenizer_flags(
 ) -> list[str]:
     """Return messages about a tokenizer that flags select although a tokenizer came with the weights at `place`.
 
-    allowed: whether --allow-tokenizer-mismatch was given; None if the verb does not have this flag. Errors: ValueError
-    if the two tokenizers differ.
+    allowed: whether --allow-tokenizer-mismatch was given; None if the subcommand does not have this flag. Errors:
+    ValueError if the two tokenizers differ.
     """
     section = tokenizer_section(source)
     if section is None:

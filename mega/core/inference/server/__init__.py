@@ -1,8 +1,9 @@
-"""The HTTP server. One process accepts requests, a thread of this process runs the engine, other ranks run its steps.
+"""The HTTP server. One process accepts requests, a thread of this process runs the engine, and the other ranks run the
+engine's steps.
 
-app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and those below
+app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and the APIs below
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api of Megatron-LM
-embeddings_api  /v1/embeddings                                    embedding_start  start its engine
+embeddings_api  /v1/embeddings                                    embedding_start  start the embedding engine
 start, options  start the server on every rank; its options       gate            access checks and request counters
 service         state shared by all routes: the model's name, tokenizer, chat template, limits and driver
 session         the text of one sequence: stop strings, incomplete characters, disconnected clients

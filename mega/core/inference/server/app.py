@@ -48,7 +48,7 @@ class Detokenize(Body):
 
 _GENERATING = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/api": "PUT"}
 _EMBEDDING = {"/v1/embeddings": "POST"}
-"""Route -> method, for models that continue text and for models that give embeddings."""
+"""Route -> method, for text-generation models and for embedding models."""
 _GONE = 499
 """Status that the counters record when a client disconnects before the answer."""
 

@@ -1,6 +1,6 @@
 """Call the engine from a single thread, with a bounded queue. This module depends on neither text nor HTTP.
 
-1. A route calls `add` with the sequences of a request. Without space in the queue, `add` fails immediately.
+1. A route calls `add` with the sequences of a request. If the queue is full, `add` fails immediately.
 2. The thread adds the sequences to the engine, which rejects a request that can never fit.
 3. The thread runs steps while any sequence is in flight. Events are delivered to the tickets on the event loop.
 4. `cancel` of a ticket removes its sequence from the engine.

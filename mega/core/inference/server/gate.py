@@ -1,4 +1,4 @@
-"""Check every request before its route is called, and count the request afterwards. Checked are the token, the Host
+"""Check every request before its route is called, and count the request afterwards. The gate checks the token, the Host
 header, the size of the body, and whether the server still accepts requests. The gate is an ASGI application that wraps
 another application; it does not depend on the fields of routes.
 """

@@ -36,7 +36,9 @@ class ServerLimits(VerbSection):
 
     title: ClassVar[str] = "Limits"
 
-    max_waiting: int = option(256, "maximum number of waiting sequences; further requests get 429", within=FROM_0)
+    max_waiting: int = option(
+        256, "maximum number of waiting sequences; further requests get status 429", within=FROM_0
+    )
     max_body: int = option(
         8 << 20, "maximum size of a request, in bytes", within=Range("at least 1024", lambda value: value >= 1024)
     )

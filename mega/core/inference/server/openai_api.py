@@ -230,7 +230,7 @@ class ParsedRequest:
     ends: frozenset[int]
     """Tokens that end an answer and add no text."""
     usage: bool
-    """Whether a stream ends with an event that holds the token counts."""
+    """Whether a stream ends with an event that contains the token counts."""
     calls: CallRules = field(default_factory=CallRules)
 
     @property

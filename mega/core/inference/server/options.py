@@ -25,7 +25,7 @@ class ListenOptions(VerbSection):
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(
-        5000, "port to listen on; 0 chooses a free one", within=Range("0 to 65535", lambda value: 0 <= value <= 65535)
+        5000, "port to listen on; 0 chooses a free port", within=Range("0 to 65535", lambda value: 0 <= value <= 65535)
     )
     token_file: Path | None = option(None, "file with the token that clients must send [MEGA_TOKEN]")
     timeout_minutes: float = like(
@@ -58,11 +58,13 @@ class ServedModel(VerbSection):
     title: ClassVar[str] = "Model"
 
     load: Path | None = option(
-        None, "a run's directory, one step in it, foreign weights, a name of the Hub; same as CHECKPOINT", hub="model"
+        None,
+        "a run's directory, one step in it, weights in another format, or a model on the Hub; same as CHECKPOINT",
+        hub="model",
     )
     adapter: tuple[str, ...] = option(
         (),
-        "LoRA adapter, a run with --lora-rank or one of peft; clients select it as the model NAME",
+        "LoRA adapter: a run with --lora-rank, or an adapter from peft; clients select it as the model NAME",
         metavar="NAME=DIR",
     )
     chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
@@ -79,23 +81,29 @@ class ServerOptions(VerbSection):
 
     title: ClassVar[str] = "Answers"
 
-    name: str = option("", "name of the model for clients [that of its directory]")
-    served_model_name: tuple[str, ...] = option((), "the model's name for clients, followed by other names for it")
+    name: str = option("", "name of the model for clients [the directory's name]")
+    served_model_name: tuple[str, ...] = option((), "the model's name for clients, followed by its aliases")
     max_length: int | None = option(
-        None, "maximum number of tokens of prompt and answer [the model's]", megatron="--out-seq-length", within=COUNT
+        None,
+        "maximum number of tokens in prompt and answer together [the model's limit]",
+        megatron="--out-seq-length",
+        within=COUNT,
     )
     max_tokens_to_oom: int = option(
-        12000, "maximum number of tokens of one PUT /api, with padding", megatron="--max-tokens-to-oom", within=COUNT
+        12000,
+        "maximum number of tokens in one PUT /api request, including padding",
+        megatron="--max-tokens-to-oom",
+        within=COUNT,
     )
     temperature: float = option(1.0, "default temperature for requests")
     top_k: int = option(0, "default top-k for requests; 0 is off")
     top_p: float = option(1.0, "default top-p for requests; 1 is off")
     seed: int | None = option(None, "default seed for requests [a new seed each time]")
     parse_special_tokens: bool = option(
-        False, "turn special tokens that the prompt of a completion spells out into tokens, not text"
+        False, "encode names of special tokens in a completion's prompt as these tokens, not as text"
     )
     log_prompts: bool = option(False, "log each request, with its prompt")
-    legacy_status: bool = option(False, "answer most mistakes in PUT /api with status 200, as Megatron-LM does")
+    legacy_status: bool = option(False, "answer most invalid PUT /api requests with status 200, as Megatron-LM does")
     no_chat: str = "the model has no chat template"
     """The reason why the model cannot chat."""
     adapters: tuple[str, ...] = ()
@@ -105,5 +113,5 @@ class ServerOptions(VerbSection):
     stop_ids: frozenset[int] = frozenset()
     """The model's end tokens in addition to the tokenizer's end token."""
     vector_width: int = 0
-    """Number of elements in an embedding; 0 for a model that continues text."""
+    """Number of elements in an embedding; 0 for a text-generation model."""
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -87,7 +87,7 @@ class HttpServer:
             if server.started:
                 listening.listen(
                     _UNACCEPTED
-                )  # uvicorn's backlog is shorter, because it also limits the connections accepted at a time
+                )  # not uvicorn's backlog, which is shorter because it also limits the connections accepted at a time
                 ready()
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -85,7 +85,8 @@ def check_host(host: str, token: str | None) -> None:
 
 
 def serve_rank(plan: ServePlan) -> int:
-    """Run this rank until the server stops, and return exit code 0. Errors: any error of loading or of the engine."""
+    """Run this rank until the server stops, and return exit code 0. Errors: any error raised during loading or by the
+    engine."""
     began = time.monotonic()
     leads = world_from_env().rank == 0
     # Bind now, so that a port that is in use is reported before the model is loaded.
@@ -183,8 +184,8 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[C
 
 
 def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: int) -> Manner:
-    """Return the chat template and end tokens of an adapter. Where the adapter's files have none, the model's, `whole`,
-    are used. An invalid template is reported on stderr. Errors: CheckpointError."""
+    """Return the chat template and end tokens of an adapter. Values that the adapter's files do not contain are taken
+    from the model's, `whole`. An invalid template is reported on stderr. Errors: CheckpointError."""
     ends = declared_ends(adapter.source.attachments, vocab)
     manner = whole if ends is None else replace(whole, stop_ids=ends)
     try:

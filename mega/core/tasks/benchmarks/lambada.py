@@ -61,8 +61,8 @@ class Lambada:
         return batch_of(examples, self.asked.unit)
 
     def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
-        """Return the terms of each row. accuracy: 1 if the last word is predicted, else 0. nll: negative log-likelihood
-        of the last word, in nats."""
+        """Return the metrics of each row. accuracy: 1 if the last word is predicted, else 0. nll: negative
+        log-likelihood of the last word, in nats."""
         return {"accuracy": all_greedy(batch, scores), "nll": per_row(nll_of(batch, scores))}
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
@@ -78,7 +78,7 @@ class Lambada:
 def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
     """Return a row with the text before the last word as context, and the last word as the scored part.
 
-    A byte-level tokenizer can encode a blank and the last word separately. SentencePiece would prepend another blank,
+    A byte-level tokenizer can encode a space and the last word separately. SentencePiece would prepend another space,
     so the whole text is encoded if the ids of the whole text begin with the ids of the context.
     """
     words = text.split()

@@ -1,6 +1,6 @@
 """The perplexity of a corpus of any size: JSON lines, plain text, or token files from `mega preprocess`.
 
-As in pretraining, documents, each followed by an end token, are concatenated and split into windows, by default without
+As in pretraining, documents are concatenated, each followed by an end token, and split into windows, by default without
 overlap. With --random-windows, windows are drawn at random, as in Megatron-LM's first version for WebText: first a
 document, with a probability proportional to its length in characters, then a window of that document. A short document
 is extended by further documents.

@@ -1,10 +1,10 @@
-"""WikiText-103, zero-shot: the perplexity of a text per token, and converted to a perplexity per original word.
+"""WikiText-103, zero-shot: the perplexity of a text, per token and per original word.
 
 Tokenizers split a text into different numbers of tokens, so the loss per token is converted to a loss per original
 word: adjusted perplexity = exp(loss x tokens / words), as in Megatron-LM (tasks/zeroshot_gpt). With --context-window
 the score is that of fairseq for Megatron-11b: the end-of-document token ends every line and begins the text. fairseq's
-recipe first makes token files. The prefix of such token files can be given instead of a text, but then the figures per
-word are missing.
+recipe first makes token files. The prefix of such token files can be given instead of a text, but then no figures per
+word are reported.
 """
 
 from __future__ import annotations

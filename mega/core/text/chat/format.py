@@ -20,8 +20,8 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Confined
 
 RENDERING = 3
-"""Version of the encoding of conversations, which is part of the cache key. Version 1 dropped blanks that Jinja keeps.
-Version 2 encoded adjacent texts separately, and rendered the template only once for each sequence of roles."""
+"""Version of the encoding of conversations, which is part of the cache key. Version 1 dropped white space that Jinja
+keeps. Version 2 encoded adjacent texts separately, and rendered the template only once for each sequence of roles."""
 
 _SECONDS, _MEMORY = 5, 1 << 29
 _MOST_TEXT = 256 << 20

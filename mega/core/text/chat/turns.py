@@ -184,7 +184,7 @@ def _begin_by_content(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, closed: int
 ) -> int:
     """Return where a turn begins, for templates without a generation prompt. Text that the template always writes
-    before the message's text does not belong to the turn, unless it is blank."""
+    before the message's text does not belong to the turn, unless that text is only white space."""
     message = messages[number]
     if not isinstance(message.get("content"), str):
         return closed
