@@ -87,13 +87,13 @@ def checkpoint_forms() -> str:
     def flags(names: tuple[str, ...]) -> str:
         return ", ".join(f"`{name}`" for name in names)
 
-    rows = [[OWN.words, "step-NNNNNNN", "both verbs", "`mega`", "", flags(OWN.writes)]]
+    rows = [[OWN.words, "step-NNNNNNN", "both commands", "`mega`", "", flags(OWN.writes)]]
     for form in reversed(FORMS):
         targets = flags(form.targets) or "not written"
         rows.append(
             [form.words, form.sign or form.alone, f"`{form.verb}`", targets, flags(form.reads), flags(form.writes)]
         )
-    return _table(["form", "recognised by", "verb", "target", "flags for reading", "flags for writing"], rows)
+    return _table(["format", "recognised by", "command", "target", "flags for reading", "flags for writing"], rows)
 
 
 TABLES = {"request_fields": request_fields, "checkpoint_forms": checkpoint_forms}
