@@ -4,7 +4,7 @@ architecture, model, ops    the description of a model, its computation, and its
 plan, parallel, processes   pipeline schedules as data, collectives and gradients, and the start and end of ranks
 config, data, text, corpus  the options of a run, and the data that it reads
 training, optim, tasks      the training loop, the optimizers, and benchmarks that score a model
-checkpoint, hub             checkpoints, in mega's format and in foreign ones; names on the Hugging Face Hub
+checkpoint, hub             checkpoints, in mega's and in other formats; names on the Hugging Face Hub
 inference                   generation and serving
 estimate, report            the resources that a run needs, and its results; quickstart: a first run without any input
 retro                       databases of texts that a model reads in addition to its input

@@ -1,5 +1,5 @@
-"""What this process is doing, in plain attributes: the training step sets them without a lock, a watchdog thread reads
-them.
+"""What this process is doing, in plain attributes: the training step sets them without a lock, and a watchdog thread
+reads them.
 
 There is one value per process, because a process is one rank. This module depends neither on ranks nor on training: the
 working code sets the attributes, and `processes/roll_call.py` reports them to waiting ranks.
@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 TRAINING = ("starting", "building caches", "loading", "compiling", "training", "evaluating", "saving", "ending")
-"""The phases of a training run. Other verbs have one phase, such as "serving"."""
+"""The phases of a training run. Other subcommands have one phase, such as "serving"."""
 
 PATIENT = frozenset({"building caches", "loading", "evaluating", "saving"})
 """Phases that may keep other ranks waiting for longer than a step: they read or write disks, or evaluate held-out
@@ -29,7 +29,7 @@ class Activity:
     """The current work of one process."""
 
     phase: str = "starting"
-    """A phase in `TRAINING`, or the phase of another verb."""
+    """A phase in `TRAINING`, or the phase of another subcommand."""
     step: int = 0
     """The newest step that has started."""
     act: Any = None

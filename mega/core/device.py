@@ -27,7 +27,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""dtype -> its name as --dtype takes it."""
+"""dtype -> its name as a value of --dtype."""
 
 # Dense bf16 peak in TFLOP/s, from the vendors' datasheets. MFU is n/a on other devices.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "V100": 125.0}
@@ -294,7 +294,8 @@ class Recording:
 
 
 class Recorder:
-    """Makes recordings that share a memory pool: the output of one must be used before another is played."""
+    """Captures CUDA graphs that share a memory pool. The output of one graph must be used before another graph is
+    replayed."""
 
     def __init__(self) -> None:
         self._memory: Any = None
@@ -532,8 +533,8 @@ def has_cuda() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs of a persistent kernel run in parallel; 1 on a CPU, where kernels are interpreted. The meta
-    device returns the number for an H200."""
+    """Return the number of programs of a persistent kernel that run in parallel; 1 on a CPU, where kernels are
+    interpreted. The meta device returns the number for an H200."""
     if device.type == "meta":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,6 +1,6 @@
-"""A model family as one record, for all higher layers of packages; the only module that chooses code by family. Other
-packages hold their part under the family's name: `config` the options, `architecture` the tensors, `checkpoint` the
-names on disk. This file adds the stage and the batches.
+"""A model family as one record, for all packages of higher layers. This is the only module that chooses code by family.
+Other packages define their part of a family under the family's name: `config` the options, `architecture` the tensors,
+`checkpoint` the names on disk. This module adds the stage and the batches.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Family:
     stage: BuildStage
     """Builds a stage."""
     synthetic: Synthetic
-    """Makes batches without data."""
+    """Makes synthetic batches, without reading data."""
     prompt: Prompt | None = None
     """Makes a batch of token ids; None if the family does not continue text."""
     collate: Collate | None = None

@@ -1,4 +1,4 @@
-"""Atomic writes: a file is written under a temporary name, synced to the disk, then renamed. Also file locks."""
+"""Atomic writes and file locks. A file is written under a temporary name, synced to the disk, and then renamed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ SEAL = "manifest.json.sha256"
 """A file in every mega checkpoint."""
 
 POINTER = "latest"
-"""A file next to the checkpoints of a run; it holds the name of the newest one."""
+"""A file next to the checkpoints of a run, which contains the name of the newest checkpoint."""
 
 WHOLE_BYTES, PARTS, PART_BYTES = 1 << 24, 64, 1 << 14
-"""A content digest reads whole files of up to WHOLE_BYTES; from each larger file it reads PARTS parts of PART_BYTES."""
+"""A content digest reads files of up to WHOLE_BYTES completely, and reads PARTS blocks of PART_BYTES from each larger
+file."""
 
 _URL = re.compile(r"([a-z][a-z0-9+]+):/{1,2}([^/].*)")
 
@@ -175,7 +176,7 @@ def locked_alone(descriptor: int) -> bool:
 
     The lock of a killed process is released. A file system without locks grants the lock to every process.
     """
-    import fcntl  # Unix only: verbs that take no lock must run elsewhere
+    import fcntl  # Unix only; subcommands without locks must also run on other systems
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

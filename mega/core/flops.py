@@ -95,7 +95,7 @@ def _matmul_flops(options: ModelConfig, lengths: tuple[int, ...], predicted: int
 
 
 def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predicted: int) -> int:
-    """How many tokens of a sample a matrix multiplies."""
+    """Return the number of a sample's tokens that a matrix multiplies."""
     rows, unit = model.output.rows, tensor.units[-1]
     if tensor.name.startswith(("pooler.", *(() if rows is None else (f"{rows.name}.",)))):
         return 1
@@ -111,7 +111,7 @@ def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predi
         if encodes != of_memory:
             return lengths[0] // reading.chunk * reading.neighbours * reading.width
         return lengths[0]
-    if f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name:  # of the encoder's output
+    if f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name:  # multiply the encoder's output
         return lengths[0]
     # A norm between two stacks belongs to the first unit of the second stack, but acts on the first stack's tokens.
     stack_lengths = (length for stack, length in zip(model.stacks, lengths, strict=True) if unit in stack.numbers)

@@ -60,7 +60,7 @@ class TolerantStream:
 
 
 def stderr_console() -> Console:
-    """Return a Rich console on stderr, for progress bars of jobs that must survive the end of their terminal."""
+    """Return a Rich console on stderr, for progress bars of jobs that must survive the closing of their terminal."""
     from rich.console import Console
 
     return Console(file=TolerantStream(sys.stderr))  # type: ignore[arg-type]

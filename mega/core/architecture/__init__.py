@@ -107,7 +107,7 @@ def shape(options: ModelConfig) -> Shape:
 
 def placement(options: ModelConfig, pp: int, chunks: int, layers: Sequence[int] = ()) -> dict[Unit, tuple[int, int]]:
     """Return a map from each unit to the (pipeline rank, chunk) that holds the unit. layers: number of layers in each
-    global stage; () if these numbers are equal."""
+    global stage; () if all stages have equally many layers."""
     return unit_stages(units(options), stage_layers(options.blocks, pp, chunks, layers))
 
 
@@ -120,6 +120,6 @@ def parameters(options: ModelConfig) -> int:
 
 @lru_cache(maxsize=16)
 def active_parameters(options: ModelConfig) -> int:
-    """Return the number of parameters used for one token. For a mixture, only the experts chosen for a token are
-    counted."""
+    """Return the number of parameters used for one token. For a mixture of experts, only the experts chosen for a token
+    are counted."""
     return round(sum(tensor.elements * tensor.share for tensor in inventory(options)))

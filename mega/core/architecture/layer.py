@@ -295,11 +295,11 @@ Mixer = Attention | Dense | Experts | NeighbourAttention
 class Branch:
     """One residual branch.
 
-    before alone:                    x + f(norm(x))
-    before, onto "normed":           n + f(n), n = norm(x)
-    after alone, of the "sum":       norm(x + f(x))                  Vaswani et al. 2017, BERT
-    before and after, of "branch":   x + after(f(before(x)))         Gemma 2 and 3
-    after alone, of the "branch":    x + after(f(x))                 OLMo 2
+    norm before the branch:          x + f(norm(x))
+    same, added to norm's output:    n + f(n), n = norm(x)
+    norm after the sum:              norm(x + f(x))                  Vaswani et al. 2017, BERT
+    before and after the branch:     x + after(f(before(x)))         Gemma 2 and 3
+    norm after the branch:           x + after(f(x))                 OLMo 2
     no norm:                         x + f(x)                        in a parallel layer with one shared norm
     """
 

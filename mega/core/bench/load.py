@@ -258,8 +258,8 @@ async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list
 
 
 def table(rows: Sequence[ServingRow]) -> str:
-    """Return a table with one line per rate. Times are median and 99th percentile, in milliseconds; the column `median
-    s` has the median seconds of a whole request."""
+    """Return a table with one line per rate. Times are given as median and 99th percentile, in milliseconds; the column
+    `median s` has the median time of a whole request, in seconds."""
     head = f"{'rate':>8} {'requests':>8} {'failed':>6} {'tokens/s':>9} {'req/s':>7} {'first ms':>17} {'between ms':>17}"
     lines = [
         f"{head} {'median s':>8}",
@@ -276,7 +276,7 @@ def table(rows: Sequence[ServingRow]) -> str:
 
 
 def plot(rows: Sequence[ServingRow], title: str) -> str:
-    """Return an SVG plot over the rate: median and 99th percentile of both times, and throughput."""
+    """Return an SVG plot, over the request rate, of throughput and of the median and 99th percentile of both times."""
     rows = sorted(rows, key=lambda row: row.rate or float("inf"))
 
     def times(pairs: Sequence[tuple[float, float]]) -> dict[str, Series]:

@@ -18,13 +18,15 @@ class BenchOptions(VerbSection):
 
     title: ClassVar[str] = "Measurement"
 
-    repeats: int = option(7, "timed steps; the result is their median", within=COUNT)
-    warmup: int = option(5, "steps before the timed ones", within=COUNT)
-    json: str | None = option(None, "file that gets one JSON line for each row")
-    against: str | None = option(None, "such a file from an earlier time, to compare with")
-    trace: str | None = option(None, "file for the trace of one step, for Perfetto; with several rows, one file each")
+    repeats: int = option(7, "number of timed steps, whose median time is reported", within=COUNT)
+    warmup: int = option(5, "number of warm-up steps before the timed steps", within=COUNT)
+    json: str | None = option(None, "append one JSON line for each row to this file")
+    against: str | None = option(None, "earlier file written with --json, to compare the rows with")
+    trace: str | None = option(
+        None, "write a trace of one step, for Perfetto, to this file; with several rows, to one file per row"
+    )
     calibrate: str | None = option(
-        None, "measure this machine instead, and write a .toml that memory-estimate --gpu reads"
+        None, "measure this machine instead, and write a .toml file for memory-estimate --gpu"
     )
     overwrite: bool = option(False, "let --calibrate replace an existing file")
 
@@ -35,15 +37,15 @@ class ServingLoadOptions(VerbSection):
 
     title: ClassVar[str] = "Row serve"
 
-    url: str | None = option(None, "row serve: address of a running server", metavar="HOST:PORT")
+    url: str | None = option(None, "row serve: address of the running server to measure", metavar="HOST:PORT")
     rate: tuple[float, ...] = option(
         (),
-        "row serve: requests per second, one or more rates; 0: all at once",
+        "row serve: one or more request rates, in requests per second; 0 sends all requests at once",
         within=Range("from 0 (all at once) to 1e6", lambda value: 0 <= value < 1e6),
     )
-    requests: int = option(64, "row serve: requests at each rate", within=COUNT)
-    prompt_tokens: int = option(512, "row serve: tokens of a prompt", within=COUNT)
-    new_tokens: int = option(128, "row serve: tokens of an answer", within=COUNT)
+    requests: int = option(64, "row serve: number of requests sent at each rate", within=COUNT)
+    prompt_tokens: int = option(512, "row serve: number of tokens in each prompt", within=COUNT)
+    new_tokens: int = option(128, "row serve: number of tokens in each answer", within=COUNT)
     draw: Path | None = option(None, "row serve: write a plot to a .svg file")
 
 
@@ -57,7 +59,7 @@ class PreflightOptions(VerbSection):
     device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device")
     backend: Literal["auto", "gloo", "nccl"] = like(RuntimeConfig, "backend")
     timeout_minutes: float = like(RuntimeConfig, "timeout_minutes")
-    save: str | None = option(None, "folder whose disk is measured, by one rank of each host")
-    megabytes: int = option(256, "size of the file that is written there, in MB", within=COUNT)
-    least: float = option(0.8, "share of the median below which a figure is reported as off", within=SHARE)
+    save: str | None = option(None, "directory whose disk is measured, by one rank on each host")
+    megabytes: int = option(256, "size of the test file written to --save, in MB", within=COUNT)
+    least: float = option(0.8, "report a figure that is below this fraction of the median", within=SHARE)
     json: bool = option(False, "print one line of JSON instead of a table")

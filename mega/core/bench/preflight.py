@@ -69,8 +69,8 @@ def _machine(device: Device) -> dict[str, str]:
 
 
 def _figures(device: Device, world: World, options: PreflightOptions) -> Iterator[tuple[str, float]]:
-    """Yield the figures of phases 1 and 2, except for pairs of hosts. All ranks measure the same figure simultaneously,
-    as under the load of a run."""
+    """Yield the figures of phases 1 and 2, except those for pairs of hosts. All ranks measure the same figure
+    simultaneously, as under the load of a run."""
     size = 4096 if device.is_cuda else 512
     matrix = torch.randn(size, size, device=device.torch, dtype=torch.bfloat16 if device.is_cuda else torch.float32)
     yield "matmul", 2 * size**3 / _seconds(device, lambda: matrix @ matrix) / 1e12

@@ -84,7 +84,7 @@ def row(name: str, flags: Mapping[str, object], world: int) -> Options:
 
 
 def read_rows(flag: str, path: str) -> list[Mapping[str, Json]]:
-    """Read a file written by --json. Errors: ValueError, naming the flag, if the file has another content."""
+    """Read a file written by --json. Errors: ValueError, naming the flag, if the file has different content."""
     try:
         with open(path, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]

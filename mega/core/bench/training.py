@@ -69,7 +69,8 @@ class Speed:
     products: str
     """Dtype of the GEMMs in blocks: --dtype, or fp8."""
     work: dict[str, object]
-    """The computation of a step, independent of the layout: rows with different work are not compared."""
+    """Description of the computation in a step, independent of the layout. Rows whose computation differs are not
+    compared."""
     micro_batch: int
     global_batch: int
     seconds: float
@@ -280,7 +281,7 @@ def _timed(
 
 
 class _SlowProgress:
-    """Printer of progress on stderr for slow steps, as on a CPU, with at most one line every SILENCE seconds."""
+    """Prints progress to stderr during slow steps, as on a CPU, with at most one line every SILENCE seconds."""
 
     def __init__(self, name: str):
         self._name, self._last = name, time.monotonic()

@@ -43,7 +43,7 @@ from mega.core.plan.layers import split_layers
 Problems = Iterator[str]
 
 MOST_TOKENS = 2**26
-"""Maximum number of tokens in a microbatch. The ids of this number of tokens take half a gigabyte, which is allocated
+"""Maximum number of tokens in a microbatch. The token ids of such a microbatch take half a gigabyte, which is allocated
 even in a dry run."""
 MOST_ACTS = 2**21
 """Maximum number of forward passes in a step's plan, over all stages and chunks. The number is limited because every
@@ -89,7 +89,7 @@ def check(options: Options, world: int) -> None:
 
 
 def check_ranges(options: Options) -> None:
-    """Check only the ranges of numbers, for a verb that uses a model without training. Errors: as in `check`."""
+    """Check only the ranges of numbers, for a subcommand that uses a model without training. Errors: as in `check`."""
     if problems := list(_ranges(options)):
         raise ValueError("\n".join(problems))
 
@@ -150,7 +150,7 @@ def _ranges(options: Options) -> Problems:
 
 def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Problems:
     """Yield a line for each option with a number outside its range. values: option values by field name. schema: the
-    schema of a verb's options; None for the schema of a run."""
+    schema of a subcommand's options; None for the schema of a run."""
     for name, value in values.items():
         entry = (schema or run_schema()).entries[name]
         within = entry.option.within

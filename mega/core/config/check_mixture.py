@@ -136,8 +136,8 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
 
 
 def inference_ranks(run: RunConfig) -> Iterator[str]:
-    """Yield a line for each mistake in the distribution of experts in a verb that does not train. Data ranks of such a
-    verb process different rows, so only tensor ranks, which have the same tokens, can share experts."""
+    """Yield a line for each mistake in the distribution of experts in a subcommand that does not train. Data ranks of
+    such a subcommand process different rows, so only tensor ranks, which have the same tokens, can share experts."""
     parallel = run.parallel
     within = parallel.ep * parallel.etp == parallel.tp and not parallel.sequence_parallel
     if run.model.experts and not within and (parallel.ep > 1 or parallel.etp != parallel.tp):

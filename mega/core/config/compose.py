@@ -23,7 +23,7 @@ class GivenOptions(NamedTuple):
     values: Mapping[str, object]
     """Options of the run, by name."""
     own: Mapping[str, object] = {}
-    """Options of the verb's other sections, by name."""
+    """Options of the subcommand's other sections, by name."""
 
 
 def compose(

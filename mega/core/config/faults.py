@@ -28,7 +28,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     spike      the gradient is multiplied by x, or the labels are permuted
     sleep      the rank waits for `seconds` in each step
     kill stop  SIGKILL, SIGSTOP
-    fail       a save in the step reports that the disk is full
+    fail       a save in the step fails as on a full disk
 """
 
 SECRET = "MEGA_INJECT"

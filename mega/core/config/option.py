@@ -44,7 +44,8 @@ class Section:
 
 
 class VerbSection(Section):
-    """A section of a verb that does not accept all options of a run. `--help` shows all options of such a section."""
+    """A section of a subcommand that does not accept all options of a run. `--help` shows all options of such a
+    section."""
 
     common: ClassVar[bool] = True
 

@@ -35,8 +35,9 @@ layers = 24
 tp = 2
 ```
 
-Other verbs have separate tables. `mega VERB --print-config` prints all keys of the verb and their defaults, ready for
-`mega VERB --config FILE.toml`. A file for `mega eval`, `bench` or `memory-estimate` may also contain the run's tables.
+Other subcommands have separate tables. `mega COMMAND --print-config` prints all keys of a subcommand and their
+defaults, ready for `mega COMMAND --config FILE.toml`. A file for `mega eval`, `bench` or `memory-estimate` may also
+contain the run's tables.
 
 Flags may also be given by their Megatron-LM names, as unique prefixes, and with underscores instead of hyphens.
 

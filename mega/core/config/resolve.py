@@ -232,17 +232,17 @@ SMALL_BLOCK = 1.5e12
 kernels of a block's forward and backward pass (docs/performance.md)."""
 
 SMALL_EXCHANGING_BLOCK = 3.5e12
-"""Number of floating-point operations with the meaning of SMALL_BLOCK, for a block with exchanges between tensor ranks,
-whose launches take more than twice as long."""
+"""Like SMALL_BLOCK, but for a block with exchanges between tensor ranks, whose launches take more than twice as
+long."""
 
 
 def records_graph(run: RunConfig, world: int) -> bool:
-    """Return whether a resolved run records microbatches as CUDA graphs.
+    """Return whether a resolved run captures microbatches as CUDA graphs.
 
-    Without --cuda-graph and --no-cuda-graph, the run records graphs if graphs support its options and a block is so
-    small that the device would wait for the host. A mixture of experts is not recorded, because the host computes the
+    Without --cuda-graph and --no-cuda-graph, the run captures graphs if graphs support its options and a block is so
+    small that the device would wait for the host. A mixture of experts is not captured, because the host computes the
     row counts of experts and the means over microbatches, and a graph does not replay work of the host. A run whose
-    --inject damages the output of a layer is not recorded either, because the damage is done by the host.
+    --inject damages the output of a layer is not captured either, because the damage is done by the host.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt2-345m", flags={"micro_batch": each, "vocab": 50304}) for each in (1, 64))

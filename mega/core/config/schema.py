@@ -1,8 +1,8 @@
 """Combine sections into one table of options, whose properties are read from each field's type and `option`.
 
-The options of a verb are frozen sections: either the sections of a run (config/run.py), or sections defined in the
-package that the verb calls, whose functions have the section as a parameter. A field without `option` is not a flag and
-is set by code. This module does not depend on the names of options.
+The options of a subcommand are frozen sections: either the sections of a run (config/run.py), or sections defined in
+the package that the subcommand calls, whose functions have the section as a parameter. A field without `option` is not
+a flag and is set by code. This module does not depend on the names of options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     """One option of a schema, with its section, its type and its properties."""
 
     section: str
-    """Name of the section in `Options` or in the verb's signature, and of the TOML table."""
+    """Name of the section in `Options` or in the subcommand's signature, and of the TOML table."""
     title: str
     """Heading of the section's panel of flags."""
     name: str

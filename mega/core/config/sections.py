@@ -1,9 +1,9 @@
 """The sections of a run's configuration, each a panel of flags and a table of the TOML file.
 
 Defaults are those of Megatron-LM (2023) unless a preset or a family sets another value. If `None` means "derived from
-other fields, the tokenizer or the world size", the section is two classes: `...Options` holds the values that the user
+other fields, the tokenizer or the world size", the section has two classes: `...Options` holds the values that the user
 gave, and its subclass `...Config`, made by `resolve` (config/resolve.py), has derived fields that are never None. The
-other sections are one class. This module does not import torch and contains no rules: config/check.py contains all
+other sections have one class. This module does not import torch and contains no rules: config/check.py contains all
 rules, so that each rule is written once."""
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -1319,7 +1319,7 @@ class DataConfig(Section):
         "accept token files or weights made with another tokenizer, such as an earlier version with fewer tokens",
         evaluated=True,
     )
-    allow_corpus_change: bool = option(False, "resume even if the token files contain other tokens than before")
+    allow_corpus_change: bool = option(False, "resume even if the contents of the token files have changed")
     data_workers: int = option(
         2,
         "0 loads the data of a step when the step needs it; any other number prefetches data on a thread",
@@ -1695,7 +1695,9 @@ class LogOptions(Section):
         48, "number of tokens generated for each prompt", within=COUNT, most=2**16, read_with={"sample_interval": ()}
     )
     log_params_norm: bool = option(False, "log the norm of the parameters", megatron={"--log-params-norm": True})
-    log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
+    log_zeros: bool = option(
+        False, "log the fraction of gradients that are zero", megatron={"--log-num-zeros-in-grad": True}
+    )
     progress: bool = option(True, "show a progress bar on a terminal", evaluated=True)
     profile: str | None = option(
         None,
@@ -1821,7 +1823,7 @@ class RuntimeConfig(Section):
     )
     cuda_graph: bool | None = option(
         None,
-        "on a GPU, record a microbatch's forward and backward pass as one CUDA graph, for models so small that"
+        "on a GPU, capture a microbatch's forward and backward pass as one CUDA graph, for models so small that"
         " the device waits for the host [on for small models, except with pipeline stages or --zero 2 or 3]",
         megatron={
             "--enable-cuda-graph": True,

@@ -31,7 +31,7 @@ MOST_PROBLEMS = 20
 
 
 def write(run: AnyRun) -> str:
-    """Return a run as TOML. For `Options`, `parse` of the returned text gives equal options.
+    """Return a run as TOML. If `run` is an `Options`, `parse` converts the returned text back to equal options.
 
     >>> print(write(Options())[:22])
     [model]

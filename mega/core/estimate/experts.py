@@ -1,6 +1,6 @@
 """Computes the additional memory that a rank needs if experts have uneven loads.
 
-The memory estimate assumes that all experts are chosen equally often. If all tokens choose experts of the same rank,
+The memory estimate assumes that all experts are chosen equally often. If all tokens choose experts on the same rank,
 this rank gets more rows, which it stores for the backward pass.
 """
 

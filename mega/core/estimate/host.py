@@ -15,7 +15,7 @@ from mega.core.estimate.hardware import GIB
 from mega.core.processes.world import cores
 
 PROCESS = 0.35 * GIB
-"""Bytes of a process that has imported torch and has no tensors."""
+"""Memory, in bytes, of a process that has imported torch and has no tensors."""
 
 BYTES = 18
 """Bytes per parameter for weights, gradients, masters and moments when training in bf16; training in fp32 needs 16

@@ -261,8 +261,8 @@ class Timeline:
     """Maximum number of microbatches (of a chunk) in flight."""
 
     def peak(self, chunks: Sequence[Footprint]) -> tuple[int, int, int, str]:
-        """Return the activations, working memory and cargo of the largest live set (the first in case of a tie), and a
-        description of what runs at that time."""
+        """Return the bytes of activations, of working memory and of tensors in transfer for the largest live set (the
+        first in case of a tie), and a description of what runs at that time."""
         held_bytes, deferred_bytes = [chunk.held for chunk in chunks], [chunk.deferred for chunk in chunks]
         peaks = {"F": [chunk.forward for chunk in chunks], "B": [chunk.backward for chunk in chunks]}
 

@@ -27,7 +27,7 @@ def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
     """Extrapolate the operations of a chunk from microbatches of 1 and 2 samples, assuming that sizes are linear in the
     number of samples. Deferred weight gradients are counted as part of the backward pass."""
     run, size = variant(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
-    if size <= 2 or run.parallel.tp_overlap:  # with tp_overlap, sizes of blocks are not linear in the samples
+    if size <= 2 or run.parallel.tp_overlap:  # with tp_overlap, sizes of blocks are not linear in the number of samples
         return operations(run, chunk)
     one, two = (operations(variant(run, {"micro_batch": few}), chunk) for few in (1, 2))
     if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:

@@ -46,6 +46,6 @@ class EstimateOptions(VerbSection):
     )
     megatron: bool = option(False, "also show Megatron-LM's own estimate")
     draw: Path | None = option(None, "write the memory bars to a .svg or .png file")
-    draw_schedule: Path | None = option(None, "write the pipeline's timeline to a .svg or .png file; -: print it")
+    draw_schedule: Path | None = option(None, "write the pipeline's timeline to a .svg or .png file; - prints it")
     serve: bool = option(False, "print what mega serve will report for the model on --tp x --pp ranks of --gpu")
     max_length: int | None = option(None, "with --serve: tokens of prompt and answer [the model's]", within=COUNT)

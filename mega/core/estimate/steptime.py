@@ -95,7 +95,7 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
 
 
 def plan_costs(run: RunConfig, world: int, device: Hardware) -> Costs:
-    """Return the seconds of each act of the pipeline plan, as `step_time` uses them."""
+    """Return the durations of the pipeline plan's steps, in seconds, as `step_time` uses them."""
     parallel, times = run.parallel, Times(run, device, recorded=records_graph(run, world))
     return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)))
 

@@ -40,7 +40,7 @@ class AuxiliarySums:
     scales: name of a loss -> float64 [], the factor of the loss's totals in the backward pass; None for a forward pass
     only. tp: the tensor axis of the mesh. shards: as in `divisor`.
 
-    Recomputed layers compute their losses again, but totals added after the call of `terms` are not counted.
+    Recomputed layers compute their losses again, but totals added after `terms` is called are not counted.
     """
 
     def __init__(self, scales: Mapping[str, torch.Tensor] | None, tp: Axis, shards: int):

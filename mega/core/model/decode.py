@@ -3,8 +3,8 @@
 For a small model, launching operations takes the host longer than running them takes the device. So the functions of a
 stage are prepared once, without features that decoding does not need: modules, gradients, dropout, sequence
 parallelism, ZeRO. The inputs of a step are tensors whose shapes depend only on the number of tokens, and a step never
-synchronizes with the host, so a CUDA graph can record the step. If the ops have kernels for few rows, these kernels
-compute all common branches, except the attention itself.
+synchronizes with the host, so the step can be captured in a CUDA graph. If the ops have kernels for few rows, these
+kernels compute all common branches, except the attention itself.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class DecodeStep:
     """The decoding step of a stage, called as step(ids, positions, wanted, cache, *cargo). The weights must stay at
     their addresses.
 
-    ids, positions: int64 [tokens], the next tokens of any sequences. The step returns the cargo for the next stage,
-    [tokens, h], or, on the last stage, logits [w, ids of this rank] of the tokens with the indices `wanted`, int64 [w].
-    sum_ranks: sums partial outputs of a branch, and rows of the embedding, over tensor ranks; default: the collective
-    of the region.
+    ids, positions: int64 [tokens], the next tokens of any sequences. The step returns the activations for the next
+    stage, [tokens, h], or, on the last stage, logits [w, ids of this rank] of the tokens with the indices `wanted`,
+    int64 [w]. sum_ranks: sums partial outputs of a branch, and rows of the embedding, over tensor ranks; default: the
+    collective of the region.
     """
 
     def __init__(self, stage: DecoderStage, sum_ranks: Sum | None = None):
@@ -105,7 +105,7 @@ class DecodeStep:
             each for layer in stage.layers for each in layer_functions(cast(TransformerLayer, layer), parts)
         ]
         self.keeps_normed = False
-        """Whether `normed` is kept. A step that is replayed as a graph does not change it."""
+        """Whether `normed` is kept. Replaying the captured graph of a step does not change this setting."""
         self.normed = torch.empty(0)
         """The output of the final norm for all tokens of the last step, [tokens, h]."""
 

@@ -75,7 +75,8 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
 
     @property
     def encodes(self) -> bool:
-        """Whether this stage holds a part of the encoder. Any other stage receives the memory as cargo."""
+        """Whether this stage holds a part of the encoder. Any other stage receives the memory from the previous
+        stage."""
         return self.embedding is not None or len(self.encoder) > 0 or self.decoder_embedding is not None
 
     def cargo(self, batch: EncoderDecoderBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -217,14 +217,14 @@ class ExpertLayer(MixerModule):
 class ExpertLoad(NamedTuple):
     """The load of experts in one step."""
 
-    counts: torch.Tensor  # float64 [mixtures, experts]: number of choices of each expert
-    dropped: torch.Tensor  # float64 [mixtures]: number of dropped choices
+    counts: torch.Tensor  # float64 [MoE layers, experts]: how many times each expert was chosen
+    dropped: torch.Tensor  # float64 [MoE layers]: number of dropped choices
 
     def metrics(self) -> Mapping[str, torch.Tensor]:
         """Return metrics for the log.
 
-        largest_share: largest fraction of a mixture's choices that select the same expert. dropped_share: fraction of
-        all choices that were dropped. tokens_of_expert_N: number of choices of expert N, averaged over mixtures.
+        largest_share: largest fraction of an MoE layer's choices that select the same expert. dropped_share: fraction
+        of all choices that were dropped. tokens_of_expert_N: number of choices of expert N, averaged over MoE layers.
         """
         total = self.counts.sum()
         shares = self.counts / self.counts.sum(1, keepdim=True).clamp(min=1)

@@ -6,12 +6,12 @@ modules (`ResidualBranch`); in decoding the steps are functions prepared from th
 `branch_function` and `run_parallel` define the order of steps and sums, here by the position of the norms:
 
     before                              x + f(norm(x))
-    before, onto the normed             n + f(n), n = norm(x)
-    after, of the sum                   norm(x + f(x))
-    before, and after of the branch     x + after(f(before(x)))
-    after, of the branch                x + after(f(x))
+    before, added to the norm's output  n + f(n), n = norm(x)
+    after the sum                       norm(x + f(x))
+    before and after the branch         x + after(f(before(x)))
+    after the branch                    x + after(f(x))
     parallel                            x + f(before_f(x)) + g(before_g(x))
-    parallel, of one norm               x + f(n) + g(n), n = before(x)
+    parallel, with one shared norm      x + f(n) + g(n), n = before(x)
 
 A branch may also multiply its output by a constant.
 """

@@ -1,6 +1,6 @@
 """Left-to-right language models that attend to retrieved neighbours of each chunk (Retro), as pipeline stages.
 
-    stage(batch, *cargo) -> cargo             [tokens, h], and neighbours [b l k r, h] if a later stage needs these
+    stage(batch, *cargo) -> cargo             [tokens, h], and neighbours [b l k r, h] if a later stage needs them
     last(batch, *cargo)  -> the term "lm"     as in a decoder
 
 The first stage holds the embedding table, so it embeds the neighbours together with the text. The embedded neighbours
@@ -70,7 +70,8 @@ class RetrieverStage(DecoderStage):
         return stream, states.read
 
     def _neighbours(self, batch: NeighbourBatch, *cargo: torch.Tensor) -> NeighbourStates:
-        """Return the neighbours at the input of this stage, embedded from the batch or received as cargo."""
+        """Return the neighbours at the input of this stage, embedded from the batch or received from the previous
+        stage."""
         size, chunks, count, width = batch.neighbours.shape
         numbers = torch.arange(chunks * count, device=batch.samples.device)
         # Dropout is a function of the sample number. Neighbours get negative sample numbers, which texts do not use.

@@ -133,8 +133,8 @@ class ExpertRouter(nn.Module):
         return routing.imbalance(counts, sums, k, tokens)
 
     def _running_mean(self, counts: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the counts over all data ranks, averaged over the microbatches of this step so far. counts: of this
-        rank's microbatch."""
+        """Return the counts over all data ranks, averaged over the microbatches of this step so far. counts: the counts
+        of this rank's microbatch."""
 
         def mean() -> torch.Tensor:
             global_counts = counts.double() / self.cp.size

@@ -172,7 +172,7 @@ class StackStage(nn.Module, Generic[B]):
         return self.options.dropout_seed if self.training else None
 
     def cargo(self, batch: B) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shapes and dtypes of the cargo that this stage receives for `batch`."""
+        """Return the shapes and dtypes of the tensors that this stage receives from the previous stage for `batch`."""
         tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
         return [((tokens, self.architecture.hidden), self.residual)]
 
@@ -228,7 +228,7 @@ class StackStage(nn.Module, Generic[B]):
 
     @property
     def _share(self) -> Axis | None:
-        """The axis over which saved inputs of recomputed layers are distributed; None if these are not distributed."""
+        """The axis over which saved inputs of recomputed layers are distributed; None if they are not distributed."""
         return self.region.axis if self.options.distribute_saved and not self.region.sequence else None
 
     def embedded(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:

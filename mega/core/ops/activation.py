@@ -1,4 +1,5 @@
-"""Activations of feed-forward layers on [tokens, f]. Gated activations take [tokens, 2f], with the gate first."""
+"""Activations of feed-forward layers, for inputs [tokens, f]. Gated activations take [tokens, 2f], with the gate
+first."""
 
 from __future__ import annotations
 

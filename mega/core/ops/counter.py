@@ -3,7 +3,7 @@
 A dropout mask or an initial weight is a hash of (seed, token or tensor name, element), so it is the same in every
 parallel layout, under recomputation and after a resume. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood
 2014) in wrapping int64 arithmetic, which gives equal results on every device. Dropout within a token uses a cheaper
-hash of the token's key, because a training step of GPT 345M draws 10^11 times.
+hash of the token's key, because a training step of GPT 345M draws 10^11 random numbers.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def keep_mask(rows: torch.Tensor, elements: torch.Tensor, probability: float, ru
 def draw(rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
     """Draw 16 random bits for each element of a row.
 
-    In each aligned group of 16 elements, e and e + 8 use the two halves of the same 32 bits, so a kernel draws only
-    once for both elements. The 32 bits are computed from a counter and the two halves of the row's key, with two
+    In each aligned group of 16 elements, e and e + 8 use the two halves of the same 32 bits, so a kernel needs only one
+    draw for both elements. The 32 bits are computed from a counter and the two halves of the row's key, with two
     multiplications whose results are folded (Philox 4x32; Salmon et al. 2011).
     """
     group = (elements >> 4 << 3) | (elements & 7)

@@ -3,8 +3,8 @@
 This module exists because torch does not pass windows to cuDNN. Plans for the forward and backward pass of a shape are
 built once, before its first use. If cuDNN rejects a shape, or computes a wrong result in a small trial, the caller's
 kernels are used and a warning is logged. Documents, dropout and offsets of the queries are not supported. After the
-first call for a shape, later calls do not synchronise and allocate memory only through torch, so a CUDA graph can
-record them."""
+first call for a shape, later calls do not synchronise and allocate memory only through torch, so they can be captured
+in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def version() -> str | None:
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether this module supports an attention, that is, whole causal rows with a window that hides keys.
+    """Whether this module supports an attention call: whole causal rows with a window that hides keys.
 
     The result is False if deterministic algorithms are required. According to the package's source, cuDNN on Hopper
     would then store a number for every pair of tokens (17 GB for 16,384 tokens and 32 heads), whereas mega's Triton
@@ -157,7 +157,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""(shape [b, s, heads, d], strides) of a tensor."""
+"""The shape [b, s, heads, d] and the strides of a tensor."""
 
 
 class _GraphBuilder:

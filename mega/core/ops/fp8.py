@@ -5,9 +5,9 @@ et al. 2022).
     e5m2  gradients of outputs  2 bits of mantissa, up to 57344
 
 The scale of an operand maps its largest magnitude to the limit of the format. Scales are computed from the current
-tensor instead of earlier steps, so checkpoints need no history. A scale is computed from the local tensor, so rounding
-depends on the parallel layout and the microbatch size. This module emulates fp8 in plain torch; kernels/fp8.py contains
-the fast implementation.
+tensor rather than from earlier steps, so checkpoints need no history. A scale is computed from the local tensor, so
+rounding depends on the parallel layout and the microbatch size. This module emulates fp8 in plain torch; kernels/fp8.py
+contains the fast implementation.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 def split_heads(
     fused: torch.Tensor, bias: torch.Tensor | None, heads: int, kv_heads: int, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k are
-    rotated.
+    """Split fused [tokens, (heads + 2 kv_heads) d] into q [tokens, heads, d], k and v [tokens, kv_heads, d], and rotate
+    q and k.
 
     bias: bias that was already added to `fused`; only its gradient is computed here. The caller must not use `fused`
     afterwards, because a fast implementation rotates `fused` in place.

@@ -17,7 +17,7 @@ Kind = Literal["causal", "full"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """The mask of s queries and t keys. A key is visible to a query if all fields of the mask allow this.
+    """The mask of s queries and t keys. A key is visible to a query if no field of the mask hides it.
 
     kind "causal", window 3, s = t = 5:    1 . . . .
                                            1 1 . . .

@@ -1,8 +1,8 @@
 """Paged attention: sequences attend to keys and values that are stored in the blocks of a cache.
 
-A run is the tokens that one sequence computes in a step. The runs of a step are concatenated without padding. The keys
-of a sequence, including the keys of its run, are stored in blocks of a pool; row i of `tables` lists the blocks of
-sequence i in order:
+A run consists of the tokens that are computed for one sequence in a step. The runs of a step are concatenated without
+padding. The keys of a sequence, including the keys of its run, are stored in blocks of a pool; row i of `tables` lists
+the blocks of sequence i in order:
 
     starts   0 1 2 6        three runs, of 1, 1 and 4 tokens
     lengths  9 3 4          number of keys of each sequence; the last token of a run sees all keys
@@ -89,9 +89,9 @@ class PagedAttention:
     attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees."""
     graphs: bool = False
-    """Whether a CUDA graph can record the kernels for runs of one token. In this case, the launches depend only on the
-    number of runs and the width of `tables`. Each replay reads the tensors `tables` and `lengths`, which are attributes
-    of the pages."""
+    """Whether the kernels for runs of one token can be captured in a CUDA graph. In this case, the launches depend only
+    on the number of runs and the width of `tables`. Each replay reads the tensors `tables` and `lengths`, which are
+    attributes of the pages."""
     attend_new: Callable[[torch.Tensor, Rotary | None, torch.Tensor, Any], torch.Tensor | None] | None = None
     """attend_new(fused, rotary, pool, pages): rotate queries and keys, store the new keys and values in the pool, and
     attend. fused [tokens, heads + 2 kv_heads, d] contains queries, keys and values. Returns None if the caller must use
@@ -102,7 +102,7 @@ class PagedAttention:
 
 @dataclass(frozen=True)
 class RaggedGraph:
-    """Functions that build the pages of runs of several tokens for a CUDA graph, which is recorded only once."""
+    """Functions that build the pages of runs of several tokens for a CUDA graph, which is captured only once."""
 
     most_tiles: Callable[[int, int], int]
     """most_tiles(tokens, runs) -> the maximum number of tiles for this number of tokens and runs."""

@@ -64,7 +64,7 @@ class _Recomputation:
         def fill(x: torch.Tensor) -> torch.Tensor:
             nonlocal missing
             missing -= 1
-            place, x = next(waiting)(), x.detach()  # an x with a reference to its op would never be freed
+            place, x = next(waiting)(), x.detach()  # a tensor with a reference to its own op would never be freed
             if place is not None:  # if None, the backward pass does not need this tensor
                 place.tensor = x
             if not missing:

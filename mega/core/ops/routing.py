@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mega.core.architecture.layer import ExpertGroups, Router
 
 LEAST_SUM = 1e-20
-"""Number that is added to a sum of scores before scores are divided by the sum."""
+"""Added to a sum of scores before scores are divided by the sum, to avoid a division by 0."""
 
 SINKHORN_TOLERANCE = 1e-4
 SINKHORN_EPS = 1e-8

@@ -154,7 +154,7 @@ def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: i
 
 
 def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str | None:
-    """Return advice that would make attention faster for rows of `length` tokens, or None.
+    """Return advice on how to make attention faster for rows of `length` tokens, or None.
 
     >>> attention_advice(REFERENCE, AttentionMask(window=4), torch.bfloat16, 8, 8)
     """

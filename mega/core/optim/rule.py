@@ -73,7 +73,7 @@ class ShardState:
 
     @property
     def has_master(self) -> bool:
-        """Whether the state has a master that is more precise than the weights."""
+        """Whether the state has a master copy of the weights in a higher precision."""
         return self.master is not None and self.master.dtype != self.bucket.own_weights.dtype
 
     @property

@@ -61,8 +61,8 @@ class LossScaler:
 
     @property
     def at_least(self) -> bool:
-        """Whether the scale cannot decrease, because it is constant or at the minimum. This property waits for the
-        device."""
+        """Whether the scale cannot decrease, because it is constant or has reached the minimum. This property waits for
+        the device."""
         return self.window is None or bool(self.scale <= self.least)
 
     def state(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ Each pair consists of a collective of the forward pass and a collective for its 
 Korthikanti et al. 2022):
 
     reduce_from_region   all-reduce     <->  identity      leave a region where each rank computes its own outputs
-                         reduce-scatter <->  all-gather    the same under sequence parallelism
+                         reduce-scatter <->  all-gather    leave such a region under sequence parallelism
     all_to_all           all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
 The collective at the entry of a region is part of the column-parallel layer (linear.py), which overlaps it with a GEMM.
@@ -244,7 +244,7 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_reduce_both_ways(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum over ranks. The backward pass sums the gradient over ranks, too, because every rank uses the sum
+    """Return the sum over ranks. The backward pass also sums the gradient over ranks, because every rank uses the sum
     differently."""
     return x if axis.size == 1 else conjugate(x, axis, summed, summed)
 

@@ -1,7 +1,8 @@
 """Context parallelism: each rank holds some columns of every row (sequence), and attention covers whole rows.
 
-A row of s columns is split into 2n chunks, and rank i of n holds chunks i and 2n - 1 - i. Under a causal mask early
-columns attend to few keys and late columns to many, so this pairing gives all ranks equal work. With n = 2 and s = 8:
+A row of s columns is split into 2n chunks, and rank i of n holds chunks i and 2n - 1 - i. Under a causal mask, early
+columns attend to few keys and late columns attend to many, so this pairing gives all ranks equal work. With n = 2 and s
+= 8:
 
     rank 0   0 1 . . . . 6 7
     rank 1   . . 2 3 4 5 . .
@@ -149,7 +150,7 @@ class RingState(NamedTuple):
         if mask.window is None and mask.kind == "full":
             return [RingBlock(slice(0, s), slice(0, t), mask)]
         # With equal positions of queries and keys, each of the three cases above needs only one block.
-        # So GEMMs are larger, and positions are compared only if `source` is this rank.
+        # One block makes GEMMs larger, and positions need to be compared only if `source` is this rank.
         if mask.window is None and mask.q_offset == 0 and s == t:
             if source == own_index:
                 return [RingBlock(slice(0, s), slice(0, t), mask)]

@@ -1,4 +1,5 @@
-"""Deferred weight gradients: a backward pass that computes input gradients only, followed by separate wgrad acts.
+"""Deferred weight gradients: a backward pass that computes input gradients only, followed by separate weight-gradient
+steps.
 
 Zero-bubble schedules (Qi et al. 2023) run the wgrad GEMMs when a stage would otherwise wait. This module depends on
 weights, but not on buckets or ranks.
@@ -43,7 +44,7 @@ class WgradQueue:
 
 
 def run_wgrad(deferred: Iterable[DeferredWgrad]) -> None:
-    """Run deferred wgrad GEMMs: the "W" act of a plan."""
+    """Run deferred wgrad GEMMs, which is the "W" action of a plan."""
     with torch.no_grad():
         for weight, grad, x in deferred:
             weight.add_wgrad(grad, x)

@@ -7,9 +7,9 @@
       4 sort       the rows of all sources by expert
 
 `RowPlan` contains the positions of rows. Autograd functions move the rows, and sum rows in a fixed order. The number of
-rows that a rank gets is computed on the device. So the host must wait for the device: for an exchange of sizes if ranks
-exchange rows, and for a count if a rank computes only some of the rows. This module does not depend on the router or on
-weights.
+rows that a rank gets is computed on the device. So the host must wait for the device if ranks exchange rows (to read
+the sizes), or if a rank computes only some of the rows (to read their count). This module does not depend on the router
+or on weights.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    """Return x, values of choices [t, k], as values of rows [rows]; 0 for padding rows."""
+    """Convert one value per choice, x [t, k], to one value per row, [rows]; 0 for padding rows."""
     flat = x.flatten()
     if not plan.whole:
         flat = torch.cat([flat, flat.new_zeros(1)])
@@ -243,7 +243,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class ExpertRegion:
-    """The division of a mixture of experts among ranks: which ranks have the same tokens, which experts this rank
+    """The division of an MoE layer's work among ranks: which ranks have the same tokens, which experts this rank
     holds, and which rows are exchanged.
 
     Without sequence parallelism all tensor ranks have the same tokens. Either each rank holds a shard of every expert,

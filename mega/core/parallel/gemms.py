@@ -6,7 +6,7 @@
 
 `WeightGemms` computes these GEMMs with one weight. A wrapper with the same interface may replace `WeightGemms`; for
 example, an adapter adds a low-rank GEMM to each of the three GEMMs (adapter.py). GEMMs do not depend on ranks: x and dy
-are whole on this rank; y and dx may be partial sums that the layer reduces afterwards.
+are complete on this rank, whereas y and dx may be partial sums that the layer reduces afterwards.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class GradBuffer:
             self._order.begin()
 
     def final(self, last: bool) -> None:
-        """Set whether the next backward pass is the last one of its chunk in this step."""
+        """Record whether the next backward pass is the last one of its chunk in this step."""
         self._final = last
 
     def _open_main_grad(self, weight: Weight) -> None:
@@ -405,7 +405,7 @@ class GradBuffer:
 
     @property
     def data_ranks(self) -> int:
-        """The maximum number of ranks over which a gradient is summed."""
+        """Return the maximum number of ranks over which a gradient is summed."""
         return max(bucket.data.axis.size for bucket in self.buckets)
 
 

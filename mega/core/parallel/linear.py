@@ -46,8 +46,8 @@ _MatmulState = tuple[LinearGemms, Region, torch.dtype, Any]
 
 
 class _ColumnMatmul(torch.autograd.Function):
-    """Column-parallel GEMM: x [tokens, in] -> [tokens, out of this rank]. Under sequence parallelism x holds only the
-    tokens of this rank.
+    """Column-parallel GEMM: x [tokens, in] -> [tokens, this rank's outputs]. Under sequence parallelism x holds only
+    the tokens of this rank.
 
     weights: the weights of the GEMMs, which must be inputs so that autograd tracks them.
     """
@@ -105,7 +105,7 @@ class _ColumnMatmul(torch.autograd.Function):
 
 
 class _RowMatmul(torch.autograd.Function):
-    """Row-parallel GEMM: x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence parallelism
+    """Row-parallel GEMM: x [tokens, this rank's inputs] -> [tokens, out], summed over ranks; under sequence parallelism
     the result holds only the tokens of this rank.
 
     weights: the weights of the GEMMs, which must be inputs so that autograd tracks them.

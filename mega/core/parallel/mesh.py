@@ -1,6 +1,6 @@
 """The grid of ranks. Every group of ranks is a slice of the grid.
 
-Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks are
+Axes, from the fastest-varying to the slowest-varying: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks are
 
             tp 0  tp 1
     pp 0 dp 0   0     1
@@ -9,7 +9,7 @@ Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks ar
          dp 1   6     7
 
 Experts use the same ranks as another grid, with the axes etp, ep, edp, pp. The ranks of a stage are numbered in order,
-and etp (the tensor ranks of each expert) runs fastest. The size of etp defaults to tp. Example: with dp 4 and ep 2,
+and etp (the tensor ranks of each expert) varies fastest. The size of etp defaults to tp. Example: with dp 4 and ep 2,
 data ranks 0 and 2 hold copies of the same experts, and data ranks 1 and 3 hold copies of the other experts.
 
 An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
@@ -194,7 +194,7 @@ class Mesh:
         return coordinates
 
     def axis(self, *names: str) -> Axis:
-        """Return the ranks that differ from this rank only in these axes of one grid; the first axis of ORDER runs
+        """Return the ranks that differ from this rank only in these axes of one grid; the first axis of ORDER varies
         fastest."""
         return self._axis("x".join(names), self.slices(*names))
 

@@ -54,15 +54,15 @@ class Peers(Protocol):
 
     axis: Axis
     count: int
-    """The number of the last exchange. A replayed graph uses the numbers of its recording again; the next exchange
-    continues from there."""
+    """The number of the last exchange. A replayed CUDA graph reuses the numbers of its capture; the next exchange
+    continues from them."""
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
         """Begin the next exchange, with the dtype and device of `like`. At most two exchanges may be in flight, and
         both must have the same size."""
 
     def join(self) -> None:
-        """Make the current stream wait until all our blocks are sent. The recording of a graph must end with this
+        """Make the current stream wait until all our blocks are sent. The capture of a CUDA graph must end with this
         call."""
 
     def replay(self, count: int) -> None:

@@ -1,9 +1,9 @@
-"""Execute a plan: run its compute acts and move cargo between pipeline stages. This module does not depend on the
-schedule or the model.
+"""Execute a pipeline plan: run its compute steps, and move activations and gradients between stages. This module does
+not depend on the schedule or the model.
 
-A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is a tuple of tensors (activations or their
-gradients). The stage declares the shapes and dtypes of these tensors, so the number of tensors may differ between model
-families. Loss terms may come from any stage.
+A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is the tuple of tensors (activations or their
+gradients) that one stage sends to another. The stage declares the shapes and dtypes of these tensors, so the number of
+tensors may differ between model families. Loss terms may come from any stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_SENDS = 4
 
 Cargo = tuple[torch.Tensor, ...]
 Key = tuple[str, int, int]
-"""The key of a cargo: (kind, microbatch, chunk on this rank)."""
+"""The key of stored activations or gradients: (kind, microbatch, chunk on this rank)."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class StageOutput:
     cargo: Cargo = ()
     """Tensors for the next stage."""
     terms: Terms = field(default_factory=dict)
-    """Losses from which the backward pass begins, by name."""
+    """Losses at which the backward pass begins, by name."""
     metrics: Terms = field(default_factory=dict)
     """Values that are only reported, by name."""
     outputs: torch.Tensor | None = None
     """The outputs of the last stage (logits), if they were requested."""
     auxiliary: Terms = field(default_factory=dict)
-    """Losses whose backward pass begins inside the backward pass of the cargo or of `terms`, by name."""
+    """Losses whose backward pass begins within the backward pass of `cargo` or of `terms`, by name."""
 
 
 class Stage(Protocol):
@@ -65,8 +65,8 @@ class Stage(Protocol):
     def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return the weights of each loss term, by name. The sum of its weights is the term's divisor.
 
-        The weights are needed before the first forward pass. Their sum must equal the sum of the `Term.weight` that the
-        stages return, because the former divides gradients and the latter divides the reported losses.
+        The weights are needed before the first forward pass. Their sum must equal the sum of the `Term.weight` values
+        that the stages return, because the former divides gradients and the latter divides the reported losses.
         """
 
     def __call__(
@@ -79,7 +79,7 @@ class Stage(Protocol):
         """
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the cargo that this stage receives from the previous stage."""
+        """Shapes and dtypes of the activations that this stage receives from the previous stage."""
 
 
 class Pipeline:
@@ -133,7 +133,7 @@ def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
 
 
 class _Step:
-    """The state of one execution of a plan: cargo in flight, inputs and outputs of microbatches, and sums."""
+    """The state of one execution of a plan: tensors in flight, inputs and outputs of microbatches, and sums."""
 
     def __init__(
         self,
@@ -225,21 +225,22 @@ class _Step:
         run_wgrad(self.deferred.pop((act.microbatch, act.chunk)))
 
     def _take(self, kind: str, act: Compute) -> Cargo:
-        """Wait for the cargo that this compute act needs, and return the cargo."""
+        """Wait for the received activations or gradients that this compute step needs, and return them."""
         cargo, works = self.received.pop((kind, act.microbatch, act.chunk))
         for work in works:
             wait_for(work)
         return cargo
 
     def _give(self, kind: str, act: Compute, cargo: Cargo, to: int) -> None:
-        """Store cargo for stage `to`, either for a compute act of this rank or for the next exchange."""
+        """Store activations or gradients for stage `to`, either for a compute step of this rank or for the next
+        exchange."""
         if to % self.plan.stages == self.rank:
             self.received[kind, act.microbatch, to // self.plan.stages] = (cargo, [])
         else:
             self.to_send[kind, act.microbatch, act.chunk] = cargo
 
     def _exchange(self, act: Exchange) -> None:
-        """Start every send and receive of `act`. A compute act waits for the cargo that it needs."""
+        """Start every send and receive of `act`. A compute step waits for the tensors that it needs."""
         for transfer in act.sends:
             for tensor in self.to_send.pop((transfer.kind, transfer.microbatch, transfer.chunk)):
                 tensor = tensor.contiguous()
@@ -254,8 +255,8 @@ class _Step:
             wait_for(self.sent.popleft()[0])
 
     def _receive(self, transfer: Transfer) -> None:
-        """Start a receive. The stage declares the shapes of activations; gradients have the shapes of the cargo that
-        the stage sent."""
+        """Start a receive. The stage declares the shapes of activations; gradients have the shapes of the activations
+        that the stage sent."""
         key = transfer.microbatch, transfer.chunk
         if transfer.kind == "F":
             shapes = self.pipeline.chunks[transfer.chunk].cargo(self.batches[transfer.microbatch])
@@ -271,8 +272,8 @@ class _Step:
 
 
 def backward(names: Iterable[str], out: StageOutput, cargo_grads: Cargo, scale: torch.Tensor | None) -> None:
-    """Run the backward pass of one microbatch on one stage, beginning with its scaled terms and its cargo's
-    gradients."""
+    """Run the backward pass of one microbatch on one stage, starting from its scaled loss terms and the gradients of
+    the activations that it sent."""
     roots, factors = [], []
     for number, name in enumerate(names):
         if name not in out.terms:

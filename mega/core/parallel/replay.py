@@ -1,5 +1,5 @@
-"""Run the forward and backward pass of a microbatch as one CUDA graph, which is recorded once and then replayed with
-other tokens.
+"""Run the forward and backward pass of a microbatch as one CUDA graph, which is captured once and then replayed for the
+later microbatches.
 
 The host takes about 2 ms to launch the kernels of a block, and a device that finishes a block sooner is idle. A graph
 needs only one launch.
@@ -40,11 +40,11 @@ class Replayable(Protocol):
 
 
 class ReplayedPipeline(Pipeline):
-    """A pipeline of one stage that replays a recorded microbatch.
+    """A pipeline of one stage that replays the captured graph of a microbatch.
 
     Batches with different optional tensors have separate graphs, which share their memory.
 
-    peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: function that records a
+    peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: function that captures a
     graph; default: a `Recorder`.
     """
 

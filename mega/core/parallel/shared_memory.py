@@ -32,8 +32,8 @@ LINE = 64
 """Number of bytes between marks, so that each mark has its own cache line."""
 
 SPIN, DOZE = 2e-4, 1.0
-"""A wait polls the mark without pauses for SPIN seconds, then with short pauses until DOZE seconds, then with longer
-pauses."""
+"""A wait polls the mark without pauses for SPIN seconds, then with short pauses until DOZE seconds have passed, then
+with longer pauses."""
 
 PAUSES = (5e-5, 1e-3)
 """The short and the longer pause between polls, in seconds."""

@@ -143,7 +143,7 @@ def _normalised(
 
     Phases:
         1 largest logit, sum of exponentials and label's logit of this rank's columns
-        2 the largest logit of all ranks; rescale the sum of exponentials to it
+        2 largest logit of all ranks; rescale this rank's sum of exponentials to that logit
         3 sum the exponentials and the label's logit over ranks
     """
     # 1

@@ -1,6 +1,6 @@
 """Apply a function to whole matrices of which each rank holds only rows, columns or a span of a bucket.
 
-    parts of a bucket's matrices  --to their owners-->  whole matrices  --function-->  --back-->  parts
+    parts of a bucket's matrices  --to owner ranks-->  whole matrices  --function-->  --back-->  parts
 
 Each matrix has one owner among the ranks that hold the bucket, so the ranks divide the matrices among themselves. If
 several ranks hold the same part, one of them sends the part. A matrix is assembled before the function is applied, so
@@ -67,7 +67,7 @@ class WholeMatrices:
         plan = self._plans.get(id(bucket))
         if plan is None:
             plan = self._plans[id(bucket)] = _plan(bucket)
-        axis, device = bucket.data.with_tp, bucket.own_weights.device  # the state may be on the host
+        axis, device = bucket.data.with_tp, bucket.own_weights.device  # the optimizer state may be on the host
         # 1 send parts to the owners
         parts = dict(zip(plan.own, (part for _, _, part in bucket.rectangles(flat, bucket.span[0])), strict=True))
         received = exchange(_joined(parts, plan.sent, flat).to(device), axis, _sizes(plan.sent), _sizes(plan.received))

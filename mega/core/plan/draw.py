@@ -47,8 +47,8 @@ def draw(simulation: Simulation, path: Path) -> None:
 
 
 def _scale(simulation: Simulation, room: int) -> float:
-    """Return the number of characters per unit of time: wide enough for labels if the line then fits in `room`
-    characters; else a whole number per act if that fits; else the number that fits."""
+    """Return the number of characters per unit of time: enough for labels if the line then fits in `room` characters;
+    otherwise a whole number of characters per compute step if that fits; otherwise the number that fits."""
     spans = [span for row in simulation.rows for span in row]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     labelled = max(len(_label(simulation, span)) for span in spans) + 1

@@ -1,4 +1,4 @@
-"""Insert sends and receives of cargo (activations and gradients) between the compute steps of every rank.
+"""Insert sends and receives of activations and gradients ("cargo") between the compute steps of every rank.
 
 This module does not depend on schedules. First the compute steps of all ranks are simulated on a clock on which every
 compute step takes one slot and transfers take no time. Then each transfer is assigned a time:
@@ -30,7 +30,8 @@ Cargo = tuple[str, int, int]
 
 
 def needs(act: Compute, stage: int, last: int) -> Cargo | None:
-    """Return the cargo required by `act` on global stage `stage`; None if the act does not depend on another stage."""
+    """Return the activation or gradient required by `act` on global stage `stage`; None if the act does not depend on
+    another stage."""
     if act.kind == "F" and stage > 0:
         return ("F", act.microbatch, stage - 1)
     if act.kind == "B" and stage < last:
@@ -39,12 +40,12 @@ def needs(act: Compute, stage: int, last: int) -> Cargo | None:
 
 
 def sent(transfer: Transfer, rank: int, stages: int) -> Cargo:
-    """Return the cargo that `rank` sends in `transfer`."""
+    """Return the activation or gradient that `rank` sends in `transfer`."""
     return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank)
 
 
 def received(transfer: Transfer, rank: int, stages: int) -> Cargo:
-    """Return the cargo that `rank` receives in `transfer`."""
+    """Return the activation or gradient that `rank` receives in `transfer`."""
     before = -1 if transfer.kind == "F" else 1
     return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank + before)
 
@@ -69,7 +70,7 @@ def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int
                 continue
             consumer = consumers.get((act.kind, act.microbatch, act.chunk * stages + rank))
             if consumer is None or consumer[0] == rank:
-                continue  # no transfer, because no other rank needs the cargo
+                continue  # no transfer, because no other rank needs the output
             peer, consumer_start, consuming = consumer
             next_start = starts[rank][gap] if gap < len(order) else math.inf
             # The latest time that delays neither the consumer nor the sender's next compute step.
@@ -95,7 +96,7 @@ def _woven(
 
 def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> list[list[int]]:
     """Return the slot in which each compute step starts, if every step takes one slot and runs as early as possible. A
-    rank runs until the cargo for its next compute step is missing; the rank that produces this cargo makes the waiting
+    rank runs until the input of its next compute step is missing; the rank that produces this input makes the waiting
     rank runnable again.
     """
     last = stages * chunks - 1

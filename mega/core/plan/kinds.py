@@ -134,8 +134,8 @@ def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order
     """ZB-H1: 1F1B with a split backward pass, whose weight gradients fill slots that would be idle.
 
     The previous rank waits for the gradient of the input (B), but the gradient of the weights (W) can be computed at
-    any later time. On rank r the W acts lag r microbatches behind the B acts, so that later ranks defer work to the end
-    of the step, when they would be idle. No rank holds more than `stages` microbatches.
+    any later time. On rank r the W steps lag r microbatches behind the B steps, so that later ranks defer work to
+    the end of the training step, when they would be idle. No rank holds more than `stages` microbatches.
 
         3 stages, 4 microbatches (F, B, W one slot each)
         rank 0   F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3
@@ -143,7 +143,7 @@ def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order
         rank 2    .  . F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     """
     order: Order = []
-    backwards = 0  # number of B acts so far
+    backwards = 0  # number of B steps so far
     for act in one_forward_one_backward(rank, stages, chunks, microbatches):
         order.append(act)
         if act.kind == "B":
@@ -210,7 +210,7 @@ def interleaving() -> str:
 
 
 def splits_backward(kind: str) -> bool:
-    """Return whether a schedule computes gradients of weights in separate acts (W), later than gradients of inputs.
+    """Return whether a schedule computes gradients of weights in separate steps (W), later than gradients of inputs.
 
     >>> splits_backward("zb-h1"), splits_backward("1f1b")
     (True, False)

@@ -30,9 +30,9 @@ def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) 
     """Return every rank's compute steps with times, in order. This function takes time linear in the number of acts.
 
     transfer: duration of one transfer, which starts when both ranks have reached their exchange.
-    overlap: if True, a rank does not stop in exchanges: it waits for cargo only before the compute step that needs the
-        cargo, and never waits for sends. If False, a rank stops in each exchange until all transfers have ended, so a
-        send blocks until the receive.
+    overlap: if True, a rank does not stop in exchanges: it waits for an activation or gradient only before the compute
+        step that needs this input, and never waits for sends. If False, a rank stops in each exchange until all
+        transfers have ended, so a send blocks until the receive.
 
     Raises PlanError at a deadlock.
     """
@@ -40,8 +40,8 @@ def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) 
 
 
 class _Playing:
-    """The state of one call of `play`. A rank runs until it has to wait for cargo; the transfer of that cargo makes the
-    rank runnable again."""
+    """The state of one call of `play`. A rank runs until it has to wait for an activation or gradient; the transfer of
+    that input makes the rank runnable again."""
 
     def __init__(self, plan: Plan, duration: Duration, transfer: float, overlap: bool) -> None:
         self.plan, self.duration, self.transfer, self.overlap = plan, duration, transfer, overlap

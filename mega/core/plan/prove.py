@@ -1,9 +1,9 @@
 """Prove, independently of the schedule, that a plan has the following properties before a run executes the plan.
 
     1  every rank computes every (kind, microbatch, chunk) exactly once, F before B before W
-    2  no compute step runs before its input has arrived; no cargo is sent before it is produced
-    3  all cargo is sent once and received once, between the right two ranks
-    4  between two ranks, cargo of one kind arrives in the order in which it is sent (no tags needed)
+    2  no compute step runs before its input has arrived; nothing is sent before it is produced
+    3  every activation and gradient is sent once and received once, between the right two ranks
+    4  between two ranks, activations arrive in the order of sending, and so do gradients (no tags needed)
     5  no rank waits forever, even if a send blocks until the matching receive has started
 
 This check runs at the start of every training run, and takes time linear in the number of acts.
@@ -19,7 +19,7 @@ from .play import play
 from .types import Compute, Exchange, Plan, PlanError
 
 Route = tuple[int, int, str]
-"""(sending rank, receiving rank, kind of cargo)."""
+"""(sending rank, receiving rank, "F" for activations or "B" for gradients)."""
 
 _EARLIER = {"F": None, "B": "F", "W": "B"}
 """Kind of a compute step -> the kind of step that must precede it for the same microbatch and chunk."""
@@ -33,8 +33,8 @@ def prove(plan: Plan) -> None:
     recvs: dict[Route, list[Cargo]] = defaultdict(list)
     for rank in range(plan.stages):
         _Rank(plan, rank, sends, recvs).check()
-    # Every compute step had its input, so all required cargo was received. On each route, sends equal receives, so no
-    # cargo is lost.
+    # Every compute step had its input, so all required inputs were received. On each route, sends equal receives, so
+    # nothing is lost.
     for route in sends.keys() | recvs.keys():
         _same_order(route, sends[route], recvs[route])
     play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)

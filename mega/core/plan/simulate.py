@@ -27,15 +27,15 @@ class Costs:
 
     forward: PerStage = 1.0
     backward: PerStage = 1.0
-    """The duration of the gradient of the input, without the gradient of the weights."""
+    """The duration of computing the gradient of the input, without the gradient of the weights."""
     weight: PerStage = 1.0
-    """The duration of the gradient of the weights. In a plan without "W" acts this duration is part of the "B" act, so
-    the same costs can be used for all plans."""
+    """The duration of computing the gradient of the weights. In a plan without "W" steps this duration is part of the
+    "B" step, so the same costs can be used for all plans."""
     transfer: float = 0.0
     """The duration of sending one activation or gradient from one rank to another."""
 
     def of(self, act: Compute, stage: int, split: bool) -> float:
-        """Return the duration of `act` on global stage `stage`. split: whether the plan has "W" acts."""
+        """Return the duration of `act` on global stage `stage`. split: whether the plan has "W" steps."""
         if act.kind == "F":
             return _at(self.forward, stage)
         if act.kind == "W":
@@ -56,7 +56,7 @@ class Simulation:
     """Fraction of time that ranks spend waiting, 0 <= bubble < 1."""
     live: tuple[int, ...]
     """Peak number of microbatches whose activations each rank holds, counting each chunk of a microbatch separately. A
-    rank holds activations from F to B, or to W if there are W acts; in a plan without backward pass only during F."""
+    rank holds activations from F to B, or to W if there are W steps; in a plan without backward pass only during F."""
     rows: tuple[tuple[Interval, ...], ...]
     """Every compute step with start and end time."""
 
@@ -65,8 +65,8 @@ def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Si
     """Run `plan` on a simulated clock.
 
     costs: by default 1 for forward pass, input gradient and weight gradient each, and 0 for transfers.
-    overlap: if True, a rank waits for cargo only before the compute step that needs the cargo, and not for sends. If
-        False, a rank waits in each exchange until all transfers have ended (see `play`).
+    overlap: if True, a rank waits for an activation or gradient only before the compute step that needs this input, and
+        not for sends. If False, a rank waits in each exchange until all transfers have ended (see `play`).
 
     >>> from mega.core.plan import plan
     >>> result = simulate(plan("1f1b", stages=4, microbatches=8))
@@ -123,8 +123,8 @@ def _splits(plan: Plan) -> bool:
 
 
 def _peak(row: Sequence[Interval], frees: str) -> int:
-    """Return the maximum number of microbatches held at the same time. A microbatch is held from the start of its F act
-    to the end of its act of kind `frees`."""
+    """Return the maximum number of microbatches held at the same time. A microbatch is held from the start of its F
+    step to the end of its step of kind `frees`."""
     live = peak = 0
     for span in row:
         if span.act.kind == "F":

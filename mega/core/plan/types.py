@@ -1,7 +1,7 @@
 """The types of a pipeline plan: an action of one rank (`Act`), and the actions of all ranks (`Plan`).
 
-A model is split into `stages * chunks` consecutive **global stages** g = 0, 1, 2, ... These are assigned to the ranks
-of the pipeline round-robin, so that rank r holds g = chunk * stages + r:
+A model is split into `stages * chunks` consecutive **global stages** g = 0, 1, 2, ... Global stages are assigned to the
+ranks of the pipeline round-robin, so that rank r holds g = chunk * stages + r:
 
     stages 2, chunks 1        stages 2, chunks 2
     rank 0   g0               rank 0   g0  g2
@@ -27,7 +27,7 @@ class Compute:
     """A compute step: one microbatch through one chunk of this rank.
 
     kind: "F" is the forward pass. "B" is the backward pass: the gradients of weights and input in a plan without "W"
-        acts, or only the gradient of the input in a plan with "W" acts, in which a later "W" computes the gradient of
+        steps, or only the gradient of the input in a plan with "W" steps, in which a later "W" computes the gradient of
         the weights.
     microbatch: 0 .. microbatches - 1.
     chunk: index of the chunk on this rank, 0 .. chunks - 1.
@@ -49,8 +49,8 @@ class Transfer:
     """F: an activation for the next global stage. B: the gradient of an activation for the previous stage."""
     microbatch: int
     chunk: int
-    """The chunk **on the rank of this act**: in a send the chunk that produced the cargo, in a receive the chunk that
-    consumes the cargo. (These chunks differ in a transfer between the last rank and rank 0.)"""
+    """The chunk **on the rank of this act**: in a send, the chunk that produced the activation or gradient; in a
+    receive, the chunk that consumes it. (These chunks differ in a transfer between the last rank and rank 0.)"""
     peer: int
     """The other rank, 0 .. stages - 1."""
 

@@ -28,7 +28,7 @@ from mega.core.processes.roll_call import RollCall, in_time
 from mega.core.processes.world import MEETING_FILE, World, cores, world_from_env
 
 _CALLS: list[RollCall] = []
-"""The roll call of this process while the process is in a process group; else empty."""
+"""Contains the roll call of this process while the process is in a process group; otherwise empty."""
 
 
 def connect(
@@ -38,10 +38,10 @@ def connect(
 
     phase_timeout_minutes: maximum time for which ranks that answer may keep other ranks waiting in a long phase. After
     this time, or after timeout_minutes in any other phase, the roll call ends the run, so the timeout of exchanges is
-    the sum of both times. If None, only the timeout of exchanges, 1.25 timeout_minutes, applies to ranks that answer.
-    A single rank has no group, and every axis has size 1. Errors: ValueError if the device is absent, the backend does
-    not support it, or the environment has no rendezvous address; OSError, naming the missing ranks, if some ranks do
-    not join.
+    the sum of both times. If phase_timeout_minutes is None, only the timeout of exchanges, 1.25 timeout_minutes,
+    applies to ranks that answer. A single rank has no group, and every axis has size 1. Errors: ValueError if the
+    device is absent, the backend does not support it, or the environment has no rendezvous address; OSError, naming the
+    missing ranks, if some ranks do not join.
     """
     world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
     device = Device.choose(kind, world.local_rank, backend)

@@ -64,8 +64,8 @@ _PEER_IS_GONE = (
 
 @dataclass(frozen=True)
 class ExitReport:
-    """The reason why a rank ends, and its exit code. kind: "line", "trace", "diverged", "verdict" (about all ranks), or
-    "consequence" (of the end of another rank)."""
+    """The reason why a rank ends, and the rank's exit code. kind: "line", "trace", "diverged", "verdict" (about all
+    ranks), or "consequence" (of the end of another rank)."""
 
     code: int
     text: str
@@ -153,7 +153,7 @@ def explain_timeout(error: RuntimeError) -> str | None:
 
 
 def report_exit(report: ExitReport, *, together: bool = True) -> int:
-    """Print a report on stderr, unless another rank prints it; returns the exit code. This must be the last call of a
+    """Print a report to stderr unless another rank prints it, and return the exit code. This must be the last call of a
     rank. together: whether the ranks agree through their store which of them prints.
     """
     try:
@@ -264,7 +264,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
     # 4 the others print what is new, and leave
     verdict = json.loads(store.get("reported"))
     if world.size > world.local_size and store.add(f"host/{socket.gethostname()}", 1) == 1:
-        write_error(verdict["lines"] + _of_host(world, verdict["lines"]))  # each host has its own log
+        write_error(verdict["lines"] + _of_host(world, verdict["lines"]))  # each host has a separate log
     if report.kind != "consequence" and not any(text in report.text for text in verdict["texts"]):
         write_error(format_exits({world.rank: report}, world.size))
     store.add("left", 1)
@@ -276,8 +276,8 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
 
 
 def _of_host(world: World, reported: str) -> str:
-    """Return a message for the log of this host, one of several, about the activity of its first rank when the run
-    ended."""
+    """On a run with several hosts, return a message for the log of this host: what its first rank was doing when the
+    run ended."""
     if world.size == world.local_size or not reported:
         return ""
     return f"mega: rank {world.rank}, on host {socket.gethostname()}, was at: {ACTIVITY}\n"
@@ -307,7 +307,7 @@ def printable(line: str, encoding: str | None) -> str:
 
 
 def _have_met() -> bool:
-    """Whether this rank is in a process group, so that the store has answered before."""
+    """Whether this rank is in a process group, which implies that the store has already answered."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and bool(distributed.is_initialized())
 
@@ -338,7 +338,7 @@ def _hosting(world: World) -> bool:
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait until `done()` is true, at most `seconds`; returns the last result of `done()`."""
+    """Wait, for `seconds` at most, until `done()` is true, and return the last result of `done()`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

@@ -57,7 +57,7 @@ def record() -> None:
 
 
 def own_exchanges() -> tuple[CalledExchange, ...]:
-    """Return the newest exchange of this process in each group; () if nothing is recorded."""
+    """Return the newest exchange of this process in each group; () if the recorder has no entries."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
         return ()
@@ -68,7 +68,7 @@ def own_exchanges() -> tuple[CalledExchange, ...]:
         if dump is not None:
             try:
                 return tuple(newest(json.loads(dump(True, False))))
-            except (RuntimeError, ValueError):  # a missing report must not end the run
+            except (RuntimeError, ValueError):  # a failure to report must not end the run
                 return ()
     return ()
 

@@ -7,8 +7,8 @@ Each host runs the same command once, which starts --nproc ranks whenever the le
                            as spares
     3 an ending            a host reports how its ranks ended; then the ranks of all other hosts are stopped
     4 a lost host          its connection broke, or it was silent for some seconds
-    5 the next attempt     as restarts.py decides; surviving hosts keep their seats, and a spare gets the seat of a lost
-                           host
+    5 the next attempt     if restarts.py allows it; surviving hosts keep their seats, and a spare gets the seat of a
+                           lost host
     6 a lost leader        its hosts join the next leader in a list that all hosts have, and send it the count of
                            restarts
 

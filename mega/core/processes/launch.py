@@ -4,8 +4,8 @@
     run_ranks    run a function on the ranks of a launcher or, without a launcher, on new local ranks
     run_attempt  run a function on new local ranks with given environments; restarts.py may restart the ranks
 
-New ranks are forked from a small server process that has already imported torch, so eight ranks start as fast as one.
-Ranks on one host use a file as their store, not a port, so two runs cannot conflict.
+New ranks are forked from a small server process that has already imported torch, so eight ranks start as quickly as
+one. Ranks on one host use a file as their store, not a port, so two runs cannot conflict.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def run_attempt(
             process.start()
         return _supervise(ranks, _Endings(prefix, min(patience, PATIENCE)), bell)
     finally:
-        with delayed_signals():  # an interrupt here would leave ranks for which multiprocessing waits at exit
+        with delayed_signals():  # an interrupt here would leave behind ranks that multiprocessing waits for at exit
             end_ranks(ranks, patience)
         for path in glob.glob(glob.escape(prefix) + "*"):
             with contextlib.suppress(OSError):
@@ -220,7 +220,7 @@ def _remove_abandoned(place: str) -> None:
         with contextlib.suppress(OSError, UnicodeDecodeError), open(mark, opener=_open_at_once) as file:
             folder = os.path.dirname(mark)
             if {os.fstat(file.fileno()).st_uid, os.lstat(folder).st_uid} != {os.getuid()}:
-                continue  # other users can write to the temporary folder, too
+                continue  # other users can also write to the temporary folder
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.read() == socket.gethostname():
                 shutil.rmtree(folder)

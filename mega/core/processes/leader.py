@@ -39,7 +39,8 @@ CALL = 5.0
 Place = tuple[str, int]
 
 Events = queue.Queue[tuple[Wire, dict[str, Any] | None]]
-"""(connection of a member, a message from the member); None instead of a message reports the loss of the member."""
+"""(connection of a member, message from the member). A message of None means that the connection to the member was
+lost."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Member:
     seat: int | None
     """The host's index among the hosts that run ranks; a surviving host keeps its index. None for a spare."""
     running: bool = False
-    """Whether the host's ranks have started and the host has not reported their end."""
+    """Whether the host's ranks have started, and the host has not yet reported their end."""
     spare: bool = False
     """Whether the host has been informed that it is a spare."""
 

@@ -1,4 +1,4 @@
-"""Local gloo ranks that run many jobs: for tests, and for comparisons of many layouts."""
+"""Local gloo ranks that run many jobs, for tests and for comparing many layouts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Pool:
                 target=_pool_rank, args=(child_end, self.size), name=f"pool rank {rank}", daemon=True
             )
             process.start()
-            child_end.close()  # so that the parent reads end of file when the rank dies
+            child_end.close()  # so that the parent reads an end of file when the rank dies
             self._ranks.append(process)
             self._pipes.append(parent_end)
 

@@ -134,5 +134,5 @@ class Questions:
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else ""
 
     def judge(self, line: Callable[[], str]) -> str:
-        """Write the verdict unless another rank has written one; returns the valid verdict."""
+        """Write the verdict unless another rank has already written one, and return the verdict that counts."""
         return self.verdict() or self._store.compare_set("verdict", "", line()).decode()

@@ -58,7 +58,7 @@ class StoreLost(ConnectionError):
 def meet(world: World, minutes: float) -> dist.Store:
     """Wait for all ranks, and return a store for the ranks of this attempt only.
 
-    Errors: ValueError if ranks contradict each other; TimeoutError naming the missing ranks; OSError.
+    Errors: ValueError if ranks disagree about the world size; TimeoutError naming the missing ranks; OSError.
     """
     deadline = time.monotonic() + 60 * minutes
     store = dist.PrefixStore("meeting", open_store(world, deadline, minutes))

@@ -5,7 +5,7 @@ store.
                                  timed out
     2 it asks                    every living rank answers with the position of its main thread (position.py)
     3 a rank is silent           for the rest of the timeout, so it was stopped or cannot be reached; or it has reported
-                                 its own error and ended, which ends the others at once
+                                 its own error and ended, which ends the others immediately
     4 all ranks answer           the waiting rank asks again until --timeout-minutes are over, or
                                  --phase-timeout-minutes if any rank is in a phase that may take long (activity.py)
     5 the verdict                the first rank to decide writes to the store which rank is at fault; all ranks end with
@@ -83,7 +83,7 @@ class RollCall:
         host: tuple[str, Collection[str]] | None = None,
     ):
         """
-        hosted: whether rank 0 hosts the store, instead of a launcher's agent.
+        hosted: whether rank 0 hosts the store, rather than a launcher's agent.
         remote: whether the store is on a network and may be silent; False for a file.
         phase_minutes: time limit of phases that may take long; None for no limit on ranks that answer.
         host: name and addresses of this host, if there are several hosts.
@@ -113,8 +113,8 @@ class RollCall:
         return self
 
     def close(self, report: str = "") -> None:
-        """Stop answering, and record in the store that this rank has left. report: of a rank that ends because of its
-        own error; ranks that wait for it do not take it for a stopped one."""
+        """Stop answering, and record in the store that this rank has left. report: the report of a rank that ends
+        because of its own error, so that ranks that wait for it do not assume that it was stopped."""
         self._closed.set()
         with contextlib.suppress(Exception):  # the store is lost, or silent
             in_time(lambda: self.questions.end(report) if report else self.questions.leave(), LEAVING)

@@ -86,8 +86,8 @@ _RULES = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     {"action": "FailJob", "onExitCodes": {"containerName": "pytorch", "operator": "In", "values": [1, 2]}},
 ]
-"""A host that Kubernetes evicts does not count as a failure; an exit code of 1 (gave up) or 2 (a mistake of the user)
-ends the job. Kubeflow's ExitCode ends the job for all codes below 128."""
+"""A host that Kubernetes evicts does not count as a failure; an exit code of 1 (the launcher gave up) or 2 (a mistake
+of the user) ends the job. Kubeflow's ExitCode ends the job for all codes below 128."""
 
 _LABEL = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
 """Matches valid names of Kubernetes services."""

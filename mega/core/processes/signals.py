@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to stop: Ctrl-C, a scheduler, SLURM's warning before the time limit (--signal=USR1@120), and
-the end of the terminal."""
+the closing of the terminal."""
 
 SAME_SIGNAL_SECONDS = 2.0
 """Seconds within which a signal that arrives again is the same request, delivered twice."""

@@ -24,7 +24,7 @@ _LONGEST = 1 << 20
 
 
 class Wire:
-    """One end of a connection.
+    """One end of a connection between two hosts.
 
     heard: called with each message, on the wire's reader thread. lost: called once when the other end has closed the
     connection, or was silent for SILENT seconds. here, there: addresses of the two ends, which stay valid after a loss.

@@ -1,9 +1,10 @@
-"""Read the world size, rank and rendezvous address from the launcher's environment variables. Does not import torch.
+"""Read the world size, rank and rendezvous address from the launcher's environment variables. This module does not
+import torch.
 
 These variables are WORLD_SIZE, RANK and others for torchrun, OMPI_COMM_WORLD_* (Open MPI) or PMI_* (MPICH, Intel MPI,
 Cray) for mpirun, and SLURM_* for a bare `srun`. Without such variables there is one process, which may start local
 ranks with `--nproc`. If launchers are nested, the inner launcher has precedence. It is an error if an outer launcher
-gives a different rank of a world of the same size.
+gives a different rank for a world of the same size.
 """
 
 from __future__ import annotations
@@ -183,17 +184,17 @@ def batch_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, launchers: list[_Launcher]) -> bool:
-    """Whether `launcher` has only one of its two variables, because a script exported it, and another launcher gives
-    both the rank and the size, one of them with the same value."""
+    """Whether only one of `launcher`'s two variables is set, and another launcher sets both rank and size, one of which
+    equals it. The variable was then exported by a script."""
     partial = (environ.get(launcher.rank), environ.get(launcher.size))
     pairs = [(environ.get(other.rank), environ.get(other.size)) for other in launchers if other is not launcher]
     return any(None not in pair and (partial[0] == pair[0] or partial[1] == pair[1]) for pair in pairs)
 
 
 def _contradict(inner: _Stated, outer: _Stated) -> bool:
-    """Whether two launchers contradict each other: they give different ranks of a world of the same size, or torchrun
-    was started several times by mpirun. Worlds of different sizes may be nested, because tasks of srun may start
-    ranks."""
+    """Whether two launchers contradict each other, that is, they give different ranks for a world of the same size, or
+    torchrun was started several times by mpirun. Worlds of different sizes may be nested, because tasks of srun may
+    start ranks."""
     inside, outside = inner.world, outer.world
     if outside.size == 1 or (inside.rank, inside.size) == (outside.rank, outside.size):
         return False

@@ -12,8 +12,8 @@ from mega.core.data.indexed import IndexedDataset
 
 
 def unigram(train: Path, ids: Sequence[int] | NDArray[np.integer], vocab: int) -> float:
-    """Return the mean -ln p of `ids`, where p is the frequency of an id in the token files `train`, with 1 added to
-    every count."""
+    """Return the mean of -ln p over `ids`, where p is the relative frequency of an id in the token files `train`, with
+    1 added to every count."""
     counts = np.bincount(IndexedDataset(train).tokens[:], minlength=vocab) + 1.0
     return float(-np.log(counts / counts.sum())[np.asarray(ids)].mean())
 

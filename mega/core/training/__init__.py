@@ -3,8 +3,8 @@
 state, wire, step, loop   the state of a run, its construction on a rank, one update, and the loop over all updates
 routing                   the number of tokens per expert in a step, and the bias that balances these numbers
 routines                  the work between steps; evaluation, sampling
-schedules                 learning rate and weight decay, also of a run that resumes
-policy, judge, probes     limits above which a step is a spike; the reaction to NaN or a spike; the tensor in which a
+schedules                 learning rate and weight decay, including those of a run that resumes
+policy, judge, probes     limits above which a step is a spike; the reaction to a NaN or a spike; the tensor in which a
                           NaN appeared first
 stop, notice              requests to end early, and messages to the user after a signal
 

@@ -1,7 +1,7 @@
 """Evaluation of held-out sets: mean losses over global batches. Each validation continues after the last sample of the
 previous validation.
 
-If a request to stop interrupts a validation, the next validation still starts at the same sample as without the
+If a request to stop interrupts a validation, the next validation starts at the same sample as it would have without the
 interruption, so results do not change.
 """
 
@@ -24,7 +24,7 @@ from mega.core.training.stop import StopSignal
 
 
 class Evaluation:
-    """Runs the validations and the test of one run.
+    """Runs the validations and the final test of one run.
 
     meters: None except on rank 0. on_validation: called with the step and the loss of the first validation set.
     last_validated: the step of the newest validation.
@@ -72,7 +72,7 @@ class Evaluation:
         terms = state.stages[0].terms
         means = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
         weights = dict(zip(state.pipeline.names, sums[:, 1].tolist(), strict=True))
-        for name in architecture(state.run.model).training_losses:  # which have weight 0 in an evaluation
+        for name in architecture(state.run.model).training_losses:  # training losses have weight 0 in an evaluation
             if not weights.get(name, 1.0):
                 del means[name]
         terms = {name: coefficient for name, coefficient in terms.items() if name in means}
@@ -110,5 +110,5 @@ class Evaluation:
             flag = stop.poll()
             batches = held_out.batches.take(begin + number * self._global_batch, self._microbatches)
             sums += evaluate_step(state, [batch.to(state.device.torch) for batch in batches])
-            flag.read()  # the flags were reduced while this batch was computed
+            flag.read()  # the requests to stop were reduced during this batch
         return sums

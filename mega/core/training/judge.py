@@ -24,7 +24,7 @@ from mega.core.training.state import TrainState
 from mega.core.training.stop import StopFlag
 
 STUCK = 20
-"""Number of consecutive steps without an update after which a run ends, if its loss scale cannot decrease further."""
+"""A run ends after this number of consecutive steps without an update, unless its loss scale can still decrease."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Judge:
         """A loss above this limit is reported once."""
 
     def judge(self, pending: Pending, numbers: dict[str, float], *, has_gradients: bool) -> None:
-        """Check a step, and remove the numbers for internal use from `numbers`. has_gradients: whether the gradients of
+        """Check a step, and remove the entries for internal use from `numbers`. has_gradients: whether the gradients of
         the step still exist.
 
         Errors: FloatingPointError if the run ends.

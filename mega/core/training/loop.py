@@ -56,7 +56,7 @@ class Training:
     """The numbers of the newest step that the host has read."""
 
     def play(self) -> int:
-        """Train to the last step, then validate and test. All reporters are closed in any case.
+        """Train to the last step, then validate and test. All reporters are closed, even after an error.
 
         Returns the exit code: 0, or 128 + the signal that ended the run early. Errors: the fault of a rank, after all
         ranks have saved.
@@ -68,7 +68,7 @@ class Training:
                     self._train()
                 ACTIVITY.phase = "ending"
                 self._check_applied()
-            if not self.stop.requested and (self._at_end or not train):  # not if --exit-interval ended the run
+            if not self.stop.requested and (self._at_end or not train):  # false if --exit-interval ended the run
                 self._announce("cutting the last validation short", ending=True)
                 if self.evaluation.last_validated != self.state.progress.step:
                     self.evaluation.validate()

@@ -26,7 +26,7 @@ NOTICE_WITHIN = 5.0
 """Maximum number of seconds for which a run waits until the message about a signal is printed."""
 
 _MARK = 0
-"""A byte that follows all signals so far in the pipe. 0 is not the number of a signal."""
+"""A byte written to the pipe after all signals so far. 0 is not the number of a signal."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class SignalNotice:
                         threading.Timer(LEAVES_WITHIN, os._exit, [128 + number]).start()
                     elif self._prints and not reported:
                         reported = True
-                        if not launchers_note():  # else the launcher has reported why this rank ends
+                        if not launchers_note():  # otherwise the launcher has reported why this rank ends
                             # Asking the ranks takes time, so another thread asks while this thread reads signals.
                             self._reporting = threading.Thread(target=self._report_first, args=(number,), daemon=True)
                             self._reporting.start()

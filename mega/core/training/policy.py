@@ -33,11 +33,11 @@ LASTING = 20
 not change in these steps, so the data must have changed, and later steps would not be applied either."""
 
 LEAST_SPREAD = 0.005, 0.05
-"""Lower limits of the spread, for runs with very little noise: of the loss, relative to the loss, and of the logarithm
-of the gradient norm."""
+"""Lower limits of the spread, for runs with very little noise: for the loss (relative to the loss), and for the
+logarithm of the gradient norm."""
 
 MOST_LEFT_OUT = 200
-"""Number of the newest `LeftOut` records that a checkpoint stores; the file of events has all of them."""
+"""Maximum number of `LeftOut` records, the newest ones, that a checkpoint stores; the events file has all records."""
 
 MAD = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
@@ -165,7 +165,7 @@ class GuardMemory:
 
 
 def decides(options: GuardConfig) -> bool:
-    """Whether the guards of a run may leave batches out."""
+    """Whether the guards of a run may skip batches."""
     return options.on_nan != "stop" or options.on_spike != "warn"
 
 

@@ -75,8 +75,8 @@ class Probes:
     def end(self, factors: torch.Tensor) -> None:
         """Record the end of the backward pass, before all gradients are reduced.
 
-        factors: factors of the losses, which are 0 if the loss weights are infinite. The factors are checked because a
-        stage without a loss would not detect such loss weights otherwise.
+        factors: factors of the losses, which are 0 if the loss weights are infinite. The factors are checked because
+        otherwise a stage without a loss would not detect infinite loss weights.
         """
         self.batch = (torch.isfinite(factors) & (factors > 0)).all()
         self.computed = Timestamp(self.sums.device), ACTIVITY.worked()
@@ -148,7 +148,7 @@ def broken_fields(batches: Sequence[Batch]) -> list[str]:
 
 
 class BrokenTensor(NamedTuple):
-    """The origin of broken numbers. words: the description for messages. stays: whether the broken numbers are in
+    """The origin of non-finite numbers. words: the description for messages. stays: whether these numbers are in
     weights or moments, so that skipping the batch does not remove them."""
 
     words: str

@@ -1,7 +1,7 @@
 """The schedules of a run, stored as numbers in its checkpoints, and the choice of schedule when a run resumes.
 
 A run that resumes must have the checkpoint's schedule, or explicitly choose the schedule of the checkpoint or of the
-flags. Otherwise a forgotten flag could change the learning rate and ruin the run unnoticed.
+flags. Otherwise a forgotten flag could change the learning rate unnoticed and ruin the run.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class StepOptions:
     guarded: bool = False
     """Whether the guards may leave out batches, so that the state is as if these batches had not been drawn."""
     mixtures: Mapping[int, int] = field(default_factory=dict)
-    """Index of each layer with experts -> its number of experts."""
+    """Index of each layer with experts -> number of experts in the layer."""
 
 
 @dataclass

@@ -119,8 +119,8 @@ def update(
 
 
 def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Return bool [], whether the loss scale takes a step into account: if the step was applied, or if its gradients
-    are not finite but its loss is finite.
+    """Return bool [], whether the loss scale takes a step into account. It does if the step was applied, or if the
+    step's gradients are not finite but its loss is finite.
 
     The loss must be finite on all ranks, because each tensor rank has its own copy of the batch, which may be damaged.
     """

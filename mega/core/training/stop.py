@@ -76,7 +76,7 @@ class StopSignal:
 
     def poll(self, seconds: float = 0.0) -> StopFlag:
         """Start to exchange the requests of all ranks. All ranks must call this together. seconds: working time of this
-        rank, which is exchanged, too."""
+        rank, which is exchanged as well."""
         if not self._request and time.monotonic() > self._deadline:
             self._request = _TIME_IS_UP
         # The flag is filled on the device, because the host would wait for a copy from host memory.
@@ -102,8 +102,8 @@ class StopSignal:
         self.apply(int(flag[0]))
 
     def apply(self, request: int) -> None:
-        """Set code and reason for a request that is the same on all ranks. request: code of the request; 0 if no rank
-        has a request."""
+        """Set the exit code and the reason for a request that is the same on all ranks. request: code of the request; 0
+        if no rank has a request."""
         if not request:
             return
         self.requested = True
@@ -114,8 +114,8 @@ class StopSignal:
             self.code, self.reason = request, f"{signal.Signals(request - _SIGNAL).name} was received"
 
     def settle(self) -> None:
-        """Wait, at most some seconds, until the messages about this rank's signals are printed, so that they precede
-        later messages."""
+        """Wait, for a few seconds at most, until the messages about this rank's signals are printed, so that they
+        precede later messages."""
         if self._notice is not None:
             self._notice.settle()
 

@@ -642,8 +642,7 @@ class _Attention(torch.autograd.Function):
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether to use these kernels, that is, whether they support the attention and torch's faster cuDNN kernels do
-    not."""
+    """Whether to use these kernels: they must support the attention call, and torch's faster cuDNN kernels must not."""
     return (
         mask.simple_kind(q.shape[1], k.shape[1]) is None
         and q.element_size() == 2
@@ -654,7 +653,7 @@ def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """Compute `ops.attention.plain` without saving attention weights, with these kernels or cuDNN's; in fp32 with
+    """Compute `ops.attention.plain` without saving attention weights, with these kernels or cuDNN's, or in fp32 with
     torch's kernels."""
     if cudnn.applies(q, k, mask) and (out := cudnn.attention(q, k, v, mask)) is not None:
         return out

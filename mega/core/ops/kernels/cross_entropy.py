@@ -1,6 +1,6 @@
-"""Cross entropy in Triton, with one program per row of logits. As two kernels, the forward pass reads the logits once,
-and the backward pass reads and writes them once. As one kernel for both passes, logits are read from memory and written
-once, because the second read of a row hits the cache.
+"""Cross entropy in Triton, with one program per row of logits. There is a version with two kernels, in which the
+forward pass reads the logits once, and the backward pass reads and writes them once. In the version with one kernel for
+both passes, logits are read from memory and written only once, because the second read of a row hits the cache.
 
 Masks of loads compare with `stride` instead of `real`. The stride is usually a multiple of 16, so that a thread can
 load 16 bytes at a time.

@@ -69,7 +69,7 @@ def _launch(
 
 
 _AddState = tuple[torch.Tensor | None, Dropout, bool, torch.dtype]
-"""(bias, dropout, whether there is a residual, dtype of the branch)."""
+"""State for the backward pass: (bias, dropout, whether there is a residual, dtype of the branch)."""
 
 
 class _Added(torch.autograd.Function):

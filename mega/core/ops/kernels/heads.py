@@ -107,7 +107,7 @@ def _split(
 
 
 _SplitState = tuple[torch.Tensor | None, int, int, int]
-"""(bias, number of tokens, stride of a token, width of a head)."""
+"""State for the backward pass: (bias, number of tokens, stride of a token, width of a head)."""
 
 
 class _SplitHeads(torch.autograd.Function):

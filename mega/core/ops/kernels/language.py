@@ -1,4 +1,4 @@
-"""Provides Triton's names for kernels, and a fast launch of kernels.
+"""Provides the names from Triton that kernels use, and a fast way to launch kernels.
 
 On the meta device, a launch is only reported to observers, and Triton need not be installed.
 """
@@ -25,8 +25,8 @@ except ImportError:
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, **options: object) -> None:
     """Launch `kernel[grid](x, *args, **options)`.
 
-    Before every launch, Triton inspects each argument, and Triton's settings and global variables. Looking up the
-    compiled kernel in this function, by the kinds of the arguments, can halve the time of a launch.
+    Before every launch, Triton inspects each argument, and Triton's settings and global variables. This function
+    instead looks up the compiled kernel by the kinds of the arguments, which can halve the time of a launch.
     """
     if x.is_meta:
         observe.kernel(getattr(kernel, "__name__", "kernel"), (x, *args))
@@ -45,7 +45,7 @@ def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, *
     names = getattr(kernel, "arg_names", ["unknown"])[1 + len(args) :]
     if hasattr(compiled, "packed_metadata") and all(
         name in options for name in names
-    ):  # Triton's interpreter compiles nothing
+    ):  # Triton's interpreter does not compile kernels
         _compiled[key] = compiled, tuple(options[name] for name in names)
 
 
@@ -97,7 +97,8 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 
 @jit
 def in_turn(OVERLAP: tl.constexpr):
-    """Wait for the previous kernel. A kernel that cannot do any work before must call this function first."""
+    """Wait for the previous kernel. A kernel that cannot do any work before the previous kernel ends must call this
+    function first."""
     if OVERLAP:
         before_next()
         after_kernel()

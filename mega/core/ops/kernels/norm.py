@@ -145,7 +145,8 @@ def _forward(
 
 
 _NormState = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Dropout | None, torch.dtype | None, bool]
-"""(weight, bias, the branch's bias, dropout, the branch's dtype, whether the factor is weight + 1)."""
+"""State for the backward pass: (weight, bias, the branch's bias, dropout, the branch's dtype, whether the factor is
+weight + 1)."""
 
 
 class _AddNorm(torch.autograd.Function):

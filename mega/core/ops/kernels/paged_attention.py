@@ -2,9 +2,9 @@
 
 Runs of one token: a program handles the query heads of one key/value head of one sequence, for a share of the
 sequence's keys (Dao et al. 2023, "Flash-Decoding"). The last program that finishes sums the shares in a fixed order.
-The launch depends only on the number of sequences, and the device reads the lengths from memory, so a CUDA graph can
-record the launch. If all runs have one token, each program also rotates its queries. One program per head stores the
-new key and value in the cache, where no other program reads them in this step.
+The launch depends only on the number of sequences, and the device reads the lengths from memory, so the launch can be
+captured in a CUDA graph. If all runs have one token, each program also rotates its queries. One program per head stores
+the new key and value in the cache, where no other program reads them in this step.
 
 Runs of several tokens: all new keys are stored in the cache beforehand. The runs are split into tiles of queries; one
 program per tile and head loops over the visible keys (Dao 2023, "FlashAttention-2").

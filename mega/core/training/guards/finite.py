@@ -42,7 +42,7 @@ def check_finite(state: TrainState) -> None:
     if bool(finite):
         return
     broken = broken_tensors(state)
-    if broken is not None:  # else the number is in padding, which is not saved
+    if broken is not None:  # otherwise the non-finite number is in padding, which is not saved
         raise NotFiniteError(state.progress.step, broken.words)
 
 
@@ -51,10 +51,9 @@ def broken_tensors(
 ) -> BrokenTensor | None:
     """Find the tensor and rank whose numbers are not finite, or None. The result is equal on all ranks.
 
-    A broken moment is reported rather than the weights that this moment has broken. This is a collective that all ranks
-    must call, and that waits for the devices.
-    batches: the microbatches of the step. sums: the step's sums of `Probes`. gradients: whether the gradients of the
-    step still exist.
+    If a moment that is not finite has corrupted weights, the moment is reported rather than the weights. This is a
+    collective that all ranks must call, and that waits for the devices. batches: the microbatches of the step. sums:
+    the step's sums of `Probes`. gradients: whether the gradients of the step still exist.
     """
     report: dict[str, Sequence[object]] = {
         "state": _broken(state),

@@ -6,7 +6,7 @@ Each fault is data (config/faults.py) that this module executes. This module doe
     in the forward pass    damages the output of a layer
     in the backward pass   damages a gradient before the gradient is reduced
     after the backward     damages the last stage's reduced gradient of a tied tensor
-    in a save              reports a full disk
+    in a save              raises the error of a full disk
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Injector:
                 self._element(each, random.Random(each.seed), self._tied()[:1])
 
     def before_save(self, step: int) -> None:
-        """Raise the fault of a save that is due; called while this rank writes. Errors: OSError."""
+        """Raise the fault of a save if one is due. Called while this rank writes. Errors: OSError."""
         if any(each.target == "save" and each.due(step, each.rank) for each in self._faults):
             raise OSError(errno.ENOSPC, "no space left on device (--inject)")
 

@@ -27,7 +27,7 @@ MOST = 8
 """Number of the WINDOW steps in which a rank must be slow to be reported."""
 
 IGNORED = 20
-"""Number of first steps of a run that are ignored, because kernels are selected and files are read from the disk."""
+"""Number of steps ignored at the start of a run, in which kernels are selected and files are read from disk."""
 
 PAST = 100
 """Number of earlier steps with which a rank that is alone in its stage is compared."""
@@ -52,8 +52,8 @@ class StepClock:
         self._begun = Timestamp(self._state.device.torch), ACTIVITY.worked()
 
     def seconds(self) -> float:
-        """Return the working time of the step, or 0 if unknown; on a GPU, that of the previous step, which can be read
-        without a wait."""
+        """Return the working time of the step, or 0 if unknown; on a GPU, return the time of the previous step, which
+        can be read without a wait."""
         probes = self._state.probes
         if probes is None or probes.computed is None or self._begun is None:
             return 0.0
@@ -97,7 +97,7 @@ class Stragglers:
         ratios, excess = np.array(self._ratios), np.array(self._excess)
         middle = np.median(ratios, axis=0)
         self.slowest = int(middle.argmax()), float(middle.max())
-        # A few extreme steps could determine the median, so a slow rank must also be slow in most steps.
+        # A few extreme steps could distort the comparison, so a slow rank must also be slow in most steps.
         often = ((ratios > 1 + (self._threshold - 1) / 2) & (excess > LEAST_SECONDS)).sum(axis=0) >= MOST
         for rank in np.flatnonzero((middle > self._threshold) & often).tolist():
             if step < self._named.get(rank, -REPEAT) + REPEAT:

@@ -124,7 +124,7 @@ def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.flo
 
 
 def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
-    """Return an identifier of the initial weights: a digest, or the seed from which the weights are drawn."""
+    """Return an identifier of the initial weights: a digest, or the seed from which the weights are generated."""
     if point is None:
         return f"seed {run.runtime.seed} of {run.model}"
     if point.weights_only:

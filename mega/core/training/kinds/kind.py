@@ -26,10 +26,10 @@ class TaskKind:
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
     """Opens the datasets of a resolved run, without torch. Errors: ValueError naming flag or file."""
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
-    """Returns this data rank's part of the datasets, and their evaluation."""
+    """Returns this data rank's shard of the datasets, and their evaluation."""
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
     """Returns the loss of the model's head; None for the loss of the next token."""
     begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
-    """Called on every rank after the state has its initial weights or the weights of a checkpoint."""
+    """Called on every rank when the state has its initial weights or the weights of a checkpoint."""
     questions: Callable[[Options], int] | None = None
     """Returns the number of samples in one epoch, for kinds that support --epochs."""

@@ -71,7 +71,7 @@ def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Data
 
 
 def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
-    """Return this data rank's part of the datasets; each validation reads every held-out set completely."""
+    """Return this data rank's shard of the datasets; each validation reads every held-out set completely."""
     from dataclasses import replace
 
     from mega.core.training.kinds import pretraining

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
-    """Return the datasets of --data-path and similar flags, with the neighbours of their chunks if --retro is given.
+    """Return the datasets given by --data-path and similar flags, with the neighbours of their chunks if --retro is
+    given.
 
     phases: earlier blends of the training set. Errors: ValueError naming flag and file.
     """
@@ -106,7 +107,7 @@ def requested(run: RunConfig) -> tuple[int, int, int]:
 
 
 def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
-    """Return this data rank's part of the datasets of a run."""
+    """Return this data rank's shard of the datasets of a run."""
     from mega.core.data.batches import Batches
     from mega.core.data.dataset import Dataset
     from mega.core.family import collate

@@ -4,5 +4,5 @@ meters     a file with one row per step, log lines, a progress bar on a terminal
 trackers   services that store the numbers: Weights & Biases, MLflow
 exporter   Prometheus at /metrics, and /health
 profiling  torch's profiler over some steps
-output     printing lines on a stdout that may fail
+output     printing lines to a stdout that may fail
 """

@@ -27,13 +27,13 @@ FIGURES = {
     "consumed": "Training samples consumed since step 0",
     "skipped": "Steps without an update since step 0",
 }
-"""Column of a row of metrics -> description of the gauge for this column."""
+"""Column of a metrics row -> description of the gauge for this column."""
 
 
 class Exporter:
     """The HTTP server, which runs until `close`.
 
-    port: the port to listen at, on all interfaces; 0 chooses a free port. steps: index of the last step. still_s:
+    port: the port to listen on, on all interfaces; 0 chooses a free port. steps: index of the last step. still_s:
     seconds without progress after which /health returns 503. Errors: ValueError if the port is in use.
     """
 
@@ -41,7 +41,7 @@ class Exporter:
         self._steps, self._still_s, self._began = steps, still_s, time.monotonic()
         self._productive = 0.0
         self._moved: tuple[object, float] = (_place(), self._began)
-        """The newest position of the process, and the time at which the process reached this position."""
+        """The newest position of the process in the program, and the time at which this position was reached."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
         restarts = self._gauge("restarts", "Restarts of the ranks since the launch, if the launcher counts them")

@@ -35,10 +35,10 @@ if TYPE_CHECKING:  # imports optional packages
     from mega.core.training.metrics.exporter import Exporter
 
 COLUMNS = 120
-"""Maximum width of a log line on a terminal with a progress bar; other lines have all fields."""
+"""Maximum width of a log line on a terminal with a progress bar; lines printed elsewhere have all fields."""
 
 ALWAYS = 100.0
-"""The priority of a field that is always in the line."""
+"""The priority of a field that is never omitted from the log line."""
 
 EARLY = (1, 10)
 """Steps, counted from the start, that are always logged unless a bar is shown, so that users see progress before the
@@ -62,10 +62,9 @@ class Meters:
     devices: number of devices. replicas: number of data-parallel replicas. peak: peak TFLOP/s of one device, or None if
     unknown.
     settings: the options of the run. terms: names of the terms of the loss, if there are several. shown: names of
-    further numbers of a step for the log line.
-    fail: called with the error if the file of metrics cannot be written, so that the run can save before it ends; if
-    None, the error is raised. still_s: see `Exporter`. lines: function that prints a log line, used unless a bar is
-    shown.
+    additional numbers of a step that the log line shows. fail: called with the error if the metrics file cannot be
+    written, so that the run can save before it ends; if None, the error is raised. still_s: see `Exporter`. lines:
+    function that prints a log line, used unless a bar is shown.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Meters:
         return {**speed, "mfu_ratio": tflops / self.peak if self.peak else None}
 
     def _rate(self, step: int, memory: int) -> None:
-        """Write a row with the speed since the previous such row, and reset the counters of steps, tokens and
+        """Write a row with the speed since the last row that has a speed, and reset the counters of steps, tokens and
         seconds."""
         rate, tflops = self._speed(self._tokens, self._seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory}
@@ -204,7 +203,7 @@ class Meters:
         self.report(f"{split} at step {step} | loss {loss:.6f}{text}")
 
     def event(self, step: int, what: str, **details: object) -> None:
-        """Append an event and its time to the file of events, which a resumed run does not truncate. report/goodput.py
+        """Append an event and its time to the events file, which a resumed run does not truncate. report/goodput.py
         sums the "seconds" of events."""
         details = {name: each for name, each in details.items() if each is not None}
         if self._events is not None:
@@ -261,8 +260,8 @@ class Meters:
                 self._plotting(partial(self._board.add_scalar, name, value, step))
 
     def _plotting(self, act: Callable[[], object]) -> None:
-        """Call TensorBoard; after an error, turn TensorBoard off, because the file of metrics contains the same
-        numbers."""
+        """Call TensorBoard. After an error, turn TensorBoard off and continue, because the metrics file contains the
+        same numbers."""
         try:
             act()
         except OSError as error:
@@ -352,7 +351,7 @@ def _started_again(metrics: Path) -> bool:
 
 
 def events_file(metrics: str) -> Path:
-    """Return the path of the file of events, next to the file of metrics.
+    """Return the path of the events file, next to the metrics file.
 
     >>> str(events_file("runs/a/metrics.jsonl"))
     'runs/a/metrics.events.jsonl'
@@ -361,8 +360,8 @@ def events_file(metrics: str) -> Path:
 
 
 def _open_events(metrics: Path, resumes: bool) -> Path | None:
-    """Return the file of events, after renaming the file of an earlier run to `.previous`; None if metrics are written
-    to a pipe or a device."""
+    """Return the events file, after renaming that of an earlier run to `.previous`; None if metrics are written to a
+    pipe or a device."""
     if metrics.exists() and not metrics.is_file():
         return None
     events = events_file(str(metrics))
@@ -372,7 +371,7 @@ def _open_events(metrics: Path, resumes: bool) -> Path | None:
 
 
 def _open_rows(path: Path, start: int, resumes: bool) -> TextIO:
-    """Open the metrics file and remove rows after step `start`, as well as a partial last row after a kill.
+    """Open the metrics file, and remove the rows after step `start` and a partial last row that a killed process left.
 
     The file of an earlier run is renamed to `.previous`. If `path` is a symbolic link, its target is rewritten and the
     link is kept.
@@ -394,7 +393,7 @@ def _open_rows(path: Path, start: int, resumes: bool) -> TextIO:
 
 
 def _last_step(path: Path) -> int:
-    """Return the newest step in a file of metrics, or 0."""
+    """Return the newest step in a metrics file, or 0."""
     last = 0
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:
@@ -404,7 +403,7 @@ def _last_step(path: Path) -> int:
 
 
 def _board(directory: str | None, start: int, resumes: bool) -> SummaryWriter | None:
-    """Return TensorBoard's writer. Values after step `start` are purged, as in the file of metrics."""
+    """Return TensorBoard's writer. Values after step `start` are purged, as in the metrics file."""
     if directory is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Print lines on a stdout that may fail, because the reader of a pipe has exited, a terminal was closed, or a disk is
+"""Print lines to a stdout that may fail because the reader of a pipe has exited, a terminal was closed, or a disk is
 full. Training continues without stdout. This module does not depend on the content of the lines.
 """
 
@@ -14,7 +14,7 @@ from mega.core.terminal import discard_output
 
 
 def print_line(line: str) -> None:
-    """Print a line on stdout. At the first error print a message on stderr, and discard all later lines."""
+    """Print a line to stdout. At the first error, print a message to stderr, and discard all later lines."""
     try:
         print(printable(line, sys.stdout.encoding), flush=True)
     except (OSError, ValueError) as error:  # ValueError: the stream is closed
@@ -41,5 +41,5 @@ def report_if_slow(doing: str, *, quiet: bool = False) -> Iterator[None]:
 
 
 def warn(line: str) -> None:
-    """Print a line on stderr, if possible."""
+    """Print a line to stderr, if possible."""
     write_error(f"mega: {line}\n")

@@ -1,5 +1,5 @@
-"""`--profile FIRST:LAST`: run torch's profiler over some steps; write a trace for a browser and a table of ten
-lines."""
+"""`--profile FIRST:LAST`: run torch's profiler over some steps; write a trace for a browser and a table with the ten
+longest operations."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class StepProfiler:
             self._running.start()
 
     def after_step(self, step: int) -> None:
-        """Write the profile after its last step; called when the numbers of a step have been read."""
+        """Write the profile after the last profiled step. Called when the numbers of a step have been read."""
         self._last = step
         if step >= self._steps[-1]:
             self.close()
 
     def close(self) -> None:
-        """Stop the profiler and write the profile, even if the run ends early. Errors of the disk are only reported."""
+        """Stop the profiler and write the profile, even if the run ends early. Errors in writing are only reported."""
         running, self._running = self._running, None
         if running is None:
             return

@@ -1,8 +1,8 @@
 """Services that store the numbers of a run: Weights & Biases and MLflow, optional packages that are imported on demand.
 
 Both use the metric names of the Llama-2 fork of Megatron-LM. A run that resumes continues with the same id, which is
-stored next to the file of metrics, and does not send a step again. If a service fails, the run continues without this
-service, because the file of metrics also contains all numbers.
+stored next to the metrics file, and does not send a step again. If a service fails, the run continues without this
+service, because the metrics file also contains all numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = {
     "zeros": "others/num-zeros",
     "params_norm": "others/params-norm",
 }
-"""Column of a row of metrics -> name of the metric in the Llama-2 fork of Megatron-LM."""
+"""Column of a metrics row -> name of the metric in the Llama-2 fork of Megatron-LM."""
 
 
 class Tracker(Protocol):

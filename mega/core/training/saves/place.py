@@ -23,7 +23,7 @@ from mega.core.words import name_ranks
 
 
 def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -> None:
-    """Check on all ranks that --save holds no checkpoint later than step `start`, at which this run starts.
+    """Check on all ranks that --save holds no checkpoint of a step after `start`, at which this run starts.
 
     A later --resume auto would resume from such a checkpoint, which has a different history. A run with --resume auto
     starts from the newest checkpoint that can be trusted, and will replace later checkpoints. Errors: ValueError on all

@@ -5,8 +5,8 @@
     neither     a skipped step, such as while a loss scale is adjusted
 
 The limit is LIMIT times the larger of the loss of a uniform guess (the logarithm of the vocabulary size) and the first
-loss after the run started or resumed. The loss of a model that learns stays below the limit. If the weights of a model
-have exploded, its loss stays above the limit or is not finite.
+loss after the run started or resumed. The loss of a model that learns stays below the limit; the loss of a model whose
+weights have exploded stays above the limit or is not finite.
 
     a save                  the step is on trial, and already suspect if the loss of the newest step was above
                             the limit

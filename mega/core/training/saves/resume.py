@@ -150,7 +150,7 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
         base = checkpoint if point.base is None else point.base
         base_record = named_base(checkpoint)
         digest = base.digest if base_record is None else base_record["digest"]
-        # If a base is identified by the values of its weights, read these weights instead of their masters.
+        # If a base is identified by the values of its weights, read these weights rather than the master weights.
         as_named = digest.startswith(SAMPLED)
         base.read([piece if as_named else _truest(piece, base) for piece in state.frozen_pieces()], cast=True)
         state.base = describe(base, digest)
@@ -158,7 +158,7 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
         _same_task(run, checkpoint)
     if adapters is not None and point.base is None:
         return  # the adapters are new
-    # Weights of a different dtype are rounded from the masters, which are more precise.
+    # Weights of a different dtype are rounded from the master weights, which have a higher precision.
     stored_weights = [piece for piece in state.weight_pieces(mine=False) if piece.key not in new_keys]
     checkpoint.read([_truest(piece, checkpoint) for piece in stored_weights], cast=True)
     state.optimizer.masters_from_weights()
@@ -345,7 +345,8 @@ def _shown(value: object) -> str:
 
 
 def _truest(weight: Piece, checkpoint: StoredWeights) -> Piece:
-    """Return the piece of the weight's master if the checkpoint has this master; else the weight itself."""
+    """Return the piece of the master weight if the checkpoint has this master weight; otherwise the piece of the
+    weight."""
     master = weight.key.replace("weights/", "master/", 1)
     return dataclasses.replace(weight, key=master) if master in checkpoint.tensors else weight
 

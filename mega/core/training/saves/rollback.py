@@ -16,10 +16,11 @@ from mega.core.training.state import Progress, TrainState
 
 
 def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) -> Progress | None:
-    """Roll back; returns the progress of the restored state, or None if nothing has been saved yet.
+    """Roll back, and return the progress of the restored state, or None if nothing has been saved yet.
 
-    Later steps count as skipped. A damaged checkpoint is reported, and an older checkpoint is used. Errors, on all
-    ranks: CheckpointError if all checkpoints are damaged; UnreadableError if a checkpoint temporarily cannot be read.
+    Steps after the restored one count as skipped. A damaged checkpoint is reported, and an older checkpoint is used.
+    Errors, on all ranks: CheckpointError if all checkpoints are damaged; UnreadableError if a checkpoint temporarily
+    cannot be read.
     """
     saver.wait()
     exchange = state.exchange if state.mesh.world > 1 else alone

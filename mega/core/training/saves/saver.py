@@ -196,7 +196,7 @@ class Saver:
         )
 
     def _try(self) -> frozenset[int]:
-        """Put the current step on trial; returns the steps that retention must keep."""
+        """Put the current step on trial, and return the steps that retention must keep."""
         if self._proving is None:
             return frozenset()
         self._proving.saves(self.state.progress.step)

@@ -1,5 +1,5 @@
-"""Check a run of any size on a laptop: build one rank of each kind without allocating memory, prove the plan, and
-report sizes.
+"""Check a run of any size on a laptop: build one rank of each kind without allocating memory, verify the pipeline plan,
+and report sizes.
 
 Stages are built on the meta device in a mesh without process groups, so a 128-rank layout needs only one process. All
 tensor and data ranks of a stage hold blocks of equal size, except that the last tensor rank may hold less of the
@@ -22,8 +22,8 @@ from mega.core.training.wire import build_mesh, build_stages
 
 
 def dry_run(inputs: Inputs, world: int) -> None:
-    """Build the stages, prove the plan, and print the sizes. Errors: the ValueError that training would raise for an
-    invalid layout."""
+    """Build the stages, verify the pipeline plan, and print the sizes. Errors: the ValueError that training would raise
+    for an invalid layout."""
     run, console = inputs.run, Console(highlight=False)
     parallel, dp = run.parallel, data_parallel(inputs.run, world)
     axes = [f"tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}", *expert_axes(run)]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 USUAL_RATES = {"adam": 0.1, "lamb": 1.0, "sgd": 10.0}
-"""Optimizer -> the largest usual learning rate."""
+"""Optimizer -> its highest usual learning rate."""
 
 SWEEPS = ("range-test", "range-exponential")
 """Schedules that deliberately increase the learning rate until training diverges."""
@@ -213,7 +213,8 @@ def _with_padding(options: Options, vocab: int) -> int:
 
 def weights_of(options: Options) -> Iterator[tuple[str, StoredWeights]]:
     """Yield (path, weights) of the checkpoints from which a run may start, in order of precedence, without reading
-    tensors. A missing or unreadable checkpoint is left out, because loading it reports the error."""
+    tensors. Missing and unreadable checkpoints are omitted, because the error is reported when the checkpoint is
+    loaded."""
     checkpoint = options.checkpoint
     for place in (checkpoint.save if checkpoint.resume == "auto" else checkpoint.resume, checkpoint.load):
         if place is None or (url_of(place) is None and not os.path.exists(place)):
@@ -241,7 +242,7 @@ def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     from mega.core.checkpoint.forms.open import open_weights
     from mega.core.checkpoint.own.model import model_of
 
-    source = open_weights(load)  # without a report, because a later read of the weights reports
+    source = open_weights(load)  # errors are ignored here, because a later read of the weights reports them
     model, default = model_of(source.meta, load), ModelOptions()
     if not model.lora_rank:
         model = with_adapters(model, typed)

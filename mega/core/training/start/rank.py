@@ -109,8 +109,7 @@ class StartedRun:
 
 
 def pretrain(resolved: ResolvedRun) -> int:
-    """Train as one rank of the world that the environment describes, and leave the process group; returns the exit
-    code.
+    """Train as one rank of the world that the environment describes, leave the process group, and return the exit code.
 
     Errors: those of `train`.
     """
@@ -270,7 +269,7 @@ def _resume(state: TrainState, exchange: JsonExchange, report: Callable[[str], N
     """Restore the state from the checkpoint at which the run starts, if any. Errors: ValueError on all ranks."""
     point = find_resume_point(state.run, report, exchange)
     if point is not None:
-        together(partial(restore, state, point), exchange)  # an error of one rank is raised on all ranks
+        together(partial(restore, state, point), exchange)  # an error on one rank is raised on all ranks
     return point
 
 
@@ -304,8 +303,8 @@ def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: C
 def _meters(
     run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None], lines: Callable[[str], None]
 ) -> Meters:
-    """Return the meters of the run. Call this function after all checks, because it removes rows from the file of
-    metrics."""
+    """Return the meters of the run. Call this function after all checks, because it removes rows from the metrics
+    file."""
     return Meters(
         run.log,
         start=state.progress.step,
