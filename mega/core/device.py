@@ -310,11 +310,11 @@ class HostCopy:
     """Copies tensors to host memory while the device continues. One copy at a time; its memory is reused.
 
     copy = HostCopy(device, size)
-    views = copy.take(tensors)      # returns at once, and does not stop the device
+    views = copy.take(tensors)      # returns immediately, and does not stop the device
     copy.wait()                     # called by the reader of `views`, on another thread: copies, and waits
     copy.settle()                   # before the tensors change again: the device waits until they have been read
 
-    On a CPU `take` copies before it returns, and the other calls return at once. `size` is in bytes, and must hold
+    On a CPU `take` copies before it returns, and the other calls return immediately. `size` is in bytes, and must hold
     all tensors, each rounded up to ALIGNMENT. The constructor allocates all memory, page-locked for a GPU.
     """
 

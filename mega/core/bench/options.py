@@ -40,7 +40,7 @@ class ServingLoadOptions(VerbSection):
     url: str | None = option(None, "row serve: address of the running server to measure", metavar="HOST:PORT")
     rate: tuple[float, ...] = option(
         (),
-        "row serve: one or more request rates, in requests per second; 0 sends all requests at once",
+        "row serve: one or more request rates, in requests per second; 0 sends all requests simultaneously",
         within=Range("from 0 (all at once) to 1e6", lambda value: 0 <= value < 1e6),
     )
     requests: int = option(64, "row serve: number of requests sent at each rate", within=COUNT)

@@ -87,7 +87,7 @@ class Speed:
     """Peak memory of this rank, in GiB."""
     loss: float
     largest_share: float | None = None
-    """Largest fraction of a mixture's choices that select the same expert, in the last step."""
+    """Largest fraction of an MoE layer's choices that select the same expert, in the last step."""
     skipped: int = 0
     """Number of timed steps whose update was skipped."""
     steps: list[float] = field(default_factory=list)

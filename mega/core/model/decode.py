@@ -145,8 +145,8 @@ def decode_context(
 
 
 def _verified_kernels(stage: DecoderStage) -> tuple[FewRows | None, FewExperts | None]:
-    """Return the kernels for few rows, and those for few tokens of experts. Kernels that fail a test on this device
-    are replaced with None."""
+    """Return the kernels for few rows, and the kernels for mixture-of-experts layers with few tokens. Kernels that fail
+    a test on this device are replaced with None."""
     widths = {
         module.weight.shape[1]: None
         for module in stage.layers.modules()
@@ -162,7 +162,7 @@ class DecodeParts(NamedTuple):
     """Objects that the functions of all layers share."""
 
     few: FewRows | None  # kernels for few rows
-    experts: FewExperts | None  # kernels for few tokens of a mixture of experts
+    experts: FewExperts | None  # kernels for MoE layers with few tokens
     sum_ranks: Sum | None  # sum over tensor ranks
     ropes: Sequence[Rope | None]  # types of rotary positions, in the order of `DecodeContext.rotary`
 
@@ -188,7 +188,7 @@ def layer_functions(layer: TransformerLayer, parts: DecodeParts) -> list[StreamF
 
 
 class _FewBranch(NamedTuple):
-    """A branch for few rows, and a function that tells whether the branch supports a number of rows."""
+    """A branch for few rows, and a function that returns whether the branch supports a given number of rows."""
 
     branch: DecodeBranch
     takes: Callable[[int], bool]
@@ -345,9 +345,9 @@ def _fused_branch(
 def _expert_branch(
     branch: ResidualBranch, mixer: ExpertLayer, usual: DecodeBranch, parts: DecodeParts
 ) -> _FewBranch | None:
-    """Return a mixture of experts for few tokens, or None if the kernels do not implement all operations of the branch.
-
-    Without a shared expert the kernels also compute the norm, and on a single rank they add to the stream.
+    """Return the branch of a mixture-of-experts layer for few tokens, or None if the kernels do not implement all
+    operations of the branch. Without a shared expert, the kernels also compute the norm and, on a single rank, add the
+    output to the stream.
     """
     experts, axis, value, few = mixer.experts, mixer.region.summed_over, branch.value, parts.experts
     extras = (experts.up_bias, experts.down_bias, experts.up_adapter, experts.down_adapter, branch.after)
@@ -438,8 +438,8 @@ def _attention_function(
 
     def run(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         fused, cache, rotary = project(x), context.cache, context.rotary[rope]
-        # A scale of scores must be applied before the attention, so the fused kernel, which does everything after the
-        # projection and the norm of each head, is used only without a scale.
+        # A scale of the scores must be applied before the attention. So the fused kernel, which computes everything
+        # after the projection and the norm of each head, is used only without such a scale.
         if few is not None and multiplier == 1.0 and (q_norm is None or head_norms is not None):
             fused = fused.view(len(fused), fused_heads, -1)
             if head_norms is not None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in decoding steps of few tokens, fused into few kernels.
+"""Mixture-of-experts layers in decoding steps with few tokens, fused into few kernels.
 
     x [t, h] -> norm -> logits [t, E] -> k experts and factors of each token -> y [t, h], the sum of their outputs
 
@@ -42,7 +42,7 @@ class ExpertRule(NamedTuple):
 
 @dataclass(frozen=True)
 class FewExperts:
-    """An implementation of mixtures of experts for few tokens."""
+    """An implementation of mixture-of-experts layers for few tokens."""
 
     takes: Callable[[int, ExpertWeights, ExpertRule], bool]
     """takes(tokens, weights, rule) -> whether `run` supports this case."""
@@ -52,7 +52,8 @@ class FewExperts:
 
 
 def simple(router: Router) -> bool:
-    """Return whether the choice depends only on a softmax of the token's logits, and not on biases or groups."""
+    """Return whether the choice of experts depends only on a softmax of the token's logits, and not on biases or
+    groups."""
     reads_logits = router.choice == "largest" and router.groups is None and not (router.bias or router.counts)
     return reads_logits and router.score == "softmax" and router.dtype != "fp64"
 
@@ -76,7 +77,8 @@ def plain_experts(
 
 
 def trusted(few: FewExperts | None, dtype: torch.dtype, device: torch.device, width: int) -> FewExperts | None:
-    """Return `few` if its results agree with `plain_experts` on this device; otherwise log a warning, return None."""
+    """Return `few` if its results agree with `plain_experts` on this device; otherwise log a warning and return
+    None."""
     if few is None or dtype.itemsize != 2:
         return None
     kernels = few

@@ -70,7 +70,7 @@ class Ops:
     few_rows: FewRows | None = None
     """Kernels for decoding steps of few tokens on CUDA, or None."""
     few_experts: FewExperts | None = None
-    """Kernels for mixtures of experts in such steps, or None."""
+    """Kernels for mixture-of-experts layers in decoding steps of few tokens on CUDA, or None."""
     spread: bool = False
     """Whether to use faster variants for decoding on a CPU. cos and sin are then prepared by `rotary.spread`, the last
     GEMM of a branch adds its result to the residual stream, and norms are computed by `norm.rms_norm_by`."""

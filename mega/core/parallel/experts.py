@@ -266,7 +266,7 @@ class ExpertRegion:
 
     @property
     def summed_over(self) -> Axis | None:
-        """The ranks over which the outputs of the local experts are summed; None if tokens move between ranks."""
+        """The axis over which the outputs of the local experts are summed; None if tokens move between ranks."""
         if self.exchange.size > 1 or not (self._same or self._shared.size == 1):
             return None
         return self._shared

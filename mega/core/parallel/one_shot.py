@@ -4,8 +4,8 @@ A decoding step sums 8 KB twice per block, and nearly all the time of a collecti
 rank writes its tensor into memory that the other ranks read, sets a mark, waits for the marks of the other ranks, and
 sums all tensors in the order of ranks. So the result is bitwise identical on all ranks and in every call.
 
-    OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py) without NVLink multicast, which a
-              CUDA graph can record
+    OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py) without NVLink multicast, which can
+              be captured in a CUDA graph
     HostSum   ranks of one host on gloo: sums, and gathers of logits, for tensors of any size, in pieces. Each rank
               reads the tensors of all ranks, which is still faster than gloo's sockets
 

@@ -5,7 +5,7 @@ The host takes about 2 ms to launch the kernels of a block, and a device that fi
 needs only one launch.
 
     the first step             runs without a graph: kernels are compiled and chosen, exchanges allocate their memory;
-                               so does the first step with a batch that has other optional tensors
+                               the same for the first step whose batch has different optional tensors
     each later microbatch      copy its tokens and loss scale into the graph's buffers; replay; read its sums
     a step's last microbatch   runs without a graph under data parallelism, because buckets start their reduction as
                                soon as their gradients are complete

@@ -4,7 +4,7 @@
                               is not applied [--on-spike skip, rollback]
     after a step              every rank reads the same reduced numbers, so all ranks make the same decision without an
                               exchange
-    a skipped step            weights, moments, loss scale, schedule and limits are as if its batch had not been drawn;
+    a skipped step            leaves weights, moments, loss scale, schedule and limits unchanged;
                               only the step number and the data position advance
     many consecutive spikes   mean that the usual level has changed: the limits are computed from later steps only
     a rollback                a skip of all steps since the newest checkpoint, whose state is restored

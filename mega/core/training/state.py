@@ -74,7 +74,7 @@ class StepOptions:
     zeros: bool = False
     """Whether a step reports the share of zero gradients."""
     guarded: bool = False
-    """Whether the guards may leave out batches, so that the state is as if these batches had not been drawn."""
+    """Whether the guards may skip batches, which then must not affect the state."""
     mixtures: Mapping[int, int] = field(default_factory=dict)
     """Index of each layer with experts -> number of experts in the layer."""
 

@@ -4,7 +4,7 @@
 1 weight of the global batch    computed before the first backward, so that losses are divided by it exactly once
 2 the pipeline runs its plan    the reduction of a bucket starts when the bucket is complete
 3 finish the gradient reduction
-4 gradient norm                 NaN if weights or moments are broken
+4 gradient norm                 NaN if weights or moments are not finite
 5 loss of the global batch      and whether any rank has found a fault
 6 update                        skipped if a rank has found a fault
 """

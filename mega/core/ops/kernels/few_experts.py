@@ -1,15 +1,17 @@
-"""Mixtures of experts for few tokens: the choice of experts, and GEMMs that read only the weights of chosen experts.
+"""Mixture-of-experts layers for few tokens: the choice of experts, and GEMMs that read only the weights of chosen
+experts.
 
 For one token, four kernels run:
 
     router    norm and logits, by few_rows.py
     choose    the experts, and the norm for the experts
-    up        gate and up, activation, and factor of the choice; a program computes some hidden numbers of one choice
+    up        gate and up projection, activation, and factor of the choice; a program computes some hidden channels of
+              one choice
     down      the sum over all choices, added to the residual; a program computes some outputs
 
-For several tokens, a program chooses the experts of one token, and a program lists the choices of one expert. Then
-GEMMs on tensor cores multiply the weights of each expert with the rows of its choices, and a program sums the outputs
-of one token. The weights of experts without tokens are not read. The host never waits for the device.
+For several tokens, one program per token chooses the token's experts, and one program per expert lists the choices of
+the expert. Then GEMMs on tensor cores multiply each expert's weights with the rows of its choices, and one program per
+token sums the token's outputs. The weights of experts without tokens are not read. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class ExpertTile(NamedTuple):
 
 @jit
 def _ranks(logits_at, count, BLOCK: tl.constexpr):
-    """Return the logits of one token, and the rank of each expert by logit, from 0. The first of equal logits wins."""
+    """Return the logits of one token, and the rank of each expert by logit, from 0. Of equal logits, the first has the
+    lower rank."""
     number = tl.arange(0, BLOCK)
     logits = tl.load(logits_at + number, number < count, float("-inf"))
     larger = logits[None, :] > logits[:, None]
@@ -94,7 +97,7 @@ def _up_row(
     KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        # In this order, so that the choice is complete before the next kernel starts.
+        # The calls have this order so that the choice is complete before the next kernel starts.
         after_kernel()
         before_next()
     tiles = tl.cdiv(width, OUTS)
@@ -197,7 +200,7 @@ def _choose(
 
 @jit
 def _list(chosen_at, rows_at, counts_at, choices, tokens, first, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """List the indices of the choices that fall on one expert, in order, and count these choices."""
+    """List the indices of the choices that select one expert, in order, and count these choices."""
     in_turn(OVERLAP)
     expert = tl.program_id(0)
     number = tl.arange(0, BLOCK)
@@ -213,7 +216,7 @@ def _multiply(
     K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     UP: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of one expert's outputs [choices, outs], for the choices that fall on the expert.
+    """Compute a tile of one expert's outputs [choices, outs], for the choices that select this expert.
 
     UP: x has a row per token, and outputs are activated and multiplied by the factors of the choices. Otherwise x has
     a row per choice.
@@ -251,7 +254,7 @@ def _sum_choices(
     rows_at, chosen_at, y_at, width, first, local,
     K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sum the outputs of one token's choices. Choices of other ranks' experts have no outputs."""
+    """Sum the outputs of one token's choices. Choices of experts on other ranks have no outputs."""
     in_turn(OVERLAP)
     blocks = tl.cdiv(width, BLOCK)
     token = tl.program_id(0) // blocks
