@@ -1,10 +1,10 @@
 """mega: train large transformers on any tensor x pipeline x data layout, from a laptop to a cluster.
 
-cli             the `mega` command: its verbs, each loaded when it is called, and how a process ends
+cli             the `mega` command: its subcommands, each loaded when it is called, and how a process ends
 command_line    reads command lines: mega's options, and the command lines of other programs
-commands        one file for each verb
+commands        one file for each subcommand
 api             the Python interface, `import mega`; docs/python.md
-core            the implementation of the verbs
+core            the implementation of the subcommands
 """
 
 import importlib

@@ -1,7 +1,8 @@
-"""The command line `mega`: find and import the module of a verb when the verb is called, and report errors.
+"""The command line `mega`: find and import the module of a subcommand when the subcommand is called, and report errors.
 
-Each verb is a module in mega/commands with a function `run`, or with a Typer `app` if the verb has subcommands. This
-module contains only the name and a one-line description of each verb, and imports neither their modules nor torch.
+Each subcommand is a module in mega/commands with a function `run`, or with a Typer `app` for a group of subcommands.
+This module contains only the name and a one-line description of each subcommand, and imports neither their modules nor
+torch.
 """
 
 from __future__ import annotations
@@ -68,21 +69,22 @@ def _module(verb: str) -> str:
 
 
 class Verbs(Group):
-    """A group of commands that lists verbs by name, and imports the module of a verb only when the verb is called."""
+    """A group of commands that lists subcommands by name, and imports the module of a subcommand only when the
+    subcommand is called."""
 
     def list_commands(self, ctx: Context) -> list[str]:
-        """Return the verbs whose module exists, in the order of `VERBS`."""
+        """Return the subcommands whose module exists, in the order of `VERBS`."""
         return [verb for verb in VERBS if importlib.util.find_spec(_module(verb)) is not None]
 
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
-        """Return a placeholder with the one-line description, so that listing the verbs does not import their
+        """Return a placeholder with the one-line description, so that listing the subcommands does not import their
         modules."""
         if cmd_name not in self.list_commands(ctx):
             return None
         return TyperCommand(cmd_name, help=VERBS[cmd_name], rich_markup_mode="rich")
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
-        """Import the module of a verb, to call the verb or to complete its flags."""
+        """Import the module of a subcommand, to call the subcommand or to complete its flags."""
         from mega.command_line.options import load
 
         name, stand_in, rest = super().resolve_command(ctx, args)
@@ -230,8 +232,8 @@ def _format_error(error: Any) -> str:
 
 
 def _unknown_verb(word: str, ctx: Any) -> str:
-    """Return the message about an unknown verb, which suggests the most similar verb and explains how to list all
-    verbs."""
+    """Return the message about an unknown subcommand, which suggests the most similar subcommand and explains how to
+    list all subcommands."""
     from mega.core.config.compose import nearest
 
     suggestion = nearest(word.removesuffix(".py").replace("_", "-"), ctx.command.list_commands(ctx))

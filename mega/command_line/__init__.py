@@ -4,5 +4,5 @@ options   turns a config section into a panel of flags
 help      --help as plain text: options by panel, and worked examples
 legacy    translates command lines, shell scripts and DeepSpeed files of other programs
 argv      spellings, unique prefixes, several values of one flag: argparse's behaviour, for Typer
-examples  worked examples of every verb
+examples  worked examples of every subcommand
 """

@@ -20,7 +20,7 @@ from mega.core.config.run import entries
 from mega.core.config.schema import Entry
 
 MANY = -1
-"""All values that follow, up to the next flag."""
+"""A number of values that stands for all words up to the next flag."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Sets:
     values: int
     """Number of values that follow: 0, 1 or `MANY`."""
     constant: str | None = None
-    """If `values` is 0: the value that is set. If None, only the flag is emitted."""
+    """If `values` is 0: the value that is set. If this is None, only the flag is emitted."""
     gives_way: bool = False
-    """Whether the constant, or a renamed value, yields to any other spelling of the same option."""
+    """Whether any other spelling of the same option overrides the constant or a renamed value."""
     renames: Mapping[str, str | None] = field(default_factory=dict)
-    """Megatron-LM's name of a value -> mega's; None sets nothing."""
+    """Megatron-LM's name for a value -> mega's name; None if the value sets nothing."""
     kind: type = str
     """Type of each value."""
     choices: tuple[str, ...] = ()
@@ -44,20 +44,20 @@ class Sets:
     families: tuple[str, ...] = ()
     """The only model families whose scripts have this spelling; () means all."""
     synonyms: Mapping[str, str] = field(default_factory=dict)
-    """Other words for a value -> mega's."""
+    """Synonym of a value -> mega's name for the value."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Invalid value -> an explanation, for values that need more than a list of the valid ones."""
 
 
 @dataclass(frozen=True)
 class Several:
-    """A spelling that sets several options, each by the same values or by a constant."""
+    """A spelling that sets several options, each to the same values or to a constant."""
 
     parts: tuple[Sets, ...]
 
     @property
     def values(self) -> int:
-        """As `Sets.values`: the number of values of the parts that take values."""
+        """The number of values that follow the flag (see `Sets.values`): that of the first part that takes any."""
         return next((part.values for part in self.parts if part.values), 0)
 
     @property
@@ -70,10 +70,10 @@ class Drops:
     """An obsolete spelling, which is accepted and has no effect."""
 
     values: int
-    """As `Sets.values`."""
+    """Number of values that follow, as in `Sets.values`."""
     reason: str
     families: tuple[str, ...] = ()
-    """As `Sets.families`."""
+    """The only model families whose scripts have this spelling, as in `Sets.families`."""
     only: tuple[str, ...] = ()
     """The values that are accepted without effect; other values are refused. () means that all values are accepted."""
 
@@ -90,7 +90,7 @@ Meaning = Sets | Several | Drops | Refuses
 
 
 class Setting(NamedTuple):
-    """An option that a line sets."""
+    """An option that a command line sets."""
 
     flag: str
     values: list[str]
@@ -111,13 +111,13 @@ class ReadLine(NamedTuple):
 
     settings: list[Setting]
     others: list[str]
-    """Words that are not options, and flags of the verb itself without a value."""
+    """Words that are not options, and flags of the subcommand itself without a value."""
     notes: list[str]
     """A note for each flag that was dropped."""
     typed: list[Typed]
     """Every flag as it was typed."""
     problems: list[str]
-    """A line for each mistake."""
+    """A message for each mistake."""
 
 
 class Translated(NamedTuple):
@@ -138,9 +138,9 @@ def meanings(
 ) -> dict[str, Meaning]:
     """Every spelling that a command with the options `configured` accepts. extra: flags of the command itself.
 
-    obsolete: flags of other programs that are not options here; `--moe-*` is every flag that begins with `--moe-` and
-    has no other meaning. stated_by: the reason why the other options of a run have no effect, such as a checkpoint that
-    determines them. These options are then dropped; if stated_by is None, they are refused.
+    obsolete: flags of other programs that are not options here; `--moe-*` matches every flag that begins with `--moe-`
+    and has no other meaning. stated_by: the reason why the other options of a run have no effect, such as a checkpoint
+    that determines them. These options are then dropped; if stated_by is None, they are refused.
     """
     meaning_of: dict[str, Meaning] = dict(_foreign_spellings(configured, extra, stated_by))
     meaning_of |= obsolete
@@ -155,7 +155,7 @@ def meanings(
         meaning_of |= dict(_flags(entry))
     meaning_of |= extra
     current = {name.replace("_", "-") for name, meaning in meaning_of.items() if isinstance(meaning, Sets | Several)}
-    # A flag of the verb takes precedence, with hyphens or underscores.
+    # A flag of the subcommand takes precedence, with hyphens or underscores.
     return {
         name: meaning
         for name, meaning in meaning_of.items()
@@ -166,7 +166,7 @@ def meanings(
 def _foreign_spellings(
     configured: Sequence[Entry], extra: Mapping[str, Meaning], stated_by: str | None
 ) -> Iterator[tuple[str, Meaning]]:
-    """Spellings of a run's options that the command lacks, or has under the same name with another meaning."""
+    """Spellings of a run's options that the command does not have, or that have a different meaning in the command."""
     own_entries = {entry.name: entry for entry in configured}
     for entry in entries().values():
         if own_entries.get(entry.name) is entry:
@@ -218,7 +218,7 @@ def _meaning_of(entry: Entry, stands_for: object) -> Sets:
 def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:
     """Translate a command line to canonical arguments.
 
-    Errors: ValueError for an unknown, ambiguous, refused or contradictory flag, and for a value of the wrong kind.
+    Errors: ValueError for an unknown, ambiguous, refused or contradictory flag, and for a value of the wrong type.
 
     >>> from mega.core.config.run import entries
     >>> known = meanings(list(entries().values()), {}, {})
@@ -257,7 +257,7 @@ def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> ReadLine:
 
 
 def _as_core_reads(settings: dict[str, Setting], line: _Line) -> list[Setting]:
-    """Correct flags of Megatron core's mixtures whose meaning depends on another flag.
+    """Correct Megatron-core's MoE flags whose meaning depends on another flag.
 
     >>> from mega.core.config.run import entries
     >>> known = meanings(list(entries().values()), {}, {})
@@ -274,7 +274,7 @@ def _as_core_reads(settings: dict[str, Setting], line: _Line) -> list[Setting]:
         settings.pop("--balance-loss", None)
         line.note(coefficient, f"{kind} none has no loss")
     elif coefficient in typed and kind not in typed and "--balance" not in settings:
-        settings["--balance"] = Setting("--balance", ["microbatch"], False)  # the default of Megatron core
+        settings["--balance"] = Setting("--balance", ["microbatch"], False)  # the default of Megatron-core
     return list(settings.values())
 
 
@@ -288,7 +288,7 @@ class _Line:
         self.typed: list[Typed] = []
         self.problems: list[str] = []
         self._spelled: dict[str, dict[str, tuple[bool, list[str]]]] = {}
-        """Flag -> spelling -> (whether it gives way, values)."""
+        """Flag -> spelling -> (whether other spellings override it, values)."""
 
     def take(self, word: str, rest: list[str]) -> None:
         """Read a flag, and remove its values from the front of `rest`. Errors: ValueError."""
@@ -312,7 +312,7 @@ class _Line:
         self.notes.append(f"{what} is accepted and changes nothing: {reason}")
 
     def _set(self, spelling: str, meaning: Sets, values: Sequence[str]) -> bool:
-        """Set an option; returns whether anything was set. Errors: ValueError for an invalid value."""
+        """Set an option, and return whether anything was set. Errors: ValueError for an invalid value."""
         if meaning.constant is not None:
             renamed, gives_way = [meaning.constant], meaning.gives_way
         else:
@@ -445,7 +445,8 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
 
 
 def _agreed(spelled: Mapping[str, tuple[bool, list[str]]]) -> list[str]:
-    """The value on which all spellings of an option agree. Spellings that give way count only if all of them do.
+    """The value on which all spellings of an option agree. Spellings that others override count only if there are no
+    others.
     Errors: ValueError."""
     firm = {spelling: values for spelling, (gives_way, values) in spelled.items() if not gives_way}
     candidates = firm or {spelling: values for spelling, (_, values) in spelled.items()}

@@ -1,5 +1,5 @@
-"""Worked examples of every verb for `--help`: what a command line does, and the command line. Each line fits in 80
-columns."""
+"""Worked examples of every subcommand for `--help`: what a command line does, and the command line. Each line fits in
+80 columns."""
 
 from __future__ import annotations
 
@@ -288,4 +288,4 @@ EXAMPLES: Mapping[str, Examples] = {
         ("print its command lines only", "mega corpus run recipe.toml --dry-run"),
     ),
 }
-"""`verb`, or `verb subverb` -> its examples."""
+"""Words of a command, such as `pretrain` or `data merge` -> examples of the command."""

@@ -1,7 +1,8 @@
-"""`--help` as plain text: usage, what a verb does, its options by panel and worked examples, or the verbs of a group.
+"""`--help` as plain text: usage, what a subcommand does, its options by panel and worked examples, or the subcommands
+of a group.
 
 Flags are never shortened or broken, even on a narrow terminal: a flag that is longer than its column gets its own line.
-Rich's tables are not used, because they cut flags. This file names no verb and no option.
+Rich's tables are not used, because they cut flags. This module does not depend on particular subcommands or options.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ WIDEST = 100
 
 
 class Group(TyperGroup):
-    """A group of verbs, with help as plain text."""
+    """A group of subcommands, with help as plain text."""
 
     def get_help(self, ctx: Context) -> str:
         return help_text(self, ctx, {})
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Without arguments, print the help and exit with the code of a mistake."""
+        """Without arguments, print the help and exit with the code for a user's mistake."""
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             print(self.get_help(ctx))
             raise typer.Exit(2)
@@ -44,12 +45,12 @@ class Group(TyperGroup):
 
 
 def group(about: str) -> typer.Typer:
-    """A verb with subcommands."""
+    """A subcommand that itself has subcommands."""
     return typer.Typer(cls=Group, help=about, no_args_is_help=True, add_completion=False)
 
 
 def help_text(command: Command, ctx: Context, entries: Mapping[str, Entry], *, everything: bool = False) -> str:
-    """The help of a verb or a group. everything: include hidden options."""
+    """The help of a subcommand or a group. everything: include hidden options."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
     params = command.get_params(ctx)
     arguments = [param for param in params if param.param_type_name == "argument"]
@@ -75,7 +76,7 @@ def help_text(command: Command, ctx: Context, entries: Mapping[str, Entry], *, e
 
 
 def _verbs(command: Command, ctx: Context) -> list[tuple[str, str]]:
-    """Each verb of a group, with the first paragraph of its help."""
+    """Each subcommand of a group, with the first paragraph of its help."""
     if not isinstance(command, TyperGroup):
         return []
     commands = ((name, command.get_command(ctx, name)) for name in command.list_commands(ctx))

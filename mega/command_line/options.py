@@ -1,10 +1,10 @@
-"""Config sections as command-line options: the signature of a verb defines its configuration.
+"""Config sections as command-line options: the signature of a subcommand defines its configuration.
 
-A verb is a plain function. A parameter annotated `Options` becomes all options of a run, with `--model`; one annotated
-with another section becomes that section's options, and its name is their TOML table. Both add `--config` and
+A subcommand is a plain function. A parameter annotated `Options` becomes all options of a run, with `--model`; one
+annotated with another section becomes that section's options, and its name is their TOML table. Both add `--config` and
 `--print-config`. A parameter annotated `GivenOptions` receives the options that were given; all other parameters are
-passed to Typer unchanged. Only options that the user typed override presets and the TOML file. This file builds
-signatures and names no verb and no option.
+passed to Typer unchanged. Only options that the user typed override presets and the TOML file. This module builds
+signatures, and does not depend on particular subcommands or options.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ if TYPE_CHECKING:  # Typer's own copy of click
 Result = TypeVar("Result")
 
 _TYPED = "mega.typed"
-"""Key, in the metadata of Typer's context, of the flags as they were typed."""
+"""Key under which the metadata of Typer's context contains the flags as they were typed."""
 
 
 ENTRIES = "entries"
-"""Attribute of a verb's function in which `command` stores the options of its sections."""
+"""Attribute of a subcommand's function in which `command` stores the options of its sections."""
 
 LEAST_TYPED = 4
 """Minimum length of a word, with its hyphens, for which a shell also completes spellings that `--help` does not
@@ -71,22 +71,22 @@ class Reads(NamedTuple):
 
 
 class Without(NamedTuple):
-    """In an `Annotated` with a section: names of options that the verb does not have."""
+    """In an `Annotated` with a section: names of options that the subcommand does not have."""
 
     names: tuple[str, ...]
 
 
 def without(*names: str) -> Without:
-    """For `Annotated[SomeSection, without("option", ...)]`."""
+    """Return the annotation for `Annotated[SomeSection, without("option", ...)]`."""
     return Without(names)
 
 
 class Command(TyperCommand):
     """A Typer command that accepts argparse's syntax.
 
-    stated_by: for a verb that reads a trained model, the reason why training options have no effect.
-    whole_line: for a verb whose arguments are the command line of another program, with foreign flags.
-    loads_model: for a verb whose model is the one at --load, if --load is given.
+    stated_by: for a subcommand that reads a trained model, the reason why training options have no effect.
+    whole_line: for a subcommand whose arguments are the command line of another program, with foreign flags.
+    loads_model: for a subcommand whose model is the one at --load, if --load is given.
     `load` sets these three attributes.
     """
 
@@ -97,7 +97,7 @@ class Command(TyperCommand):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.entries: Mapping[str, Entry] = getattr(self.callback, ENTRIES, {})
-        """The options of the verb's sections, by name."""
+        """The options of the subcommand's sections, by name."""
         for param in self.params:
             # Escape brackets: rich would read `[text]` as markup and drop it.
             if getattr(param, "help", None):
@@ -118,7 +118,7 @@ class Command(TyperCommand):
         return rest
 
     def meanings(self, ctx: Context) -> dict[str, Meaning]:
-        """Every spelling that the verb accepts."""
+        """Every spelling that the subcommand accepts."""
         typer_flags: dict[str, Meaning] = {}
         configured: list[Entry] = []
         for param in self.get_params(ctx):
@@ -150,7 +150,7 @@ class Command(TyperCommand):
 
 
 def load(verb: str) -> TyperCommand | TyperGroup:
-    """Load the Typer command of a verb from its file, mega/commands/VERB.py."""
+    """Load the Typer command of a subcommand from its file, mega/commands/VERB.py."""
     module = importlib.import_module("mega.commands." + verb.replace("-", "_"))
     app = getattr(module, "app", None)
     if app is None:
@@ -168,7 +168,7 @@ def load(verb: str) -> TyperCommand | TyperGroup:
 
 @functools.cache
 def spellings_of(words: str) -> Mapping[str, Meaning]:
-    """Every spelling that a verb accepts, or a subcommand such as `data merge`."""
+    """Every spelling that a command such as `pretrain` or `data merge` accepts."""
     verb, *rest = words.split()
     command: AnyCommand = load(verb)
     for name in rest:
@@ -224,7 +224,8 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
             print_whole(text)
             return 0
         _check_given(values, own_entries)
-        # A name of the Hub is downloaded only after the line has been checked, and only if no other layer overrides it.
+        # A name on the Hub is downloaded only after the command line has been checked, and only if no other layer
+        # overrides it.
         values, above = folders.with_folders(values, own_entries, note), {**file, **flags}
         if (fetched := folders.with_folders(above, run_entries, note)) != above:
             file, flags = ({name: fetched[name] for name in each} for each in (file, flags))
@@ -242,7 +243,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
 
 
 class _VerbParameters(NamedTuple):
-    """The parameters of a verb, by kind."""
+    """The parameters of a subcommand, by kind."""
 
     run: str | None
     """Name of the parameter that takes a whole run."""
@@ -261,7 +262,7 @@ class _VerbParameters(NamedTuple):
 
     @property
     def schema(self) -> Schema:
-        """The schema of the run; empty if the verb takes no run."""
+        """The schema of the run; empty if the subcommand takes no run."""
         return run_schema() if self.run is not None else Schema({}, {})
 
 
@@ -294,13 +295,14 @@ def _verb_parameters(function: Callable[..., object]) -> _VerbParameters:
 
 
 def _run_entries(takes: _VerbParameters, others: Sequence[inspect.Parameter]) -> list[Entry]:
-    """The options of a run, without those whose names belong to the verb's own options."""
+    """The options of a run, without those whose names belong to the subcommand's own options."""
     used_names = {parameter.name for parameter in others} | set(takes.own.entries)
     return [entry for entry in takes.schema.entries.values() if entry.name not in used_names]
 
 
 def _check_ranges(values: Mapping[str, object], schema: Schema) -> None:
-    """Errors: ValueError with a line for each of the verb's own options whose number is out of range."""
+    """Check the ranges of the subcommand's own options. Errors: ValueError with one line for each option that is out of
+    range."""
     if values:
         from mega.core.config.check import out_of_range
 
@@ -309,14 +311,14 @@ def _check_ranges(values: Mapping[str, object], schema: Schema) -> None:
 
 
 def _check_given(values: Mapping[str, object], own: Sequence[Entry]) -> None:
-    """Errors: ValueError naming the first required option that is missing."""
+    """Check that all required options are given. Errors: ValueError naming the first option that is missing."""
     for entry in own:
         if entry.required and values.get(entry.name) in (None, (), []):
             raise ValueError(f"{entry.flag} is missing: give {entry.option.help}")
 
 
 def local_place(flag: str, place: str) -> str:
-    """The local folder of a model of the Hub; a path is returned unchanged. Errors: ValueError, OSError."""
+    """The local folder of a model on the Hub; a path is returned unchanged. Errors: ValueError, OSError."""
     return folders.local_place(flag, place, report=note)
 
 
@@ -418,7 +420,7 @@ def _of_help(
         ),
     ] = False,
 ) -> None:
-    """Parameters of a verb with more options than its help shows."""
+    """Parameters of a subcommand with more options than its help shows."""
 
 
 _CONFIG = typer.Option("--config", "-c", help="a TOML file of options; flags override it")
@@ -446,7 +448,7 @@ def _of_run(
         bool, typer.Option("--print-config", help="print the run as TOML, ready for --config, and exit")
     ] = False,
 ) -> None:
-    """Parameters of a verb that reads a whole run, in addition to the options of its sections."""
+    """Parameters of a subcommand that reads a whole run, in addition to the options of its sections."""
 
 
 def _of_sections(
@@ -455,4 +457,4 @@ def _of_sections(
         bool, typer.Option("--print-config", help="print the options as TOML, ready for --config, and exit")
     ] = False,
 ) -> None:
-    """Parameters of a verb with its own sections and no run."""
+    """Parameters of a subcommand with its own sections and no run."""

@@ -1,5 +1,5 @@
-"""The verbs of `mega`, one module per verb. A verb converts its options to one call of a function in mega/core or
-mega/api.
+"""The subcommands of `mega`, one module per subcommand. A subcommand converts its options to one call of a function in
+mega/core or mega/api.
 
-A verb's module defines the flags and prints the results, and contains no other logic.
+A subcommand's module defines the flags and prints the results, and contains no other logic.
 """

@@ -18,7 +18,7 @@ STATED_BY = "the checkpoint says it, or nothing is trained"
 """The reason why training options have no effect, for messages."""
 
 OF_SERVER = ("url", "system", "tokens", "name")
-"""Options that have an effect in a conversation with a server too."""
+"""Options that also have an effect in a conversation with a server."""
 
 
 def run(
@@ -28,7 +28,7 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="a run's or a step's directory, weights in another format, a name of the Hub", show_default=False
+            help="a run's or a step's directory, weights in another format, a name on the Hub", show_default=False
         ),
     ] = None,
 ) -> int:

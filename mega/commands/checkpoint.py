@@ -113,7 +113,7 @@ def clean(
         int | None, typer.Option(help="also keep checkpoints at multiples of this many steps")
     ] = None,
     keep_optimizer_last: Annotated[
-        int | None, typer.Option(help="keep the optimizer's state in only this many of the newest")
+        int | None, typer.Option(help="keep optimizer state in only this many of the newest checkpoints")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
 ) -> None:

@@ -94,8 +94,8 @@ def _shared(
 
 
 def _step(function: Callable[..., CorpusStep | SurveyStep]) -> Callable[..., int]:
-    """Make a verb from a function that converts option sections to a step. The verb also has the section that all steps
-    share."""
+    """Make a subcommand from a function that converts option sections to a step. The subcommand also has the section
+    that all steps share."""
     own_parameters = inspect.signature(function, eval_str=True).parameters
     shared = inspect.Parameter("files", inspect.Parameter.KEYWORD_ONLY, annotation=CorpusStepOptions)
     parameters = [shared, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own_parameters.values())]
@@ -162,8 +162,8 @@ def _print_samples(counts: StepCounts, most: int) -> None:
 def root() -> None:
     """Make a corpus from raw text.
 
-    A verb reads documents, one JSON object per line, and writes the documents that it keeps. Repeat an interrupted call
-    to resume it.
+    A subcommand reads documents, one JSON object per line, and writes the documents that it keeps. Repeat an
+    interrupted call to resume it.
     """
 
 
@@ -172,7 +172,7 @@ def root() -> None:
 def urls(
     step: UrlOptions,
 ) -> SurveyStep:
-    """Drop URLs by domain, extension, length and syntax, and repeated URLs, with the tests of OpenWebText.
+    """Drop duplicate URLs, and filter URLs by domain, extension, length and syntax, using OpenWebText's criteria.
 
     With --as-megatron, .7z, .ai and domains in capitals are kept, as in Megatron-LM's blacklist_urls.py.
     """
@@ -448,7 +448,7 @@ def run_recipe(
             verbs = ", ".join(name for name in group.commands if name != "run")  # type: ignore[attr-defined]
             raise ValueError(f"{recipe}: step {number}: verb {step.verb}: must be of {verbs}")
         try:
-            command.make_context(step.verb, list(step.arguments))  # refuses flags that the verb does not have
+            command.make_context(step.verb, list(step.arguments))  # refuses flags that the subcommand does not have
         except Exception as error:
             message = error.format_message() if hasattr(error, "format_message") else str(error)
             raise ValueError(f"{recipe}: step {number}, {step.verb}: {message}") from None

@@ -1,4 +1,4 @@
-"""`mega download`: fetch a model, a tokenizer or a data set of the Hub into the Hub's cache."""
+"""`mega download`: download a model, tokenizer or data set from the Hub into the local Hub cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(
     """Download the safetensors, tokenizer and JSON files of a repository, or the rows of a data set, and print the
     path.
 
-    Wherever a verb takes a directory, a name of the Hub can be given too; the verb then downloads missing files.
+    A name on the Hub is accepted wherever another command takes a directory; the command then downloads missing files.
     HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT have the same meaning as in the Hub's tools.
     """
     repository = hub_name(name)

@@ -39,7 +39,7 @@ def run(
     """Continue text with a trained model from any checkpoint: one text, the texts in a file, or typed prompts.
 
     Without --prompt, --input and --num-samples, prompts are read from the terminal. With --tp and --pp, several ranks
-    are used, which this verb or a launcher starts.
+    are used, which this command or a launcher starts.
     """
     given_sampling = sampling.given()
     _check_search([*(["greedy"] if sampling.greedy else []), *changed(sampling)], texts)
@@ -115,7 +115,7 @@ def _check_texts(texts: GenerateOptions) -> bool:
 
 
 def _check_template(chat_template: str | None, load: Path | None) -> None:
-    """Check that no chat template is given, because this verb does not use one. Errors: ValueError."""
+    """Check that no chat template is given, because this command does not use one. Errors: ValueError."""
     from mega.core.text.identity import judge
 
     if chat_template is not None:

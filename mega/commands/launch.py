@@ -22,7 +22,7 @@ def run(
 
     For example: mega launch slurm --hosts 4 --nproc 8 -- pretrain --config run.toml --max-restarts 3 > run.sh. The
     command is checked first, as a run on all ranks. With --max-restarts, each host starts its ranks and restarts them
-    after a failure; without --max-restarts, the scheduler starts each rank. This verb only prints the script, and
+    after a failure; without --max-restarts, the scheduler starts each rank. mega launch only prints the script, and
     starts nothing.
     """
     from mega.core.processes.scripts import WRITERS, process_command, written
@@ -65,7 +65,7 @@ def _check(command: list[str], launch: LaunchOptions) -> None:
 
 
 def _reader(found: list[Options]) -> Callable[[Options], None]:
-    """Return a verb that appends its options to `found`."""
+    """Return a subcommand that appends its options to `found`."""
 
     def keep(options: Options) -> None:
         found.append(options)

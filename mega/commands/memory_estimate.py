@@ -258,8 +258,8 @@ def _report(answer: RunEstimate, megatron: bool, stops: Interruptions) -> None:
 
 
 def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:
-    """Draw the pipeline's timeline, with the estimated times on `device`, or with equal times for all operations
-    without one."""
+    """Draw the pipeline's timeline with the estimated times on `device`. Without a device, all operations take the same
+    time."""
     from mega.core.config.resolve import microbatches
     from mega.core.estimate.steptime import plan_costs
     from mega.core.plan import plan, simulate

@@ -8,7 +8,7 @@ from mega.core.bench.options import PreflightOptions
 def run(preflight: PreflightOptions) -> int:
     """Measure every rank and every pair of hosts, and report slow ranks, slow links and different versions.
 
-    Start this verb in the same way as the run: with --nproc on one host, or once per rank under torchrun, mpirun or
+    Start this command in the same way as the run: with --nproc on one host, or once per rank under torchrun, mpirun or
     srun. Exit codes: 0 if all hosts pass; 1 if one does not; 2 for a mistake.
     """
     from mega.core.files import check_folder

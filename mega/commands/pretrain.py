@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def run(options: Options) -> int:
     """Train a model from scratch, or resume from a checkpoint.
 
-    Run this verb directly (with --nproc for several local ranks), or under torchrun, mpirun or srun. Flags may also be
-    given in Megatron-LM's spelling. --model, --config and flags define the run: --config overrides --model, and flags
-    override both.
+    Run this command directly (with --nproc for several local ranks), or under torchrun, mpirun or srun. Flags may also
+    be given in Megatron-LM's spelling. --model, --config and flags define the run: --config overrides --model, and
+    flags override both.
 
     Exit codes: 0 at the end, or when --exit-interval or --exit-minutes ended the run; 1 for a failure, 2 for a mistake;
     130, 143, 138, 129 when Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped it, after saving.

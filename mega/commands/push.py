@@ -1,4 +1,4 @@
-"""`mega push`: upload a model to a repository of the Hub, with a model card."""
+"""`mega push`: upload a model to a repository on the Hub, with a model card."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`mega reshard`: convert a checkpoint to a different layout, or from and to Megatron-LM's formats.
 
-The verb accepts every flag of Megatron-LM's conversion tool (tools/checkpoint). Flags that only control the two
+The subcommand accepts every flag of Megatron-LM's conversion tool (tools/checkpoint). Flags that only control the two
 processes of that tool have no effect.
 """
 
@@ -23,8 +23,8 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
     """Convert a checkpoint to a different layout, or to and from Megatron-LM's formats, on the CPU. Weights, master
     weights and moments are converted.
 
-    A mega checkpoint can be loaded in any layout without this verb. After the conversion, the files match the ranks of
-    the target layout.
+    A mega checkpoint can be loaded in any layout without this command. After the conversion, the files match the ranks
+    of the target layout.
     """
     from mega.core.files import check_save_dir, check_source
 

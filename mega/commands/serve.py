@@ -32,7 +32,7 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="a run's or a step's directory, weights in another format, a name of the Hub", show_default=False
+            help="a run's or a step's directory, weights in another format, a name on the Hub", show_default=False
         ),
     ] = None,
 ) -> int:

@@ -5,7 +5,7 @@
 
 Absent keys leave mega's defaults. A key that changes the computation and has no option here is refused by name; a key
 that only selects how DeepSpeed does something is dropped; "auto" leaves the option to flags. deepspeed.toml lists the
-keys; this file handles keys that need more than a row.
+keys; this module handles the keys that need more than a table entry.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ Problems = list[str]
 
 
 def read(path: str, left_out: Problems | None = None) -> Options:
-    """Option name -> value of the JSON at `path`. left_out: collects a line for each key that is not supported.
+    """Return option name -> value for the JSON at `path`. left_out: a list to which a message is added for each key
+    that is not supported.
 
-    Errors: ValueError with these lines if `left_out` is None.
+    Errors: ValueError with these messages if `left_out` is None.
     """
     source = f"--deepspeed-config {path}"
     return values(parse_json(read_limited(path, LIMIT, source), source), path, left_out)
@@ -54,7 +55,7 @@ def above(
 
 
 def values(content: object, source: str, left_out: Problems | None = None) -> Options:
-    """Option name -> value, of a parsed JSON. source: the file, for messages. left_out: as in `read`.
+    """Return option name -> value for a parsed JSON. source: the file, for messages. left_out: as in `read`.
 
     >>> values({"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}, "ds.json")
     {'clip_grad': 1.0, 'dtype': 'bf16', 'zero': 1}
@@ -81,7 +82,7 @@ correct the file, or leave it out by --deepspeed-lenient
 
 
 class _Table:
-    """One JSON object. Its keys are taken one by one; `refuse_others` refuses all that remain."""
+    """One JSON object, whose keys are consumed one by one; `refuse_others` refuses all keys that remain."""
 
     def __init__(self, content: Mapping[str, object], prefix: str, parent: _Table | None = None):
         self.content, self.prefix = dict(content), prefix
@@ -90,8 +91,8 @@ class _Table:
         self.problems: Problems = parent.problems if parent is not None else []
 
     def take(self, key: str, *kinds: type) -> Any:
-        """Take the value at `key`; None if it is absent, null or "auto". A value of a kind other than `kinds` is a
-        problem."""
+        """Consume and return the value at `key`; None if the value is absent, null or "auto". A value whose type is not
+        in `kinds` is reported as a problem."""
         self.known.add(key)
         value = self.content.pop(key, None)
         if value is None or value == "auto":
@@ -102,8 +103,8 @@ class _Table:
         return value
 
     def option(self, key: str, name: str, *more_kinds: type) -> None:
-        """Take the value at `key` as the option `name`. more_kinds: accepted types in addition to that of the
-        option."""
+        """Consume the value at `key` and set the option `name` to it. more_kinds: accepted types in addition to that of
+        the option."""
         entry = entries()[name]
         value = self.take(key, *((int, float) if entry.kind is float else (entry.kind,)), *more_kinds)
         choices = entry.choices
@@ -113,12 +114,12 @@ class _Table:
             self.found[name] = entry.kind(value)
 
     def table(self, key: str) -> _Table | None:
-        """Take the object at `key`."""
+        """Consume and return the object at `key`."""
         content = self.take(key, dict)
         return None if content is None else _Table(content, f"{self.prefix}{key}.", self)
 
     def take_row(self, name: str) -> None:
-        """Take the keys that a row of deepspeed.toml names."""
+        """Consume the keys listed in one entry of deepspeed.toml."""
         row = table("deepspeed")[name]
         for key, option in row.get("options", {}).items():
             self.option(key, option)
@@ -128,7 +129,7 @@ class _Table:
             self.take(key)
 
     def only(self, key: str, valid: object, why: str) -> None:
-        """Take a key that changes the computation, and refuse all values except `valid`, which describes what mega
+        """Consume a key that changes the computation, and refuse all values except `valid`, which describe what mega
         does."""
         value = self.take(key)
         if value is not None and value != valid:
@@ -201,7 +202,7 @@ def _zero(root: _Table) -> None:
 
 
 def _device(zero: _Table, key: str) -> str | None:
-    """The device of an offload; DeepSpeed's other options of an offload are dropped."""
+    """The device for offloading; DeepSpeed's other offloading options are dropped."""
     offload = zero.table(key)
     if offload is None:
         return None

@@ -1,5 +1,4 @@
-"""Flags of Megatron-LM and of DeepSpeed's forks that have no option here, from flags.toml: obsolete ones and refused
-ones.
+"""Flags of Megatron-LM and of DeepSpeed's forks that have no option here: the obsolete and refused flags in flags.toml.
 
 The Megatron-LM spelling of an option is a property of the option, in core/config/sections.py; programs.py handles names
 of programs. An obsolete flag is accepted with a note that says why it has no effect; a refused flag is an error with
@@ -20,7 +19,7 @@ _COUNTS = {"switches": 0, "values": 1, "lists": MANY}
 
 @functools.cache
 def obsolete_flags() -> Mapping[str, Drops | Refuses]:
-    """Every such flag -> its meaning. A flag that ends in `*` matches all flags with this prefix.
+    """Every flag in flags.toml -> its meaning. A flag that ends in `*` matches all flags with this prefix.
 
     >>> obsolete_flags()["--DDP-impl"]
     Drops(values=1, reason='gradients always lie in contiguous buckets', families=(), only=())

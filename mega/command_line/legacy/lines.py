@@ -2,8 +2,9 @@
 
     pretrain_bert.py --num-layers 24 --fp16 --DDP-impl torch  ->  mega pretrain --family bert --layers 24 --dtype fp16
 
-programs.toml says what a program's name implies, config/sections.py and flags.toml what a flag does; the caller
-supplies the spellings that a verb accepts. This file combines the three, and opens no file that a line names.
+programs.toml defines what a program's name implies, and config/sections.py and flags.toml define what a flag does. The
+caller supplies the spellings that a subcommand accepts. This module combines all three, and opens no file that a
+command line names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mega.command_line.legacy.scripts import CommandLine
 from mega.command_line.legacy.translation import Translation
 
 SpellingsOf = Callable[[str], Mapping[str, Meaning]]
-"""A verb, or a subcommand such as `data merge` -> every spelling that it accepts."""
+"""Words of a command, such as `pretrain` or `data merge` -> every spelling that the command accepts."""
 
 NULL = (
     "NullTokenizer adds an end of document to its --vocab-size ids, as in Megatron-LM 23.06; add --null-eod-last where "
@@ -59,7 +60,7 @@ def translated(line: CommandLine, spellings_of: SpellingsOf) -> Translation:
 
 
 def _known(program: Program, of_verb: Mapping[str, Meaning]) -> dict[str, Meaning]:
-    """The spellings that the verb of a program accepts, and the program's own flags."""
+    """The spellings that the subcommand of a program accepts, and the program's own flags."""
     meaning_of: dict[str, Meaning] = dict(of_verb)
     # A positional word may follow a dropped flag, so dropped flags take exactly one value if the program has positional
     # words.
@@ -87,7 +88,7 @@ def _renamed(words: Sequence[str], program: Program) -> Iterator[str]:
     """Yield the words of a line, with the program's own flags renamed to mega's."""
     names = {old.replace("_", "-"): new for old, new in program.renames.items()}
     for word in words:
-        word = word.strip() or word  # a backslash followed by a blank leaves a word of blanks
+        word = word.strip() or word  # a backslash followed by a space leaves a word of spaces
         flag, equals_sign, value = word.partition("=")
         new = names.get(flag.replace("_", "-")) if word.startswith("--") else None
         yield word if new is None else f"{new}{equals_sign}{value}"
@@ -104,7 +105,8 @@ def _with_defaults(settings: Sequence[Setting], program: Program, known: Mapping
 
 
 def _stated(row: Mapping[str, str], known: Mapping[str, Meaning]) -> list[Setting]:
-    """The settings of flag -> value, where "" is that of a switch, including switches of the verb itself."""
+    """Return settings for flag -> value, where "" is the value of a switch. The switches may also be those of the
+    subcommand itself."""
     read_line = read([word for flag, value in row.items() for word in (flag, value) if word], known)
     return [*read_line.settings, *(Setting(flag, ["true"], True) for flag in read_line.others)]
 

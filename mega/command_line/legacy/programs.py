@@ -1,10 +1,10 @@
-"""The verb and the options that the name of a program implies: scripts and tools of Megatron-LM (2019 to 2024), of its
-forks and of fairseq.
+"""The subcommand and the options that the name of a program implies: scripts and tools of Megatron-LM (2019 to 2024),
+of its forks and of fairseq.
 
 These programs have no flag for the model family or the task; the program's name implies both. A row of programs.toml
-names the verb of `mega` that does the same, the flags that the name implies, and those of the program's own flags that
-are renamed, have no effect, or have no counterpart. Flags of training are in config/sections.py and flags.toml. This
-module depends on the names of programs, but not on how a line is split into words or on what a verb does.
+names the subcommand of `mega` that does the same, the flags that the name implies, and those of the program's own flags
+that are renamed, have no effect, or have no counterpart. Flags of training are in config/sections.py and flags.toml.
+This module depends on the names of programs, but not on how a line is split into words or on what a subcommand does.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Program:
     """One row of programs.toml: a program, or a program with certain flags."""
 
     verb: str = ""
-    """Verb of `mega` that does the same; "" if mega has no such verb, for the reason `why`."""
+    """Subcommand of `mega` that does the same; "" if mega has none, for the reason `why`."""
     adds: Mapping[str, str] = field(default_factory=dict)
     """Flag -> value that the program's name implies; the value of a switch is ""."""
     defaults: Mapping[str, str] = field(default_factory=dict)
-    """The same, for flags that the line does not set."""
+    """Flag -> value that is used if the command line does not set the flag."""
     renames: Mapping[str, str] = field(default_factory=dict)
-    """Flag of the program -> mega's."""
+    """Flag of the program -> mega's flag."""
     drops: Mapping[str, str] = field(default_factory=dict)
-    """Flag of the program without effect -> the reason."""
+    """Flag of the program that has no effect -> the reason."""
     drops_switches: Mapping[str, str] = field(default_factory=dict)
-    """As `drops`, for flags without a value."""
+    """The same as `drops`, for flags that take no value."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Flag of the program without a counterpart -> the reason."""
+    """Flag of the program that has no counterpart -> the reason."""
     values: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     """Flag of the program -> (mega's flag, value of the program -> mega's value); other values are refused."""
     lowers: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def _renames(choices: Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
 
 @functools.cache
 def programs() -> Mapping[str, Sequence[Program]]:
-    """File name of every known program -> its rows; the first row that applies counts."""
+    """File name of every known program -> its rows; the first row that applies is used."""
     return _by_name("program")
 
 

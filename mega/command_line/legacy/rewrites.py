@@ -34,7 +34,8 @@ def _corpora() -> Mapping[str, str]:
 
 
 def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
-    """Training of 2019 read texts and saved every 5,000 steps: tokenize the texts first, and set --save-interval."""
+    """Training scripts of 2019 read texts and saved every 5,000 steps: tokenize the texts first, and set
+    --save-interval."""
     if "--save" in options and "--save-interval" not in options:
         options["--save-interval"] = ["5000"]
     texts = options.get("--train-data", [])
@@ -319,7 +320,7 @@ RETRO_TOKENIZER = {
     "--retro-gpt-merge-file": "--merge-file",
     "--retro-gpt-tokenizer-model": "--tokenizer-model",
 }
-"""Flag of Retro's preprocessing -> mega's flag, for each verb."""
+"""Flag of Retro's preprocessing -> mega's flag, for each subcommand."""
 
 RETRO_TASKS = {
     "build": ("build", "query"),
@@ -328,11 +329,13 @@ RETRO_TASKS = {
     "query-neighbors": ("query",),
     **dict.fromkeys(("db-build", "index-build", "index-train", "index-add"), ("build",)),
 }
-"""Stage of the original -> the verbs that do it. Each verb does all missing stages before the given one too."""
+"""Stage of Retro's preprocessing -> the subcommands that do it. Each subcommand also does all missing earlier
+stages."""
 
 
 def _retro_stages(line: CommandLine, _: Translate) -> Translation:
-    """Translate Retro's preprocessing. Its own model flags describe the embedder, the --retro-gpt flags the run."""
+    """Translate Retro's preprocessing. Its model flags describe the embedder, and its --retro-gpt flags describe the
+    run."""
     values_of_flag, words, flag = dict[str, list[str]](), [], ""
     for word in line.words:
         flag, equals_sign, value = word.partition("=") if word.startswith("--") else (flag, "", word)
@@ -370,8 +373,8 @@ def _retro_stages(line: CommandLine, _: Translate) -> Translation:
 
 
 def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine, Translate], Translation]:
-    """Translate a program that compares two foreign checkpoints, named by the flags `first` and `second`. verb:
-    converts them."""
+    """Translate a program that compares two checkpoints in other formats, given by the flags `first` and `second`.
+    verb: the subcommand that converts the checkpoints."""
 
     def compare(line: CommandLine, translate: Translate) -> Translation:
         options, result = options_of(line.words), Translation("checkpoint diff")
@@ -412,4 +415,5 @@ WHOLE: Mapping[str, Callable[[CommandLine, Translate], Translation]] = {
     "fairseq_sets": _fairseq_sets,
     "retro_stages": _retro_stages,
 }
-"""Programs whose line becomes several commands, or of whose line only two paths are read."""
+"""Programs whose command line is translated into several commands, or from whose command line only two paths are
+read."""

@@ -19,7 +19,7 @@ from mega.command_line.legacy.programs import is_program
 
 
 class CommandLine(NamedTuple):
-    """launcher: the words before the program. program: its path. words: the words after it."""
+    """launcher: the words before the program. program: the program's path. words: the words after the program."""
 
     launcher: tuple[str, ...]
     program: str
@@ -46,7 +46,7 @@ _PART = re.compile(
 _KEYWORDS = ("do", "then", "else", "elif", "if", "while", "until", "time", "!", "{", "(", "eval", "exec")
 """Keywords of the shell that may precede a command."""
 _BLANK = "\x00"
-"""Replaces blanks inside substitutions."""
+"""Replaces spaces inside substitutions."""
 
 
 def command_lines(text: str) -> Iterator[CommandLine]:
@@ -73,7 +73,7 @@ def command_lines(text: str) -> Iterator[CommandLine]:
 
 
 def split_command(words: Sequence[str]) -> CommandLine | None:
-    """Split words into launcher, program and its words; None if they name no program.
+    """Split words into launcher, program and the program's words; None if no word names a program.
 
     >>> split_command(["srun", "sh", "-c", "python -u pretrain_gpt.py --fp16"])
     CommandLine(launcher=('srun', 'sh', '-c', 'python', '-u'), program='pretrain_gpt.py', words=('--fp16',))

@@ -12,7 +12,7 @@ class Translation:
     """The translation of a command line."""
 
     verb: str
-    """Verb of the last command; "" if a counterpart is missing."""
+    """Subcommand of the last command; "" if a counterpart is missing."""
     commands: list[list[str]] = field(default_factory=list)
     """Commands of `mega`, in the order in which to run them."""
     dropped: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Builds a corpus from raw web text: steps drop, repair and cut documents, and count why.
+"""Builds a corpus from raw web text: steps drop, repair and cut documents, and count the reasons.
 
 A step (`documents.CorpusStep`) is a function of documents. `run.process` applies a step to files, part by part, in any
 number of processes. The output bytes do not depend on the number of processes, and an interrupted run can be resumed.

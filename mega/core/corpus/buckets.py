@@ -1,9 +1,9 @@
 """Groups near duplicates from the band keys of all documents. All data is on disk except one number per document.
 
-    1 pairs_of_bands   band keys are distributed over files by value and sorted; documents with equal keys form a
-                       bucket; the pairs of all buckets are then distributed and sorted, and repeated pairs removed
-    2 (elsewhere)      the shingles of the paired documents are written, in the order of the documents
-    3 groups           documents that overlap enough are grouped, and the first document of a group is kept
+    1 pairs_of_bands     band keys are distributed over files by value and sorted; documents with equal keys form a
+                         bucket; the pairs of all buckets are then distributed and sorted, and repeated pairs removed
+    2 (near_duplicates)  the shingles of the paired documents are written, in the order of the documents
+    3 groups             documents that overlap enough are grouped, and the first document of a group is kept
 
 This module does not depend on texts or signatures.
 """
@@ -30,8 +30,8 @@ large buckets."""
 
 
 class Distributed:
-    """A table with two numbers per row, distributed over files by an owner number. Each file is sorted when it is
-    read."""
+    """A table with two numbers per row. Each row has an owner number that determines the file in which it is stored.
+    Each file is sorted when it is read."""
 
     def __init__(self, folder: Path, name: str, expected: int) -> None:
         count = min(max(1, -(-expected // _ROWS_TOGETHER)), _MOST_FILES)
@@ -132,7 +132,7 @@ class ShingleFile:
         return np.frombuffer(os.pread(self._file, 8 * (end - begin), 8 * begin), np.uint64)
 
     def keep(self, number: int) -> Numbers:
-        """Return the shingles of a document like `of`, but cache them, because the next pairs contain the same
+        """Return the shingles of a document, as `of` does, and cache them, because the next pairs contain the same
         document."""
         shingles = self.of(number)
         self._last = (number, shingles)
@@ -212,6 +212,5 @@ class DocumentGroups:
 
 
 def begins_of(sizes: Sequence[int]) -> list[int]:
-    """Return the begin offset of each of several consecutive runs of these sizes, followed by the end of the last
-    run."""
+    """Return the start offsets of consecutive runs of the given sizes, followed by the end of the last run."""
     return [0, *np.cumsum(np.array(sizes, np.int64)).tolist()]

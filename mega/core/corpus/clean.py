@@ -1,10 +1,10 @@
-"""Repairs texts, and drops documents that are too short or in another language, like Megatron-LM's two clean-up
-scripts.
+"""Repairs texts, and drops documents that are too short or in another language, as Megatron-LM's two clean-up scripts
+do.
 
     ftfy_fix_text            repair mojibake, HTML entities, ligatures, curled quotes and line ends with ftfy
     language                 drop documents in other languages
     min_tokens               drop documents with fewer tokens, counting the end-of-document token
-    general_cleaning         replace runs of blanks, and line breaks inside a sentence, with one blank
+    general_cleaning         replace runs of spaces, and line breaks inside a sentence, with one space
     remove_512               drop documents shorter than 512 characters
     remove_256_javascript    drop documents shorter than 256 characters that mention JavaScript
     remove_512_non_english   drop documents shorter than 512 characters in other languages

@@ -159,7 +159,7 @@ class Finder:
         return [ngram for ngram, word_count in self.ngrams.items() if word_count == size]
 
     def may_have(self, text: str) -> bool:
-        """Test quickly whether a text may contain an n-gram. False is always correct; True is wrong only for few
+        """Test quickly whether a text may contain an n-gram. False is always correct; True is wrong for only a few
         texts."""
         is_ascii = text.isascii()  # for ASCII text, `words_of_text` gives the same words and is faster
         words = words_of_text(text) if is_ascii else words_of(text, as_megatron=self.as_megatron).words

@@ -159,7 +159,7 @@ class CorpusStep(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the verb."""
+        """Name of the subcommand."""
         ...
 
     @property
@@ -191,7 +191,7 @@ class SurveyStep(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the verb."""
+        """Name of the subcommand."""
         ...
 
     @property

@@ -57,9 +57,9 @@ class RunOptions:
     shard: tuple[int, int] = (0, 1)
     """(i, n) with i in 0 .. n - 1: process share i of n."""
     on_error: Literal["stop", "skip"] = "stop"
-    """Reaction to a line that is not a document."""
+    """What to do with a line that is not a document."""
     overwrite: bool = False
-    """Whether to replace the result of other inputs or settings."""
+    """Whether to replace an existing result of different inputs or settings."""
     show_dropped: int = 5
     """Maximum number of dropped documents per reason that are recorded for the report."""
     part_bytes: int = PART_BYTES

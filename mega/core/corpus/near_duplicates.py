@@ -57,7 +57,7 @@ class NearDuplicates:
     bands: int = 20  # Number of bands in a signature
     rows: int = 6  # Number of permutations in a band
     shingle_words: int = 5  # Number of words in a shingle
-    overlap_of: Overlap = "union"  # The set of which the overlap is a fraction
+    overlap_of: Overlap = "union"  # The set by whose size the overlap is divided
     as_megatron: bool = False  # Whether to use the signatures and shingles of Megatron-LM's script
     id_key: str = "url"  # Key of a document's id in the files `groups` and `pairs`
     groups: str = ""  # File of JSON lines {"0": [id, id, ...]}, as in Megatron-LM; "" writes no file

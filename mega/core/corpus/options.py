@@ -1,4 +1,4 @@
-"""Option sections of the `mega corpus` verbs. This module does not import torch."""
+"""Option sections of the `mega corpus` subcommands. This module does not import torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -25,13 +25,13 @@ class CorpusStepOptions(VerbSection):
         "1/1", "i/N, 1 <= i <= N: process only this share of the input; all shards write into one folder"
     )
     compress: Literal["none", "gz", "zst"] = option("none", "compression of the files in an output folder")
-    on_error: Literal["stop", "skip"] = option("stop", "reaction to a line that is not a document")
+    on_error: Literal["stop", "skip"] = option("stop", "what to do with a line that is not a document")
     against: tuple[str, ...] = option(
         (), "documents of earlier runs that precede the input: duplicates of them are dropped"
     )
     dropped: Path | None = option(None, "folder for the dropped documents, each with the reason")
     show_dropped: int = option(0, "number of dropped documents to print for each reason")
-    overwrite: bool = option(False, "replace a result of other inputs or settings")
+    overwrite: bool = option(False, "replace an existing result of different inputs or settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class CleanOptions(StepSettings):
     )
     language_model: str = option("", "fastText model, such as lid.176.ftz; sets --language-by fasttext")
     min_tokens: int = option(
-        128, "tokens of the shortest document, the end-of-document token included; see --tokenizer"
+        128, "minimum number of tokens in a document, including the end-of-document token; see --tokenizer"
     )
     as_megatron: bool = like(UrlOptions, "as_megatron")
 
@@ -101,8 +101,8 @@ class DecontaminateOptions(StepSettings):
         "triviaqa webqa race drop coqa piqa, or your own",
     )
     json_key: str = like(CleanOptions, "json_key")
-    min_ngram_size: int = option(8, "minimum number of words of a question")
-    max_ngram_size: int = option(13, "number of words of a match")
+    min_ngram_size: int = option(8, "minimum number of words in a question")
+    max_ngram_size: int = option(13, "maximum number of words in a match")
     key_threshold: int = option(10, "n-grams that occur this often are common phrases and are not cut")
     filter_text_char_len: int = option(200, "pieces of at most this many characters are dropped")
     remove_char_each_side: int = option(200, "characters to cut on both sides of a match")
@@ -117,9 +117,9 @@ class WikipediaOptions(StepSettings):
     """Options for converting Wikipedia articles to documents."""
 
     site: str = option("https://en.wikipedia.org/wiki", "first part of each article's URL")
-    min_characters: int = option(1, "characters of the shortest article")
+    min_characters: int = option(1, "minimum number of characters in an article")
     standard_punctuation: bool = option(
-        True, "replace typographic quotes, dashes and dots by ASCII", megatron={"--keep-punctuation": False}
+        True, "replace typographic quotes, dashes and dots with ASCII", megatron={"--keep-punctuation": False}
     )
     split_sentences: bool = option(False, "write one line for each sentence, as BERT's data needs")
     sentence_splitter: Literal["punkt", "sentencex"] = option("punkt", "library that splits sentences")
@@ -193,7 +193,7 @@ class ExactDuplicateOptions(StepSettings):
     json_key: str = like(CleanOptions, "json_key")
     paragraphs: bool = option(False, "cut out repeated lines")
     min_characters: int = option(
-        60, "characters of the shortest paragraph to compare, and of the shortest document to keep"
+        60, "minimum number of characters in a paragraph to compare, and in a document to keep"
     )
 
 

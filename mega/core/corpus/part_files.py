@@ -29,7 +29,7 @@ class PartOptions(NamedTuple):
     folder: Path  # Folder for the kept documents
     dropped: Path | None  # Folder for the dropped documents, or None
     packing: Packing  # Compression of the files
-    on_error: str  # "stop" or "skip": reaction to a line that is not a document
+    on_error: str  # "stop" or "skip": what to do with a line that is not a document
     samples: int  # Maximum number of dropped documents to record per reason
 
 

@@ -1,5 +1,5 @@
 """Filters documents by text quality, with the rules and thresholds published for two corpora. Words are separated by
-blanks.
+whitespace.
 
     gopher-quality      Rae et al. (2021), table A1: length, words, symbols, bullets, English stop words
     gopher-repetition   Rae et al. (2021), table A1: repeated lines, paragraphs and n-grams
@@ -39,7 +39,7 @@ class Measured:
 
     @cached_property
     def words(self) -> list[str]:
-        """Runs of characters between blanks."""
+        """Runs of characters without whitespace."""
         return self.text.split()
 
     @cached_property

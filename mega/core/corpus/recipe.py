@@ -2,13 +2,13 @@
 
     input = ["raw/*.jsonl.gz"]
     output = "corpus"             a folder; step 2 writes corpus/2-clean, and the last step writes the corpus
-    workers = 8                   any flag that is common to all verbs
+    workers = 8                   any flag that is common to all subcommands
 
     [[step]]
     verb = "clean"
-    language = "en"               any flag of the verb, with _ or -
+    language = "en"               any flag of the subcommand, with _ or -
 
-This module does not depend on particular verbs.
+This module does not depend on particular subcommands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OWN = ("input", "output", "step")
 
 
 class RecipeStep(NamedTuple):
-    """A verb with its command line and output folder."""
+    """A subcommand with its command line and output folder."""
 
     verb: str
     arguments: list[str]

@@ -68,7 +68,7 @@ class StepOutcome(NamedTuple):
 def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions) -> StepOutcome:
     """Apply a step to all documents of `inputs`, which are files, folders and globs (see `sources.find`).
 
-    Formats: JSON lines (also packed: .gz .zst .xz .bz2), parquet, arrow, and .txt with one document per line.
+    Formats: JSON lines (also compressed: .gz .zst .xz .bz2), parquet, arrow, and .txt with one document per line.
     Errors: ValueError naming flag, or file and line; OSError. Finished parts are kept.
     """
     paths, identity, repeated = begin(inputs, step, options)
@@ -270,8 +270,8 @@ class _SecondPass:
 
 
 def _run_surveys(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -> StepCounts | None:
-    """Run all surveys. A stage begins after the previous stage was concluded, for which the notes of all shards must
-    exist.
+    """Run all surveys. A stage begins only when the previous stage has been concluded, which requires the notes of all
+    shards.
 
     Returns None if all surveys are done; otherwise other shards are still running, and the counts of this shard are
     returned.

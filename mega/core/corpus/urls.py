@@ -1,5 +1,5 @@
-"""Selects URLs that are worth downloading with OpenWebText's five tests, in their original order. Each test has a
-reason.
+"""Applies OpenWebText's five tests, in their original order, to select URLs that are worth downloading. The reason for
+each dropped URL is recorded.
 
 A URL is dropped for its domain (the registered label, without suffix and subdomain), for its extension, as too short,
 as malformed, or as a duplicate of a kept URL. Source: Megatron-LM 23.06, tools/openwebtext/blacklist_urls.py.

@@ -135,7 +135,7 @@ def _paragraphs(text: str) -> Iterable[str]:
 
 
 def standard_punctuation(text: str) -> str:
-    """Replace typographic quotes, dashes, dots and blanks with ASCII.
+    """Replace typographic quotes, dashes, dots and spaces with ASCII.
 
     >>> standard_punctuation("\u201cIt\u2019s 3\u20134\u2026\u201d")
     '"It\\'s 3-4..."'

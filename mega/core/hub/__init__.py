@@ -1,9 +1,9 @@
-"""Fetch models, tokenizers and data sets from the Hugging Face Hub by name, and upload models. This package handles
+"""Download models, tokenizers and data sets from the Hugging Face Hub by name, and upload models. This package handles
 only files and names, and does not import torch.
 
 names       the syntax of a name, OWNER/NAME[@REVISION][:PART], and how to distinguish a name from a path
 choice      choose a repository's files to fetch: safetensors, tokenizers, JSON, or a data set's rows
-download    fetch files into the Hub's cache; interrupted transfers are resumed
+download    download files into the local Hub cache; interrupted transfers are resumed
 folders     replace names in options with the fetched folders
 upload      upload a folder as a repository, with a model card
 faults      convert errors of the Hub into one-line messages

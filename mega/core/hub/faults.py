@@ -1,4 +1,4 @@
-"""Convert errors of the Hub and of the network into one-line messages that name the repository and a remedy."""
+"""Convert errors from the Hub and the network into one-line messages that name the repository and a remedy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def needs_library() -> ValueError:
 
 @contextlib.contextmanager
 def explained(flag: str, name: HubName) -> Iterator[None]:
-    """Convert errors raised in the `with` block: ValueError for errors that the user can correct, OSError for errors of
-    the network or the disk."""
+    """Convert errors raised in the `with` block: ValueError for errors that the user can correct, OSError for network
+    or disk errors."""
     from huggingface_hub import constants, errors
 
     endpoint, subject = constants.ENDPOINT, f"{flag} {name}"

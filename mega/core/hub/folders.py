@@ -1,4 +1,4 @@
-"""Fetch files for options whose value is a name of the Hub, and replace the names with local folders."""
+"""Fetch files for options whose value is a name on the Hub, and replace the names with local folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mega.core.hub.names import Kind, hub_name
 
 
 def local_place(flag: str, place: str, report: Callable[[str], None] = lambda line: None) -> str:
-    """Fetch a model if `place` is a name of the Hub, and return the local folder or file. Return any other path
+    """Fetch a model if `place` is a name on the Hub, and return the local folder or file. Return any other path
     unchanged.
 
     report: receives messages for the user. Errors: ValueError, OSError.
@@ -18,7 +18,7 @@ def local_place(flag: str, place: str, report: Callable[[str], None] = lambda li
 
 
 def local_paths(flag: str, place: str, kind: Kind, report: Callable[[str], None]) -> list[str]:
-    """Fetch the files for a name of the Hub, and return local paths: the folder of a model or tokenizer, the single
+    """Fetch the files for a name on the Hub, and return local paths: the folder of a model or tokenizer, the single
     file that the name selects, or the files of a data set's split. Return any other path unchanged. Errors: ValueError,
     OSError."""
     name = hub_name(place)
@@ -34,7 +34,7 @@ def local_paths(flag: str, place: str, kind: Kind, report: Callable[[str], None]
 def with_folders(
     values: Mapping[str, object], options: Iterable[Entry], report: Callable[[str], None] = lambda line: None
 ) -> dict[str, object]:
-    """Return a copy of `values` in which names of the Hub are replaced with the folders of the fetched files.
+    """Return a copy of `values` in which names on the Hub are replaced with the folders of the fetched files.
 
     A value equal to --save is not replaced, because it is a directory that may not exist yet. Errors: ValueError,
     OSError.

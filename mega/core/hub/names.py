@@ -1,4 +1,4 @@
-"""Recognise names of the Hub. This module imports no library, so that every command can import it."""
+"""Recognise names on the Hub. This module imports no library, so that every command can import it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cached_name(place: str | Path) -> HubName | None:
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """Parse `place` as a name of the Hub. Return None for a path, that is, if `place` or its first folder exists, or
+    """Parse `place` as a name on the Hub. Return None for a path, that is, if `place` or its first folder exists, or
     `place` has the suffix of a file.
 
     >>> hub_name("meta-llama/Llama-3.2-1B@main")

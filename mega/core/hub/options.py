@@ -20,7 +20,7 @@ class DownloadOptions(VerbSection):
     kind: Literal["model", "tokenizer", "dataset"] = option(
         "model", "weights with their tokenizer, only the tokenizer, or the rows of a data set"
     )
-    to: Path | None = option(None, "also copy the files into this folder [only into the Hub's cache]")
+    to: Path | None = option(None, "also copy the files into this folder [only into the local Hub cache]")
 
 
 @dataclass(frozen=True, kw_only=True)

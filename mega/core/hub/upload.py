@@ -1,4 +1,4 @@
-"""Upload a folder to a repository of the Hub, with a model card if the repository has none."""
+"""Upload a folder to a repository on the Hub, with a model card if the repository has none."""
 
 from __future__ import annotations
 

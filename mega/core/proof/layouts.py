@@ -1,4 +1,4 @@
-"""Layouts of ranks by name, and the lists of layouts that `mega parity` compares. Does not import torch.
+"""Layouts of ranks by name, and the lists of layouts that `mega parity` compares. This module does not import torch.
 
 A layout's name lists its sizes: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism,
 cp4-ring is 4 context ranks with ring attention, and a trailing -zero1 shards the optimizer's state. The name also lists

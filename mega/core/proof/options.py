@@ -1,5 +1,5 @@
-"""The options of `mega parity`: which layouts the command compares, and the file for the rows. Does not import
-torch."""
+"""The options of `mega parity`: which layouts the command compares, and the output file for the result rows. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ParityOptions(VerbSection):
             "t5",
         ]
         | None
-    ) = option(None, "only this family, or one model of it: with experts, a retriever, or a different tie")
+    ) = option(None, "only this model family, or one variant of it, such as gpt-experts")
     dtype: Literal["fp64", "fp32"] = option("fp64", "precision of the proof")
     json: str | None = option(
         None, "append each row to this file, and skip layouts that already have a row for this commit"

@@ -1,5 +1,5 @@
-"""Account for a run's time over all its processes: productive steps, repeated steps, saves, evaluations, startup, the
-time between the end of a process and the start of the next process, and idle time.
+"""Break down how a run spent its time over all its processes: productive steps, repeated steps, saves, evaluations,
+startup, the time between the end of a process and the start of the next process, and idle time.
 
 The input is the rows of the metrics file and the events of the events file (training/metrics/meters.py): "begin" (a
 process starts), "end", "started" (with the seconds until the first step), "save" and "evaluation" (with their seconds),
@@ -40,7 +40,7 @@ class EventRow(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Goodput:
-    """An account of a run's time, in seconds."""
+    """A breakdown of how a run spent its time, in seconds."""
 
     total: float
     productive: float
@@ -80,7 +80,7 @@ class Goodput:
 
 def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float = 0.0) -> Goodput | None:
     """Compute the goodput of a run. steps, events: rows and events in the order in which they were written. written:
-    time of the newest row, at which the account ends if the run has not ended. Return None if there are no events.
+    time of the newest row, at which the breakdown ends if the run has not ended. Return None if there are no events.
 
     >>> begin: EventRow = {"event": "begin", "step": 0, "at": 100.0}
     >>> again: EventRow = {"event": "begin", "step": 1, "at": 120.0, "lost_seconds": 4.0, "last_at": 112.0}

@@ -107,7 +107,7 @@ def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:
-    """Return the character for one cell. cell: (index of the curve, bits of the dots); None means a blank."""
+    """Return the character for one cell. cell: (index of the curve, bits of the dots); None means a space."""
     if cell is None:
         return " "
     number, bits = cell

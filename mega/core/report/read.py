@@ -46,7 +46,7 @@ class RunRecord:
     broken: int = 0
     """Number of lines in the metrics file that are not valid rows."""
     goodput: Goodput | None = None
-    """The account of the run's time; None if the run has no events file."""
+    """The breakdown of how the run spent its time; None if the run has no events file."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class BertType:
     """One `model_type`."""
 
     classes: str
-    """Prefix of the type's classes in transformers."""
+    """Prefix of the names of the type's classes in transformers."""
     placement: Literal["post", "pre"]
     """Whether norms follow or precede each branch."""
     prefix: str
@@ -293,7 +293,7 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def table(options: ModelConfig, names: Collection[str] = ()) -> Table:
-    """Return the table that makes `weights/<name>` of every logical tensor. names: names of the folder's tensors."""
+    """Return the table that makes `weights/<name>` for every logical tensor. names: names of the folder's tensors."""
     model = architecture(options)
     headed = model.output.words is not None or model.output.rows is not None
     kind = _kind(model)

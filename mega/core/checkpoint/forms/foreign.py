@@ -134,7 +134,7 @@ class TorchSource:
 
 
 StandIn = Callable[[str], type | None]
-"""A function of the name of a class in a file. It returns the inert class to use instead, or None if the name is not
+"""A function that maps the name of a class in a file to the inert class to use instead, or to None if the name is not
 allowed."""
 
 

@@ -140,10 +140,10 @@ class Names(Protocol):
         """Return the resolved model section that config.json describes. names: names of the folder's tensors."""
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
-        """Return the content of config.json. dtype: torch's name of the weights' dtype."""
+        """Return the content of config.json. dtype: torch's name for the weights' dtype."""
 
     def table(self, options: ModelConfig, names: Collection[str] = ...) -> Table:
-        """Return the table that makes `weights/<name>` of every logical tensor. names: names of the folder's
+        """Return the table that makes `weights/<name>` for every logical tensor. names: names of the folder's
         tensors."""
 
 

@@ -225,7 +225,7 @@ def _feed_forward_rows(tensors: Tensors, where: str) -> int:
 
 
 def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: bool = True) -> Table:
-    """Return the table that makes `weights/<name>` of every logical tensor from the files of a Meta folder. Every file
+    """Return the table that makes `weights/<name>` for every logical tensor from the files of a Meta folder. Every file
     contains all norms. parts: number of files.
 
     embedding_dim: the dim along which the embedding is split: columns (1) in Llama 2, rows (0) in Llama 3. output:

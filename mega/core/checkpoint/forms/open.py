@@ -4,8 +4,8 @@
     open_base(checkpoint)    the base weights on which a checkpoint's adapters were trained
     whole_model(weights)     a complete model, including the base's weights for a checkpoint of adapters
 
-All three return the interface `StoredWeights`, and do not write anything. A checkpoint of adapters records the path and
-digest of its base (own/base.py). The base may be a mega checkpoint or weights of any readable format. The base is
+All three functions return `StoredWeights`, and none of them writes anything. A checkpoint of adapters records the path
+and digest of its base (own/base.py). The base may be a mega checkpoint or weights of any readable format. The base is
 searched for at its recorded path, then at the same path relative to the adapters. The digest is compared, so that
 adapters are never applied to a different model.
 """

@@ -40,28 +40,30 @@ class ReshardOptions(VerbSection):
 
     load_dir: Path = option(
         REQUIRED,
-        "a run's directory, a step-NNNNNNN in it, foreign weights, or a name of the Hub",
+        "a run's directory, a step-NNNNNNN in it, weights in another format, or a name on the Hub",
         hub="model",
     )
     save_dir: Path = option(REQUIRED, "directory of the new checkpoint")
     saver: str = option(
         "mega",
-        "form to write: mega; for Megatron-LM of 2023 megatron, megatron-23.06; for Megatron-core mcore, mcore-local, "
-        "torch_dist",
+        "format to write: mega; for Megatron-LM of 2023 megatron, megatron-23.06; for Megatron-core mcore, "
+        "mcore-local, torch_dist",
         choices=Targets("reshard"),
     )
-    loader: str | None = option(None, "accepted; the form is recognised by its files")
-    true_vocab_size: int | None = option(None, "vocabulary of a Megatron-LM tree without padding")
+    loader: str | None = option(None, "accepted; the format is recognised by its files")
+    true_vocab_size: int | None = option(None, "vocabulary size of a Megatron-LM checkpoint, without padding")
     vocab_file: Path | None = option(None, "a vocab.json, whose length is the true vocabulary size")
-    num_attention_heads: int | None = option(None, "attention heads of a torch_dist folder without arguments")
+    num_attention_heads: int | None = option(
+        None, "number of attention heads, for a torch_dist folder without arguments"
+    )
     model_type: Literal["GPT"] = option("GPT", "accepted; determined from the files")
     megatron_path: str | None = option(None, "accepted; not needed")
-    tokenizer_type: str | None = option(None, "tokenizer type to record in a Megatron-LM tree")
+    tokenizer_type: str | None = option(None, "tokenizer type to record in a Megatron-LM checkpoint")
     use_distributed_optimizer: bool = option(False, "write optimizer state for Megatron-LM's distributed optimizer")
     tokenizer_model: str | None = option(None, "accepted; not needed")
     max_queue_size: int = option(50, "accepted; not needed")
-    upcycle: int | None = option(None, "experts per layer of a mixture made from a dense model's weights")
-    upcycle_chosen: int = option(2, "experts chosen for each token of that mixture")
+    upcycle: int | None = option(None, "experts per layer of an MoE model made from a dense model's weights")
+    upcycle_chosen: int = option(2, "experts chosen for each token in this MoE model")
     upcycle_granularity: int = option(1, "number of experts that one dense network is split into")
     load_optim: bool = option(True, "read or write a Megatron-LM optimizer's state")
     verify: bool = option(False, "read the written checkpoint back and compare it bit for bit with its source")
@@ -88,15 +90,15 @@ class ConvertOptions(VerbSection):
 
     load_dir: Path = option(
         REQUIRED,
-        "Hugging Face, Meta or fairseq folder, llama2.c or GGUF file, run directory, step-NNNNNNN, name of the Hub",
+        "Hugging Face, Meta or fairseq folder, llama2.c or GGUF file, run directory, step-NNNNNNN, name on the Hub",
         hub="model",
     )
     save_dir: Path = option(REQUIRED, "folder to write; it appears when it is complete")
-    to: str | None = option(None, "form to write [mega; hf for a mega checkpoint]", choices=Targets("convert-llama"))
+    to: str | None = option(None, "format to write [mega; hf for a mega checkpoint]", choices=Targets("convert-llama"))
     base: Path | None = option(None, "base weights of a peft adapter; when writing one, the name of its base")
     parts: int = option(1, "number of files of a Meta folder")
     outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = option(
-        None, "type of the matrices of --to gguf [that of the weights]"
+        None, "type of the matrices with --to gguf [that of the weights]"
     )
     verify: bool = option(
         False, "for decoders of Hugging Face, run both models on random tokens; otherwise read back and compare bits"

@@ -37,8 +37,8 @@ class Arguments(Inert):
 
 
 def _argument(value: object) -> object:
-    """Return a plain value unchanged. Return the name of the type of a tensor, whose truth value may be undefined, or
-    of a nested container, which can take exponential time to format."""
+    """Return a plain value unchanged. For a tensor, whose truth value may be undefined, and for a nested container,
+    which can take exponential time to format, return the name of the type instead."""
     containers = (dict, list, tuple, set)
     nested = isinstance(value, containers) and any(isinstance(item, containers) for item in value)
     return type(value).__name__ if nested or isinstance(value, torch.Tensor) else value
@@ -56,7 +56,7 @@ def stand_in(name: str) -> type[Inert] | None:
     """Return the inert class to be used instead of the class or function `name`; None if the name is not allowed.
 
     Programs store various objects with their tensors: enums among the arguments, loss scalers, random states, the state
-    of a rerun machine. Each release may add more. Names in Python and torch are not allowed.
+    of Megatron-core's rerun state machine. Each release may add more. Names in Python and torch are not allowed.
     >>> [stand_in(name) for name in ("megatron.core.enums.Fp8Recipe", "os.system", "builtins.eval", "torch.load")]
     [<class 'mega.core.checkpoint.forms.pickles.Inert'>, None, None, None]
     """

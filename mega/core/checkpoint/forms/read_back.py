@@ -3,8 +3,8 @@
 Files of another format are read through the format's table, and were written through the inverse of the same table. The
 comparison therefore shows that the files contain every element, undamaged, at the position that the table gives, but it
 cannot detect an error in the table, such as a wrong order of rows. The tables are tested separately: tests write every
-format by hand (tests/support/foreign_forms.py), compute with the tensors read, and read exported files by the rules of
-each format. With --verify, both models are run if one side is Hugging Face's (proof/logits.py).
+format by hand (tests/support/foreign_forms.py), run models with the tensors that were read, and read exported files by
+the rules of each format. With --verify, both models are run if one side is Hugging Face's (proof/logits.py).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ equal for the g experts of one copy.
     experts 0, 1, 2, 3, ...       part 0, part 1, part 0, part 1, ...
 
 If a token chooses the g experts of one copy, each with probability 1 / g, the sum of the experts' outputs is the dense
-network's output divided by a constant factor. The matrices are scaled to compensate for this factor. With g = 1 the
-mixture's output equals the dense model's, for any choice of experts. This module does not depend on files.
+network's output divided by a constant factor. The matrices are scaled to compensate for this factor. With g = 1, the
+output of the MoE model equals that of the dense model for any choice of experts. This module does not depend on files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCALED = "scaled/"
 
 @dataclass(frozen=True)
 class Upcycling:
-    """The settings for making a mixture from a dense model."""
+    """The settings for making an MoE model from a dense model."""
 
     experts: int
     """Number of experts in each layer."""
@@ -44,7 +44,7 @@ class Upcycling:
 
 
 def upcycled(own: ExportSource, upcycling: Upcycling) -> OpenedForm:
-    """Return the initial mixture for a dense checkpoint, with a table that uses every weight of the dense model.
+    """Return the initial MoE model for a dense checkpoint, with a table that uses every weight of the dense model.
 
     Errors: ValueError naming the flag with an invalid number.
     """
@@ -86,8 +86,8 @@ def _check(model: ModelConfig, upcycling: Upcycling) -> None:
 
 
 def _target(tensor: Tensor, granularity: int, sources: Tensors) -> Target:
-    """Return the target for one tensor of the mixture. It is a copy of the dense model's tensor, or of a part of that
-    tensor for an expert."""
+    """Return the target for one tensor of the MoE model. The target is a copy of the dense model's tensor, or of a part
+    of that tensor for an expert."""
     name = f"weights/{tensor.name}"
     if tensor.member is None:
         return Target(name, tensor.shape, (whole(tensor.shape, name),))

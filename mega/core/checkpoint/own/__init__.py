@@ -8,8 +8,10 @@ directory   saves, publishes and opens checkpoints under a directory; remote: ch
 store       chooses directory or remote by the path and opens the path that a user gives; steps: the steps of a run
 reader      reads one published checkpoint in any layout
 retention   decides which checkpoints are kept
-trusted     which step a run may trust; verdicts: whether a saved step is good; together: joint errors of all ranks
-model       the model section of a checkpoint; plain_state: other plain state; base: the base of adapters
+trusted     which step a run may trust; verdicts: whether a saved step is good
+together    raises an error of any rank on all ranks
+model       the model section of a checkpoint; base: the base of adapters
+plain_state checks the remaining state without tensors (step, seeds, ...)
 layout      which rank of a layout writes which rectangles
 source      a checkpoint as a source of tensors for conversions
 folders     writes exported folders atomically; ledger: counts the elements that a conversion moves

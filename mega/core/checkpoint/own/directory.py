@@ -1,5 +1,5 @@
-"""A directory of checkpoints. Many ranks save a checkpoint together, a checkpoint is published completely or not at
-all, and it can be read in any layout.
+"""A directory of checkpoints. Many ranks save a checkpoint together. Each checkpoint is published completely or not at
+all, and can be read in any layout.
 
     runs/a/latest                       the newest step's directory name
     runs/a/verdicts.json                whether each step has proved good in later training (verdicts.py)

@@ -46,7 +46,7 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
     numbers = iter(range(len(jobs)))
 
     def work() -> None:
-        for number in numbers:  # shared, so that each number is given to one thread
+        for number in numbers:  # shared, so that each number goes to only one thread
             if faults:
                 return
             try:

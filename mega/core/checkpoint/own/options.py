@@ -21,7 +21,7 @@ class Layout(VerbSection):
     tp: int = option(1, "tensor ranks", megatron="--target-tensor-parallel-size")
     pp: int = option(1, "pipeline stages", megatron="--target-pipeline-parallel-size")
     chunks: int = option(1, "model chunks per pipeline rank")
-    stage_layers: tuple[int, ...] = option((), "blocks of each stage, if they differ")
+    stage_layers: tuple[int, ...] = option((), "number of blocks in each stage, if the stages differ")
     """Number of blocks of each global stage, as in `stage_layers` of plan/layers.py."""
     ep: int = option(
         1,

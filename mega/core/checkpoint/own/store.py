@@ -45,7 +45,7 @@ def locate(place: Path | str, report: Callable[[str], None] = _warn, exchange: J
     either.
 
     report: called with a message for every newer checkpoint that is skipped because it is damaged or suspect.
-    exchange: the exchange between the ranks that call this function together. All ranks open the same checkpoint.
+    exchange: the collective function of the ranks that call this function together. All ranks open the same checkpoint.
     Errors: CheckpointError, on all ranks, if no checkpoint is found.
     """
     path = Path(place if url_of(place) else os.path.abspath(place))

@@ -28,8 +28,8 @@ class _Fault(TypedDict):
     """One rank's error, as sent to the other ranks."""
 
     fault: str  # "" if the rank succeeded
-    foreseen: bool  # True without error, or for a mistake of the user or a failure of the machine
-    passing: bool  # True without error, or for a failure of the machine
+    foreseen: bool  # True if there is no error, or the user or the machine caused it
+    passing: bool  # True if there is no error, or the machine caused it
 
 
 LIMIT = 2000
@@ -45,7 +45,7 @@ def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
     """Call `act` on every rank, and return this rank's result if the call succeeded on all ranks.
 
     Errors: CheckpointError on all ranks if `act` failed on any rank, naming ranks and reasons. The error is an
-    UnreadableError, which is also an OSError, if all failures were failures of the machine (OSError). A rank on which
+    UnreadableError, which is also an OSError, if all errors were failures of the machine (OSError). A rank on which
     `act` raised an error other than ValueError or OSError raises this error unchanged. With the exchange `alone`, all
     errors of `act` are raised unchanged.
     """

@@ -21,7 +21,7 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 Rows = Callable[[ModelConfig], Sequence[range]]
-"""Function of the model that returns the rows of a stored tensor that form one logical tensor, in the order of the
+"""Function of the model section that returns which rows of a stored tensor form one logical tensor, in the order of the
 logical tensor."""
 
 
@@ -102,8 +102,8 @@ class HubFamily:
         return model
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
-        """Return the content of config.json for `AutoModelForCausalLM`. dtype: torch's name of the weights' dtype, such
-        as "bfloat16".
+        """Return the content of config.json for `AutoModelForCausalLM`. dtype: torch's name for the weights' dtype,
+        such as "bfloat16".
 
         Errors: CheckpointError naming an option that the family does not support.
         """
@@ -144,7 +144,7 @@ class HubFamily:
         return any("_proj" in module for module in self.names)
 
     def table(self, options: ModelConfig, names: Collection[str] = ()) -> Table:
-        """Return the table that makes `weights/<name>` of every logical tensor. names: names of the folder's tensors,
+        """Return the table that makes `weights/<name>` for every logical tensor. names: names of the folder's tensors,
         which may lack the prefix."""
         if self.fused is not None and any(name.endswith(FUSED) for name in names):
             return replace(self, names=self.fused, fused=None).table(options, names)

@@ -34,7 +34,7 @@ def counted(option: str, default: int) -> Whole:
 
 @dataclass(frozen=True)
 class ExpertWidth:
-    """The key `intermediate_size` in a family whose layers are all mixtures."""
+    """The key `intermediate_size` in a family in which all layers are MoE layers."""
 
     names = ()
 
@@ -68,8 +68,8 @@ class TwoNames(Whole):
 
 @dataclass(frozen=True)
 class SparseLayers:
-    """The keys `decoder_sparse_step`, which is n if every n-th layer is a mixture, and `mlp_only_layers`, a list of
-    layers that are nevertheless dense."""
+    """The keys `decoder_sparse_step`, which is n if every n-th layer is an MoE layer, and `mlp_only_layers`, a list of
+    layers that are dense regardless."""
 
     names = ("mlp_only_layers",)
 

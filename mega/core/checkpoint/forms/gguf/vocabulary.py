@@ -17,7 +17,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.untrusted import Json, below
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
-"""GGUF's types of tokens."""
+"""GGUF's token types."""
 
 PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"

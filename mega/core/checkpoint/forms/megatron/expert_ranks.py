@@ -1,7 +1,7 @@
-"""Experts that ranks share out in Megatron-core's `torch` trees: `mp_rank_TT[_PPP]_EEE`.
+"""Experts that are distributed over ranks in Megatron-core's `torch` checkpoints, in folders `mp_rank_TT[_PPP]_EEE`.
 
 The files of expert ranks differ only in their experts, which are numbered from 0 in each file, and in a second
-optimizer, which has the state of these experts. This module depends on names and arguments, not on files.
+optimizer, which contains the state of the file's experts. This module depends on names and arguments, not on files.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def is_expert(name: str) -> bool:
 
 
 def expert_ranks_of(values: Mapping[str, object], where: Path) -> tuple[int, int]:
-    """Return (number of ranks that share the experts, number of experts of each). values: Megatron's arguments.
+    """Return (number of ranks over which the experts are distributed, number of experts per rank). values: Megatron's
+    arguments.
 
-    Errors: CheckpointError naming an argument that such trees do not have.
+    Errors: CheckpointError naming an argument whose value is not supported.
     """
     ranks, experts = values.get("expert_model_parallel_size"), values.get("num_experts")
     ranks = 1 if ranks is None else ranks
@@ -45,7 +46,7 @@ def expert_ranks_of(values: Mapping[str, object], where: Path) -> tuple[int, int
 
 
 def whole_names(tensors: Mapping[str, Value], rank: int, each: int, where: Path) -> dict[str, Value]:
-    """Number the experts of one rank's file as in the whole model. each: number of experts of a rank.
+    """Rename the experts in one rank's file to their numbers in the whole model. each: number of experts per rank.
 
     >>> list(whole_names({"a.mlp.local_experts.1.b": 0, "c": 0}, 2, 4, Path("file")))
     ['a.mlp.local_experts.9.b', 'c']
@@ -60,7 +61,8 @@ def whole_names(tensors: Mapping[str, Value], rank: int, each: int, where: Path)
 
 
 def names_of_rank(tensors: Mapping[str, Value], rank: int, each: int) -> dict[str, Value]:
-    """Return what one rank's file holds of a model's tensors, under the names in that file.
+    """Return the tensors of a model that one rank's file stores, under their names in that file. each: number of
+    experts per rank.
 
     >>> names_of_rank({"a.mlp.local_experts.1.b": 0, "a.mlp.local_experts.2.b": 1, "c": 2}, 1, 2)
     {'a.mlp.local_experts.0.b': 1, 'c': 2}
@@ -74,7 +76,8 @@ def names_of_rank(tensors: Mapping[str, Value], rank: int, each: int) -> dict[st
 
 
 def parts_of(tensors: Mapping[str, Value]) -> list[tuple[bool, dict[str, Value]]]:
-    """Split tensors by their optimizer: (whether it is that of the experts, its tensors), without empty parts."""
+    """Split tensors by optimizer. Return (whether the optimizer is that of the experts, tensors) for each optimizer
+    with tensors."""
     parts: dict[bool, dict[str, Value]] = {False: {}, True: {}}
     for name, value in tensors.items():
         parts[is_expert(name)][name] = value

@@ -53,7 +53,7 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
 
 
 def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
-    """Return the options for the mixture that the arguments describe; {} for a dense model. Errors: CheckpointError."""
+    """Return the MoE options that the arguments describe; {} for a dense model. Errors: CheckpointError."""
     experts = values.get("num_experts")
     if not experts:
         return {}
@@ -97,7 +97,7 @@ def _checked(name: str, value: object, where: str) -> object:
 
 
 def _layers(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
-    """Return the options that determine which layers are mixtures. Megatron-core's flag is a Python expression for a
+    """Return the options that determine which layers are MoE layers. Megatron-core's flag is a Python expression for a
     list; files contain the value of the expression."""
     frequency = values.get("moe_layer_freq", 1)
     frequency = 1 if frequency is None else frequency
@@ -140,7 +140,7 @@ def with_switch(model: ModelConfig, values: Mapping[str, object]) -> ModelConfig
 
 
 def mixture_arguments(options: ModelConfig) -> dict[str, object]:
-    """Return Megatron-core's arguments for a mixture; {} for a dense model. Errors: CheckpointError naming an option
+    """Return Megatron-core's arguments for an MoE model; {} for a dense model. Errors: CheckpointError naming an option
     that Megatron-core does not support."""
     if not options.experts:
         return {}
@@ -182,7 +182,7 @@ def _said(options: ModelConfig, name: str) -> object:
 
 
 def mixture_flags(arguments: Mapping[str, object]) -> list[str]:
-    """Return the flags with which Megatron-core builds the mixture that `arguments` describe."""
+    """Return the flags with which Megatron-core builds the MoE layers that `arguments` describe."""
     if "num_experts" not in arguments:
         return []
     names = ("num_experts", "moe_layer_freq", *SAME.values(), "moe_router_score_function", "moe_router_pre_softmax")

@@ -1,8 +1,8 @@
 """Read Adam's state from Megatron-LM checkpoints: fp32 master weights and moments, matched to the weights.
 
 Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. eras.py contains, for
-each era, the order in which a model lists its parameters. From this order follows the weight to which each tensor of
-the state belongs, so the table that converts a weight also converts the weight's master and moments.
+each era, the order in which a model lists its parameters. This order determines the weight to which each tensor of the
+state belongs, so the table that converts a weight also converts the weight's master and moments.
 
 Four formats are read: the state of the fp32 optimizer, the state of the optimizer for 16-bit weights with fp32 masters,
 and the distributed optimizer's `distrib_optim.pt` as written up to 2023 and as written by Megatron-core. Any other
@@ -120,7 +120,7 @@ def read_state(
 
     content: the content of the rank's weights file. label: `tp.pp`, the rank's prefix in names. chunks: the weights of
     each model chunk by common name. era: the era of the modules that wrote the file. experts_apart: whether the experts
-    are shared out over ranks, so that they have an optimizer of their own.
+    are distributed over ranks and therefore have a separate optimizer.
     Errors: CheckpointError naming the file, and the tensor or key that does not fit.
     """
     optimizer = content.get("optimizer")
@@ -222,8 +222,8 @@ def in_order_of(groups: Sequence[object], grouped: Mapping[bool, list[str]]) -> 
 
 
 def check_optimizer(values: Mapping[str, object], where: Path) -> None:
-    """Check that the project has the optimizer that Megatron's arguments describe. Errors: CheckpointError if its state
-    or update rule is not supported."""
+    """Check that the project supports the optimizer that Megatron's arguments describe. Errors: CheckpointError if its
+    state or update rule is not supported."""
     if plain(optimizer := values.get("optimizer")) not in (None, "adam"):
         raise CheckpointError(f"{where}: args.optimizer {plain(optimizer)!r:.40}: only Adam's state is read; {LEAVE}")
     if plain(values.get("apply_wd_to_qk_layernorm")) not in (None, False):

@@ -84,8 +84,8 @@ def written_state(
 
     tensors: state by `kind/common name`. With masters, the format is that of the optimizer for 16-bit weights,
     otherwise that of the fp32 optimizer. flat: whether to write only the parameter groups, because `written_vectors`
-    writes the tensors. experts_apart: whether experts get an optimizer of their own, as in a tree in which ranks share
-    the experts.
+    writes the tensors. experts_apart: whether experts get a separate optimizer, as in a checkpoint in which the experts
+    are distributed over ranks.
     """
     parts = parts_of(tensors) if experts_apart else [(False, dict(tensors))]
     optimizers = [_written_optimizer(part, scalars, era, flat=flat, experts=experts) for experts, part in parts]

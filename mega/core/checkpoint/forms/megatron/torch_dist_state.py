@@ -48,8 +48,8 @@ from mega.core.plan.layers import stage_layers
 
 
 class Stored(Source, Protocol):
-    """A source of a folder's tensors, in which tensors of the optimizer's state become readable by `show` and
-    `show_flat`."""
+    """A source of a folder's tensors. Calls of `show` and `show_flat` make the tensors of the optimizer's state
+    readable."""
 
     @property
     def state(self) -> Mapping[str, tuple[int, ...]]:

@@ -133,14 +133,13 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 def _stacked(metadata: TreeMetadata) -> bool:
-    """Whether Megatron-core stacks the layers in the index. It does so if all layers have experts, or if no layer has
-    experts."""
+    """Whether Megatron-core stacks the layers in the index, which is the case if all layers or none have experts."""
     return metadata.arguments.get("moe_layer_freq", 1) == 1
 
 
 def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, metadata: TreeMetadata) -> None:
-    """Write one tensor of the table. name: the tensor's name in the table, `0.0.0/common name`, or `kind/0.0.0/common
-    name` for state.
+    """Write one tensor of the export. name: the tensor's name in the conversion's table, `0.0.0/common name`, or
+    `kind/0.0.0/common name` for state.
 
     layer 3's weight [out, in] of 12 layers:  rectangle at (3, 0, 0) of size [1, out, in] in [12, out, in]
     """
@@ -163,7 +162,7 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architect
 
 
 def _experts(model: Architecture) -> int:
-    """The number of experts per layer of the mixture."""
+    """The number of experts in an MoE layer; 0 for a dense model."""
     return next((layer.experts.count for layer in model.layers if layer.experts is not None), 0)
 
 

@@ -141,7 +141,7 @@ def _read_ranks(
     ranks: Mapping[Rank, Path], optimizer: bool, experts: int | None
 ) -> tuple[dict[str, torch.Tensor], State, int, Mapping[str, object]]:
     """Return (all weights, the optimizer's state, the number of model chunks per rank, the content of the first rank's
-    file). experts: number of experts of each rank; None if every rank has all experts."""
+    file). experts: number of experts per rank; None if every rank has all experts."""
     tensors: dict[str, torch.Tensor] = {}
     state, chunks = State(), 1
     first: dict[str, object] = {}
@@ -213,15 +213,16 @@ def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _expert_ranks(folder: Path) -> tuple[int, int]:
-    """Return (number of ranks that share the experts, number of experts of each), from the first file's arguments."""
+    """Return (number of ranks over which the experts are distributed, number of experts per rank), from the first
+    file's arguments."""
     directories = sorted(entry for entry in _folders(folder) if _RANK.fullmatch(entry.name))
     content = read_pickled(_weights_file(directories[0])) if directories else None
     return expert_ranks_of(values_of(content) if isinstance(content, dict) else {}, folder)
 
 
 def _ranks(folder: Path, ep: int) -> tuple[dict[Rank, Path], int, int]:
-    """Return (rank -> directory, number of tensor ranks, number of pipeline ranks). ep: number of ranks that share the
-    experts."""
+    """Return (rank -> directory, number of tensor ranks, number of pipeline ranks). ep: number of ranks over which the
+    experts are distributed."""
     ranks: dict[Rank, Path] = {}
     for entry in _folders(folder):
         if match := _RANK.fullmatch(entry.name):
@@ -337,7 +338,7 @@ def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
 
 
 def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int = 3) -> Table:
-    """Return the table that makes `weights/<name>` of every logical tensor from the files of a Megatron-LM checkpoint.
+    """Return the table that makes `weights/<name>` for every logical tensor from the files of a Megatron-LM checkpoint.
 
     rows: number of rows of a rank's embedding table, including padding. version: the files' checkpoint_version.
 

@@ -108,7 +108,7 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
 
 
 def _check_expert_ranks(experts: int | None, ranks: int, to: str, *, distributed: bool) -> None:
-    """Check --target-expert-parallel-size. Errors: ValueError naming the rule."""
+    """Check --target-expert-parallel-size. Errors: ValueError naming the rule that is violated."""
     if ranks == 1:
         return
     flag = f"--target-expert-parallel-size {ranks}"
@@ -139,7 +139,7 @@ def _for_legacy(to: str, scalars: OptimizerScalars | None, retriever: bool) -> s
 
 
 def _for_core(family: str, arguments: Mapping[str, object], era: Era, scalars: OptimizerScalars | None) -> str:
-    """Return a message with the flags with which Megatron-core resumes from the checkpoint."""
+    """Return a message with the flags that Megatron-core needs to resume from the checkpoint."""
     if family in OWN_STACKS:
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
