@@ -100,7 +100,7 @@ def _next(rows: Rows) -> dict[str, Json] | None:
     row_batch = next(rows, None)
     if row_batch is None:
         return None
-    # JSON cannot represent bytes and decimals. They are written as null, for which the caller rejects the row.
+    # JSON cannot represent bytes and decimals. They are written as null, and the caller then rejects the row.
     lines = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in row_batch[0].to_pylist())
     return {RAW: lines, "rows": row_batch[0].num_rows, "read": row_batch[1]}
 

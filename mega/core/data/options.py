@@ -19,7 +19,7 @@ class PreprocessOptions(VerbSection):
 
     input: tuple[str, ...] = option(
         REQUIRED,
-        "JSON lines, also .gz .zst .xz .bz2; .txt; .parquet; a dataset, also of the Hub; a folder; a glob; - for stdin",
+        "JSON lines, also .gz .zst .xz .bz2; .txt; .parquet; a dataset, also on the Hub; a folder; a glob; - for stdin",
         hub="dataset",
     )
     output_prefix: str = option(REQUIRED, "prefix of the output file names")
@@ -124,7 +124,7 @@ class EncodeOptions(VerbSection):
 
     input: tuple[str, ...] = option(REQUIRED, "plain text, encoded line by line")
     output: tuple[Path, ...] = option(REQUIRED, "the files to write, one for each input")
-    keep_empty: bool = option(False, "keep empty lines; otherwise they are left out")
+    keep_empty: bool = option(False, "keep empty lines instead of dropping them")
     overwrite: bool = like(MergeOptions, "overwrite")
 
 
@@ -134,7 +134,7 @@ class SampleOptions(VerbSection):
 
     title: ClassVar[str] = "Samples"
 
-    input: tuple[str, ...] = option((), "show a conversation of these files instead", hub="dataset")
+    input: tuple[str, ...] = option((), "show a conversation from these files instead", hub="dataset")
     number: int = option(0, "number of the first conversation or training sample, from 0")
     count: int = option(1, "number of consecutive conversations or samples")
     seq_length: int = option(512, "number of tokens in a training sample")

@@ -71,7 +71,7 @@ class Place(NamedTuple):
 class LineBlock(NamedTuple):
     """Consecutive lines and, if the line after them is invalid, the reason."""
 
-    name: str  # Name of the file, for messages
+    name: str  # Name of the file, for use in messages
     text: bytes | Place  # Whole JSON lines, or their byte range in a file
     done: int  # Number of units of the piece (unpacked bytes, or rows) up to the block's end
     read: int  # Number of stored bytes of all files up to the block's end
@@ -622,7 +622,7 @@ def describe_value(value: object) -> str:
 
 
 def describe_keys(fields: Mapping[str, object], flag: str) -> str:
-    """Describe the keys of an object, and the flag that selects a key, for messages."""
+    """Describe the keys of an object, and the flag that selects a key, for use in messages."""
     return f"there are {', '.join(map(repr, fields)) or 'none'}; name it by {flag}"
 
 

@@ -35,11 +35,11 @@ def continue_prompts(
     layers: int,
     relay: Relay | None,
 ) -> list[list[int]]:
-    """Generate up to `tokens` ids after each prompt; returns the ids, equal on every rank. All ranks must call this
-    function. stage: this rank's stage, which must support decoding. how: the sampling options of each prompt. ends: ids
-    that end an answer. stop: function that returns whether an answer with the given ids is complete. known: only ids
-    below this bound are sampled. layers: maximum number of blocks in a stage. relay: connects the ranks of the model.
-    Errors: ValueError if rows are split over context ranks; RequestError.
+    """Generate up to `tokens` ids after each prompt, and return the ids, which are equal on every rank. All ranks must
+    call this function. stage: this rank's stage, which must support decoding. how: the sampling options of each prompt.
+    ends: ids that end an answer. stop: function that returns whether an answer with the given ids is complete. known:
+    only ids below this bound are sampled. layers: maximum number of blocks in a stage. relay: connects the ranks of the
+    model. Errors: ValueError if rows are split over context ranks; RequestError.
     """
     if mesh.cp.size > 1:
         raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")
@@ -61,7 +61,7 @@ def continue_prompts(
 
 
 def _answers(engine: Engine, requests: Mapping[int, Request], stop: Stop) -> dict[str, list[int]]:
-    """Answer requests; returns a map from the index of each request, as a string, to the ids of its answer."""
+    """Answer requests, and return a map from the index of each request, as a string, to the ids of its answer."""
     answers: dict[int, list[int]] = {engine.add(request): [] for request in requests.values()}
     while not engine.idle:
         for event in engine.step():

@@ -1,8 +1,8 @@
 """`mega eval --task`: run one benchmark on one model in any layout, resume a killed run, and report the result.
 
     prepare     in the process that the user started: check model, layout and flags before any rank starts
-    evaluate    on every rank: load stages, score examples, add sums; rank 0 stores the sums every few seconds and
-                reports
+    evaluate    on every rank: load stages, score examples, accumulate sums; rank 0 stores the sums every few seconds
+                and reports
 
 The sums are stored next to --json, as FILE.partial, with a fingerprint of model, data and settings. The fingerprint
 does not include layout and micro-batch size, so an evaluation in another layout can resume from the stored sums.
@@ -137,7 +137,7 @@ def _retriever(
 
 
 def evaluate(evaluation: CheckedEvaluation) -> int:
-    """Run the evaluation as one rank of the job described by the environment; returns 0. Errors: ValueError on every
+    """Run the evaluation as one rank of the job described by the environment, and return 0. Errors: ValueError on every
     rank."""
     as_rank(evaluation.model.run, partial(run_here, evaluation))
     return 0
@@ -151,14 +151,14 @@ def evaluation_result(evaluation: CheckedEvaluation) -> Mapping[str, object]:
 def run_here(
     evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, Estimate]:
-    """Run one rank's share of the evaluation; returns the estimates, equal on all ranks."""
+    """Run one rank's share of the evaluation, and return the estimates, which are equal on all ranks."""
     return result_here(evaluation, rank, world, device, groups)[0]
 
 
 def result_here(
     evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> tuple[Mapping[str, Estimate], Mapping[str, object]]:
-    """Run one rank's share of the evaluation; returns the estimates, and the result that rank 0 writes and prints."""
+    """Run one rank's share of the evaluation, and return the estimates and the result that rank 0 writes and prints."""
     model = open_here(evaluation.model, rank, world, device, groups)
     task, tokenizer = _benchmark(evaluation, model.opened)
     examples = task.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]

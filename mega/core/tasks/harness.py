@@ -119,7 +119,7 @@ def _known_tasks(options: HarnessOptions) -> object:
 
 
 def evaluate(asked: HarnessRun) -> int:
-    """Run the evaluation as one rank of the job described by the environment; returns 0."""
+    """Run the evaluation as one rank of the job described by the environment, and return 0."""
     as_rank(asked.model.run, partial(run_here, asked))
     return 0
 
@@ -127,8 +127,8 @@ def evaluate(asked: HarnessRun) -> int:
 def run_here(
     asked: HarnessRun, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, object] | None:
-    """Run one rank's share of the evaluation; returns the harness's results on the first rank of each host, and None on
-    other ranks."""
+    """Run one rank's share of the evaluation, and return the harness's results on the first rank of each host, and None
+    on other ranks."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 

@@ -81,8 +81,8 @@ class EvalOptions(VerbSection):
     ensemble: tuple[str, ...] = option(
         (), "for mnli, qqp and race: files with predictions of several models, to be averaged, instead of a model"
     )
-    cloze_eval: bool = option(False, "same as --task lambada, for command lines of Megatron-LM v1")
-    webtext_eval: bool = option(False, "same as --task ppl, for command lines of Megatron-LM v1")
+    cloze_eval: bool = option(False, "same as --task lambada, for command lines from Megatron-LM v1")
+    webtext_eval: bool = option(False, "same as --task ppl, for command lines from Megatron-LM v1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""The interface of a benchmark, and its evaluation in any layout: data ranks share the examples, and sums are reduced.
+"""The interface of a benchmark, and its evaluation in any layout: examples are distributed over data ranks, and sums
+are reduced.
 
 A benchmark is one file, which reads examples, makes batches of examples, and measures the model's scores. Unlike this
 module, a benchmark does not depend on ranks.
@@ -44,7 +45,7 @@ class Figure(NamedTuple):
 
 
 def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -> Figure:
-    """Return a figure, with a 95 % confidence interval, that is an increasing function `of` a mean."""
+    """Return `of(mean)` as a figure with a 95 % confidence interval. `of` is an increasing function."""
     spread = 1.96 * found.error
     if math.isnan(spread):
         return Figure(name, of(found.mean))
@@ -164,7 +165,7 @@ def score(
     done: Done = Done(),
     after: Callable[[Done, Sums], None] = lambda done, sums: None,
 ) -> dict[str, Estimate]:
-    """Score all examples on all ranks; returns an estimate per term, equal on all ranks, NaN if the total weight is 0.
+    """Score all examples on all ranks. Return an estimate per term, equal on all ranks; NaN if the total weight is 0.
 
     1 every data rank batches its share of the next examples; all ranks run the same number of microbatches
     2 the ranks of the last stage measure whole rows
@@ -208,7 +209,7 @@ def score(
 
 
 def shares(turn: Sequence[Example], micro_batch: int, index: int, size: int) -> list[tuple[Sequence[Example], bool]]:
-    """Split examples into the microbatches of data rank `index` of `size`; returns each microbatch and whether it
+    """Split examples into the microbatches of data rank `index` of `size`, and return each microbatch and whether it
     counts.
 
     Ranks without enough examples repeat the first microbatch, which does not count.

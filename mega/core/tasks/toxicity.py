@@ -111,7 +111,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[ToxicityPrompt]:
 
 
 def evaluate(asked: ToxicityRun) -> int:
-    """Run the evaluation as one rank of the job described by the environment; returns 0."""
+    """Run the evaluation as one rank of the job described by the environment, and return 0."""
     as_rank(asked.model.run, partial(run_here, asked))
     return 0
 

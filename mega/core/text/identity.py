@@ -21,8 +21,8 @@ Case = Literal["token files", "tokenizer", "earlier version", "template", "no te
 
 token files: the token files were made with a tokenizer that differs from the run's tokenizer. tokenizer: the tokenizer
 given by flags differs from the tokenizer of the weights. earlier version: the tokenizers are equal, but an earlier
-version of mega computed one fingerprint. template: the chat template differs from the template of the weights. no
-template: the chat template is missing."""
+version of mega computed one of the fingerprints. template: the chat template differs from the template of the weights.
+no template: the chat template is missing."""
 
 _TRAINS: Mapping[Case, Verdict] = {
     "token files": "refused",

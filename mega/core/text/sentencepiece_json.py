@@ -95,7 +95,7 @@ def published(model: SentencePieceProcessor, lead: bool) -> dict[str, Json] | No
 
 
 def described(model: SentencePieceProcessor) -> str:
-    """Describe the kind of a model, for messages."""
+    """Describe the type of a model, for use in messages."""
     parsed = _Model.read(model.serialized_model_proto())
     suffix = " with symbols of its own" if any(kind == USER for _, _, kind in parsed.pieces) else ""
     return f"{_KINDS.get(parsed.kind, 'unknown')} model{suffix}"
@@ -159,9 +159,9 @@ def _covered(model: _Model) -> bool:
 
 
 def _unigram(model: _Model) -> dict[str, Json]:
-    """Return the unigram model of a tokenizer.json. As in SentencePiece, a user-defined symbol scores the best piece's
-    score times its number of bytes. The name of a byte gets a lower score than its letters, so that text never becomes
-    this piece."""
+    """Return the unigram model of a tokenizer.json. As in SentencePiece, the score of a user-defined symbol is the best
+    piece's score times the symbol's number of bytes. The name of a byte gets a lower score than its letters, so that
+    text never becomes this piece."""
     scores = [score for _, score, kind in model.pieces if kind == NORMAL]
     best, least = max(scores, default=0.0), min(scores, default=0.0)
 

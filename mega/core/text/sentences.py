@@ -2,7 +2,7 @@
 
 Token files must equal Megatron-LM's byte for byte with any version of NLTK. This module therefore contains the patterns
 with which punkt splits text in NLTK 3.6.6 to 3.10.0. Later releases also treat curly quotes and guillemets as closing
-punctuation, and use a different matching engine with a time limit. The procedure and its parameters are used from the
+punctuation, and use a different matching engine with a time limit. The procedure and its parameters come from the
 installed NLTK.
 """
 

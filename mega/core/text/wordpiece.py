@@ -76,7 +76,8 @@ class WordRules(NamedTuple):
 
 
 class WordPieceTokenizer(Tokenizer):
-    """BERT's tokenizer. If vocab.txt lacks [BOS], [EOS] or <extra_id_0> ..., their ids follow those of its lines."""
+    """BERT's tokenizer. If vocab.txt lacks [BOS], [EOS] or <extra_id_0> ..., these tokens are added after its last
+    id."""
 
     bos: int
     pad: int

@@ -1,5 +1,5 @@
-"""Check whether outputs already exist. Output of the same work is kept. Output of other work is replaced only with
---overwrite.
+"""Check whether outputs already exist. Output that was made from the same inputs and settings is kept. Any other output
+is replaced only with --overwrite.
 
 The "work" of an output is a hash of the names, sizes and modification times of the inputs, and of the settings. The
 work is recorded next to the output. This module does not interpret the settings.
@@ -40,8 +40,8 @@ def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: boo
 
 
 def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
-    """Return the token files at all `prefixes` if all of them exist and were made by the same work; otherwise [], so
-    that the work must be done.
+    """Return the token files at all `prefixes` if all of them exist and were made by the same work; otherwise [], which
+    means that the work must be done.
 
     Interrupted work may have written only some of the files. value: the value of --output-prefix.
     Errors: ValueError if a pair of other work would be replaced.

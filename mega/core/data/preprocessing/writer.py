@@ -99,7 +99,7 @@ class IndexedWriter:
         return self._bin, self._lengths, self._counts
 
     def state(self) -> dict[str, Json]:
-        """Flush all data to the disk, and return the sizes from which a later writer can resume."""
+        """Flush all data to disk, and return the sizes from which a later writer can resume."""
         with self._named():
             for file in self._files:
                 file.flush()

@@ -50,7 +50,7 @@ class AnswerFile:
         return count, end
 
     def add(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write rows and sync them to the disk."""
+        """Write rows, and sync them to disk."""
         with open(self._partial, "ab") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")

@@ -56,7 +56,7 @@ class GenerationPlan:
     interactive: bool = False
     """Whether to read prompts from the terminal."""
     retriever: OpenRetriever | None = None
-    """Opens the retriever that finds neighbours in `retro`."""
+    """Function that opens the retriever for the database `retro`."""
     retro: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Define the fields that clients of vLLM and llama.cpp send in addition to OpenAI's fields: other names of a field,
-constraints in other formats, and fields that are accepted only with a value that has no effect.
+"""Define the fields that clients of vLLM and llama.cpp send in addition to OpenAI's fields: alternative names for
+fields, constraints in other formats, and fields that are accepted only with a value that has no effect.
 
 Source: documentation of vLLM's and llama.cpp's servers. This module does not depend on routes.
 """
@@ -19,7 +19,7 @@ MOST_CHOICES = 128
 """Maximum number of strings in a guided_choice."""
 
 _SAME_AS = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""llama.cpp's name of a field -> OpenAI's or vLLM's name, which the routes read."""
+"""llama.cpp's name for a field -> OpenAI's or vLLM's name, which the routes read."""
 _GUIDES = ("guided_json", "json_schema", "guided_regex", "guided_choice")
 _METACHARACTERS = re.compile(r"([\\.+*?()|\[\]{}^$])")
 
@@ -69,7 +69,7 @@ Fields = TypeVar("Fields", bound=ClientFields)
 
 
 def resolved(fields: Fields) -> Fields:
-    """Return the fields with the values of other names moved to `max_tokens`, `repetition_penalty` and
+    """Return the fields, with values given under alternative names moved to `max_tokens`, `repetition_penalty` and
     `response_format`.
 
     Errors: BadField if a field is given under two names.

@@ -40,8 +40,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, wanted: Mapping[str, object], field: str = _FIELD) -> Grammar:
-        """Return the grammar of a response_format. field: name of the request's field, for messages. Errors: BadField
-        naming `field`."""
+        """Return the grammar of a response_format. field: name of the request's field, for use in messages. Errors:
+        BadField naming `field`."""
         source = _source(wanted, field)
 
         def text(matcher: type[LLMatcher]) -> str:

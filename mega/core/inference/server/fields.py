@@ -22,7 +22,7 @@ _TYPES = {
     "list_type": "array",
     "dict_type": "object",
 }
-"""Pydantic's name of an error -> the expected JSON type."""
+"""Pydantic's name for an error -> the expected JSON type."""
 
 
 class BadField(ValueError):

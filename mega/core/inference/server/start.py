@@ -65,7 +65,7 @@ class ServePlan:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """Name of an adapter -> its directory."""
     retriever: OpenRetriever | None = None
-    """Opens the retriever that finds neighbours in the database `retro`."""
+    """Function that opens the retriever for the database `retro`."""
     retro: str | None = None
 
 

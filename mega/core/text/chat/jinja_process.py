@@ -102,7 +102,7 @@ def _plain_types() -> dict[str, object]:
 
 
 _tracked: list[tuple[list[str], list[Span]]] = []
-"""(blocks of text, spans of the assistant's text in these blocks) of the rendering that is in progress."""
+"""The blocks of text, and the spans of the assistant's text in these blocks, for the rendering in progress."""
 
 
 def _refuse(message: object) -> None:
