@@ -106,6 +106,8 @@ class DecoderBatch(_Tensors):
     """[b, s, depths], the labels of `ahead_tokens`."""
     ahead_weights: torch.Tensor | None = None
     """[b, s, depths], the loss weights of `ahead_labels`."""
+    padding: torch.Tensor | None = None
+    """bool [b, s], which tokens only fill their row: routers of experts do not count them. None if none does."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -114,10 +116,11 @@ class DecoderBatch(_Tensors):
     def split(self, index: int, size: int) -> DecoderBatch:
         if size == 1:
             return self
-        ahead = () if self.ahead_tokens is None else ("ahead_tokens", "ahead_labels", "ahead_weights")
+        optional = ("ahead_tokens", "ahead_labels", "ahead_weights", "padding")
+        there = [name for name in optional if getattr(self, name) is not None]
         return replace(
             self,
-            **self._cut(index, size, "tokens", "labels", "loss_weights", "positions", *ahead),
+            **self._cut(index, size, "tokens", "labels", "loss_weights", "positions", *there),
             columns=zigzag(torch.arange(self.tokens.shape[1], device=self.tokens.device)[None], index, size)[0],
         )
 

@@ -267,6 +267,10 @@ def test_rows_of_conversations(tmp_path: Path) -> None:
         assert np.array_equal(batch.tokens[sample - 4], row.tokens)
         starts = [i for i in range(130) if i == 0 or row.documents[i] != row.documents[i - 1]]
         assert len(starts) > 1 and not row.positions[starts].any() and not row.weights[np.array(starts[1:]) - 1].any()
+        assert batch.padding is not None and np.array_equal(batch.padding[sample - 4], row.padding)
+        assert np.array_equal(np.flatnonzero(row.padding), np.arange(starts[-1], 130)), (
+            "the last document fills the row"
+        )
         trained = row.labels[row.weights == 1].tolist()
         pieces = tokenizer.decode(trained).split("<|im_end|>")
         assert pieces[-1] == "" and all(len(set(piece.split())) == 1 for piece in pieces[:-1]), pieces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,6 +147,39 @@ def test_losses_and_loads_of_a_step() -> None:
     assert state.load is not None  # once, though every layer is computed twice
     assert torch.equal(state.load.counts, counts.view(8, 4, 4).sum(0).double())
     assert float(state.load.dropped.sum()) == 0
+
+
+@pytest.mark.parametrize("over", ["sequence", "microbatch", "global"])
+def test_tokens_that_fill_a_row_do_not_count(over: str) -> None:
+    """Rows with four columns of filler give the losses, loads and gradients of the rows without them."""
+    found = []
+    for filled in (False, True):
+        state = state_of(run("gpt", balance=(over,)))
+        parts = [replace(batch, **{name: each[:, :12] for name, each in columns(batch)}) for batch in step(state)]
+        if filled:
+            parts = [with_filler(batch) for batch in parts]
+        loss, terms = means(state, backward(state, parts))
+        assert state.load is not None
+        grads = torch.cat([bucket.own_grads for bucket in state.grads.buckets])
+        found.append((loss, terms, state.load.counts.clone(), grads))
+    (loss, terms, counts, grads), (loss_filled, terms_filled, counts_filled, grads_filled) = found
+    torch.testing.assert_close(loss_filled, loss, rtol=1e-12, atol=0)
+    for name, value in terms.items():
+        torch.testing.assert_close(
+            terms_filled[name], value, rtol=1e-12, atol=0, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    assert counts.sum() == 4 * 8 * 12 * 2 and torch.equal(counts, counts_filled)
+    torch.testing.assert_close(grads_filled, grads, rtol=1e-9, atol=1e-12)
+
+
+def columns(batch: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, each) for name, each in batch.tensors().items() if each.dim() == 2]
+
+
+def with_filler(batch: Any) -> Any:
+    """Rows with four more tokens, which only fill them."""
+    longer = {name: F.pad(each, (0, 4)) for name, each in columns(batch)}
+    return replace(batch, **longer, padding=F.pad(torch.zeros_like(batch.tokens, dtype=torch.bool), (0, 4), value=True))
 
 
 def test_the_bias_moves_towards_an_even_load() -> None:

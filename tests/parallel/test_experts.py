@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 
 from mega.core.config.check import check
 from mega.core.config.run import RunConfig
-from mega.core.parallel.mesh import Mesh
+from mega.core.device import Device
+from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
-from mega.core.proof.parity import Snapshot, snapshots
-from mega.core.training.wire import build_grads, build_stages
+from mega.core.proof.parity import Snapshot, own_samples, snapshots, synthetic_batch
+from mega.core.training.step import train_step
+from mega.core.training.wire import build_grads, build_mesh, build_stages, build_state
 from tests.support.one_process import named, same_run
+from tests.support.ranks import CPU
 from tests.support.runs import small_options, small_run
 
 STEPS = (1, 3)
@@ -85,6 +89,31 @@ def test_every_layout_is_one_process(
 ) -> None:
     found = snapshots(pool, run(model, world, **layout), world, STEPS)
     same_run(STEPS, references[model], found)
+
+
+def trained_with_filler(groups: Groups, rank: int, config: RunConfig, world: int) -> dict[str, float]:
+    """One step on rows of which 1 to 5 tokens at the end only fill them: losses and the gradient's norm."""
+    mesh = build_mesh(config, rank, world, groups)
+    state = build_state(config, mesh, Device(CPU, "gloo"))
+    batches = []
+    for rows in own_samples(config, mesh, 0):
+        batch = synthetic_batch(config, rows)
+        filler = torch.arange(batch.tokens.shape[1]) >= batch.tokens.shape[1] - 1 - batch.samples[:, None] % 5
+        weights = batch.loss_weights * ~filler
+        batches.append(replace(batch, padding=filler, loss_weights=weights))
+    outcome = train_step(state, batches, 1e-3, 0.0)
+    return {name: float(value) for name, value in outcome.means.items()} | {"norm": float(outcome.grad_norm)}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, {"ep": 2}), (2, SP), (2, {"cp": 2}), (4, {**SP, "ep": 2, **EXCHANGE}), (4, {"cp": 2, "ep": 4, **EXCHANGE})],
+    ids=named,
+)
+def test_filler_counts_in_no_layout(pool: Pool, world: int, layout: dict[str, Any]) -> None:
+    expected = pool.run(trained_with_filler, run("llama", z_loss=0.01), 1, world=1)[0]
+    for figures in pool.run(trained_with_filler, run("llama", world, z_loss=0.01, **layout), world, world=world):
+        assert figures == pytest.approx(expected, rel=1e-10)
 
 
 MUON: list[tuple[int, dict[str, Any]]] = [

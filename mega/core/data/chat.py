@@ -41,6 +41,7 @@ class ChatRow(NamedTuple):
     weights: NDArray[np.float32]  # float32 [s], 1 if the label is trained on, else 0
     documents: NDArray[np.int64]  # int64 [s], index of the conversation within the row
     positions: NDArray[np.int64]  # int64 [s], position within the conversation
+    padding: NDArray[np.bool_]  # bool [s], whether the token only fills the row
 
 
 class TrainedTexts:
@@ -100,7 +101,8 @@ class ChatDataset:
             end += len(ids)
         documents[end:] = number + 1  # the padding at the end is a separate document
         weights = trained[1:] * (documents[1:] == documents[:-1])
-        return ChatRow(text[:-1], text[1:], weights, documents[:-1], positions[:-1])
+        padding = np.arange(self._length) >= end
+        return ChatRow(text[:-1], text[1:], weights, documents[:-1], positions[:-1], padding)
 
     def conversation(self, number: int) -> Labelled:
         """Return the tokens of one conversation."""
@@ -112,7 +114,8 @@ class ChatDataset:
 
         from mega.core.batch import DecoderBatch
 
-        tokens, labels, weights, documents, positions = (torch.from_numpy(np.stack(part)) for part in zip(*rows))
+        parts = [torch.from_numpy(np.stack(part)) for part in zip(*rows)]
+        tokens, labels, weights, documents, positions, padding = parts
         return DecoderBatch(
             tokens=tokens,
             labels=labels,
@@ -120,6 +123,7 @@ class ChatDataset:
             positions=positions,
             samples=torch.arange(first_sample, first_sample + len(rows)),
             documents=documents,
+            padding=padding,
         )
 
 

@@ -36,6 +36,7 @@ class PairRows(NamedTuple):
     tokens: NDArray[np.int64]  # int64 [2, s]
     labels: NDArray[np.int64]  # int64 [2, s]
     weights: NDArray[np.float32]  # float32 [2, s]
+    padding: NDArray[np.bool_]  # bool [2, s], whether the token only fills the row
     reference: NDArray[np.float64] | None  # float64 [2], log-probabilities under the reference weights, or None
     longest: int  # Number of tokens in the longer row, without padding
 
@@ -78,13 +79,15 @@ class PairDataset:
         """Return the two rows of one pair."""
         text = np.full((2, self._length + 1), self._filler, np.int64)
         trained = np.zeros((2, self._length + 1), np.float32)
+        padding = np.ones((2, self._length), np.bool_)
         longest = 1
         for row in range(2):
             ids, trained_ids = self._texts.cut(2 * number + row, self._length + 1)
             text[row, : len(ids)], trained[row, : len(ids)] = ids, trained_ids
+            padding[row, : len(ids)] = False
             longest = max(longest, len(ids) - 1)
         reference = None if self.reference is None else self.reference[number]
-        return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], reference, longest)
+        return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], padding, reference, longest)
 
     def collate(self, rows: Sequence[PairRows], first_sample: int) -> PreferenceBatch:
         """Build a microbatch whose first pair is global sample `first_sample`."""
@@ -95,8 +98,8 @@ class PairDataset:
         width = self._length
         if self.unit is not None:
             width = min(width, -(-max(row.longest for row in rows) // self.unit) * self.unit)
-        tokens, labels, weights = (
-            torch.from_numpy(np.concatenate([each[:, :width] for each in part])) for part in list(zip(*rows))[:3]
+        tokens, labels, weights, padding = (
+            torch.from_numpy(np.concatenate([each[:, :width] for each in part])) for part in list(zip(*rows))[:4]
         )
         references = [row.reference for row in rows if row.reference is not None]
         return PreferenceBatch(
@@ -105,6 +108,7 @@ class PairDataset:
             loss_weights=weights,
             positions=torch.arange(width).expand(len(tokens), -1).contiguous(),
             samples=torch.arange(2 * first_sample, 2 * (first_sample + len(rows))),
+            padding=padding,
             reference=torch.from_numpy(np.stack(references)) if references else None,
         )
 

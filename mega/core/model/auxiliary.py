@@ -25,13 +25,16 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
 
 
-def divisor(loss: AuxiliaryLoss, batch: int, seq: int, *, shards: int) -> float:
+def divisor(
+    loss: AuxiliaryLoss, batch: int, seq: int, *, shards: int, tokens: torch.Tensor | None = None
+) -> torch.Tensor | float:
     """Return the divisor of one layer's total for a microbatch of [batch, seq] tokens on this rank.
 
     shards: number of context ranks that share the sequences; each context rank counts its share of the sequences or of
-    the microbatch.
+    the microbatch. tokens: number of tokens that do not only fill their rows; None for all.
     """
-    return {"tokens": float(batch * seq), "sequences": batch / shards, "microbatches": 1 / shards}[loss.mean_over]
+    count = float(batch * seq) if tokens is None else tokens
+    return {"tokens": count, "sequences": batch / shards, "microbatches": 1 / shards}[loss.mean_over]
 
 
 class AuxiliarySums:
@@ -50,16 +53,23 @@ class AuxiliarySums:
         self._open = True
 
     def add(
-        self, loss: AuxiliaryLoss, x: torch.Tensor, total: torch.Tensor, shape: tuple[int, int], split: bool
+        self,
+        loss: AuxiliaryLoss,
+        x: torch.Tensor,
+        total: torch.Tensor,
+        shape: tuple[int, int],
+        split: bool,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attach a loss as `ForwardContext.auxiliary_loss` does, for a total that is already computed. shape: (batch,
-        seq) of the layer's input."""
+        seq) of the layer's input. tokens: as in `divisor`."""
         assert total.dim() == 0 and total.dtype in (torch.float32, torch.float64), "totals are summed in fp32 at least"
         if self._open:
-            weight = divisor(loss, *shape, shards=self._shards) if self._tp.first else 0.0
+            weight = divisor(loss, *shape, shards=self._shards, tokens=tokens) if self._tp.first else 0.0
             # `terms` sums over tensor ranks, so a total computed on all ranks is counted on the first rank only.
             reported = total.detach().double() if split or self._tp.first else torch.zeros_like(total).double()
-            sums, before = torch.stack([reported, torch.full_like(reported, weight)]), self._sums.get(loss.name)
+            weights = weight if isinstance(weight, torch.Tensor) else torch.full_like(reported, weight)
+            sums, before = torch.stack([reported, weights]), self._sums.get(loss.name)
             self._sums[loss.name] = sums if before is None else before + sums
         if self._scales is None or not torch.is_grad_enabled():
             return x

@@ -210,6 +210,7 @@ class DecoderStage(StackStage[DecoderBatch]):
             dtype=self.dtype,
             dropout_rule=self.options.dropout_rule,
             row_shards=self.ops.row_shards,
+            padding=batch.padding if self.architecture.mixtures else None,
         )
 
     def embed(self, embedding: nn.Module, batch: DecoderBatch, context: ForwardContext) -> torch.Tensor:

@@ -102,6 +102,10 @@ class ForwardContext:
     """Collector of the losses of layers; None if these losses are not computed."""
     seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)
     """int64 [s]: the columns of the whole rows that this rank has; None for all columns."""
+    padding: torch.Tensor | None = field(default=None, kw_only=True)
+    """bool [this rank's tokens]: tokens that only fill their row; None if none does."""
+    valid_tokens: torch.Tensor | None = field(default=None, kw_only=True)
+    """float64 []: number of other tokens of the region; None if no token only fills its row."""
 
     def auxiliary_loss(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
@@ -113,7 +117,9 @@ class ForwardContext:
         `total` is not called if losses are not computed. split: whether the total covers only this tensor rank (its
         heads, columns or, under sequence parallelism, tokens); otherwise every tensor rank computes the same total.
         """
-        return x if self.auxiliary is None else self.auxiliary.add(loss, x, total(), (self.batch, self.seq), split)
+        if self.auxiliary is None:
+            return x
+        return self.auxiliary.add(loss, x, total(), (self.batch, self.seq), split, self.valid_tokens)
 
     def jitter(self, x: torch.Tensor, eps: float, layer: int, site: str) -> torch.Tensor:
         """Multiply each element of x [this rank's tokens, h] by a random factor between 1 - eps and 1 + eps."""
@@ -239,12 +245,14 @@ def forward_context(
     documents: torch.Tensor | None = None,
     dropout_rule: int = RULE,
     row_shards: int = 1,
+    padding: torch.Tensor | None = None,
 ) -> ForwardContext:
     """Compute the context of rows of tokens.
 
     samples: int64 [b], global sample numbers. positions: int64 [b, s]. columns: int64 [s], the columns of the whole
     rows that this rank has; None for all columns. documents: int64 [b, whole s], or None if every row is one document.
-    dropout_seed: None disables dropout. row_shards: number of ranks that share a row.
+    dropout_seed: None disables dropout. row_shards: number of ranks that share a row. padding: bool [b, s], as in
+    `DecoderBatch`.
     """
     batch_size, seq = positions.shape
     keys = row_keys = region_keys = None
@@ -258,9 +266,14 @@ def forward_context(
             keys = local_shard(keys, tp)
     tables = rotary_tables(model.ropes, positions.flatten(), dtype, seq * row_shards)
     splits_sequence = sequence and tp.size > 1
+    own_padding = None if padding is None else padding.flatten()
+    if own_padding is not None and sequence:
+        own_padding = local_shard(own_padding, tp)
     return ForwardContext(
         *(batch_size, seq, documents, tables, keys, row_keys, region_keys, tp, splits_sequence, dropout_rule),
         seq_numbers=columns,
+        padding=own_padding,
+        valid_tokens=None if padding is None else (~padding).sum().double(),
     )
 
 

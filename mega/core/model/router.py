@@ -103,7 +103,7 @@ class ExpertRouter(nn.Module):
             SEQUENCE: lambda: self._balance(logits, context, sequences=True),
             MICROBATCH: lambda: self._balance(logits, context),
             GLOBAL: lambda: self._balance(logits, context, running=True),
-            Z_LOSS: lambda: routing.z_total(logits),
+            Z_LOSS: lambda: routing.z_total(logits, _valid(context)),
         }
         for loss in router.losses:
             x = context.auxiliary_loss(loss, x, totals[loss.name], split=context.sequence)
@@ -121,7 +121,9 @@ class ExpertRouter(nn.Module):
         first = context.tp.index * len(scores) if context.sequence else 0
         row = (first + torch.arange(len(scores), device=scores.device)) // context.seq
         batch = context.batch
-        counts = routing.choice_counts(scores, k, row, batch)
+        valid = _valid(context)
+        counts = routing.choice_counts(scores, k, row, batch, valid)
+        scores = scores if valid is None else scores * valid[:, None]
         sums = scores.new_zeros(batch, scores.shape[1]).index_add(0, row, scores)
         tokens = float(context.seq * self.cp.size)
         if not sequences:
@@ -130,7 +132,8 @@ class ExpertRouter(nn.Module):
             all_reduce(counts, axis)
         if running:
             counts, tokens = self._running_mean(counts, context), tokens * (self.data.size // self.cp.size)
-        return routing.imbalance(counts, sums, k, tokens)
+        # Each token that counts has k choices.
+        return routing.imbalance(counts, sums, k, tokens if valid is None else counts.sum(-1) / k)
 
     def _running_mean(self, counts: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the counts over all data ranks, averaged over the microbatches of this step so far. counts: the counts
@@ -170,10 +173,16 @@ class ExpertRouter(nn.Module):
         """Add the choices to the load of this step, unless this is a recomputation."""
         if context.auxiliary is None or not context.auxiliary.counting or not self.training or chosen.is_meta:
             return
-        flat = chosen.flatten()
-        self.load.index_add_(0, flat, torch.ones_like(flat, dtype=self.load.dtype))
+        valid = _valid(context)
+        counted = torch.ones_like(chosen, dtype=torch.bool) if valid is None else valid[:, None].expand_as(chosen)
+        self.load.index_add_(0, chosen.flatten(), counted.flatten().to(self.load.dtype))
         if kept is not None:
-            self.load[-1] += (~kept).sum()
+            self.load[-1] += (~kept & counted).sum()
+
+
+def _valid(context: ForwardContext) -> torch.Tensor | None:
+    """Return bool [t], this rank's tokens that do not only fill their rows; None for all."""
+    return None if context.padding is None else ~context.padding
 
 
 def _sharing(context: ForwardContext, cp: Axis) -> list[Axis]:

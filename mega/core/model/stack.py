@@ -160,10 +160,12 @@ class StackStage(nn.Module, Generic[B]):
         if not losses:
             return batch.weights
         tokens, shards, weights = self.stack_tokens(batch), self.ops.row_shards, dict(batch.weights)
+        padding = getattr(batch, "padding", None) if self.architecture.mixtures else None
+        valid = None if padding is None else (~padding).sum().double()
         for loss, layers in losses.items():
             pairs = zip(layers, tokens, strict=True)
-            weight = sum(count * divisor(loss, *ids.shape, shards=shards) for count, ids in pairs)
-            weights[loss.name] = torch.full((), weight, dtype=torch.float64, device=batch.samples.device)
+            weight = sum(count * divisor(loss, *ids.shape, shards=shards, tokens=valid) for count, ids in pairs)
+            weights[loss.name] = torch.as_tensor(weight, dtype=torch.float64, device=batch.samples.device)
         return weights
 
     @property

@@ -136,22 +136,31 @@ def load_scores(logits: torch.Tensor, kind: str) -> torch.Tensor:
     return expert_scores if kind == "softmax" else expert_scores / (expert_scores.sum(-1, keepdim=True) + LEAST_SUM)
 
 
-def choice_counts(own: torch.Tensor, chosen: int, rows: torch.Tensor, batch: int) -> torch.Tensor:
+def choice_counts(
+    own: torch.Tensor, chosen: int, rows: torch.Tensor, batch: int, valid: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return [batch, E]: for each row of the batch and each expert, the number of tokens for which this expert has one
-    of the `chosen` largest scores. Bias, groups and capacity are ignored. rows: int64 [t], the row of each token."""
+    of the `chosen` largest scores. Bias, groups and capacity are ignored. rows: int64 [t], the row of each token.
+    valid: bool [t], the tokens that count; None for all."""
     picked = torch.zeros_like(own).scatter(1, own.detach().topk(chosen, -1).indices, 1.0)
+    if valid is not None:
+        picked = picked * valid[:, None]
     return own.new_zeros(batch, own.shape[1]).index_add(0, rows, picked)
 
 
-def imbalance(counts: torch.Tensor, sums: torch.Tensor, chosen: int, tokens: float) -> torch.Tensor:
+def imbalance(counts: torch.Tensor, sums: torch.Tensor, chosen: int, tokens: float | torch.Tensor) -> torch.Tensor:
     """Return E / (k t^2) times the sum of counts x sums over experts and rows; counts and sums are [..., E]. A balanced
-    row contributes 1."""
+    row contributes 1. tokens: t, one number or one for each row."""
+    if isinstance(tokens, torch.Tensor):
+        rows = (counts * sums).sum(-1) / tokens.clamp(min=1.0).square()
+        return rows.sum() * (counts.shape[-1] / chosen)
     return (counts * sums).sum() * (counts.shape[-1] / (chosen * tokens**2))
 
 
-def z_total(logits: torch.Tensor) -> torch.Tensor:
-    """Return the sum over tokens of log(sum(exp(logits)))^2 (Zoph et al. 2022)."""
-    return accurate(logits).logsumexp(-1).square().sum()
+def z_total(logits: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sum over tokens of log(sum(exp(logits)))^2 (Zoph et al. 2022). valid: as in `choice_counts`."""
+    squares = accurate(logits).logsumexp(-1).square()
+    return squares.sum() if valid is None else (squares * valid).sum()
 
 
 # -- capacity
