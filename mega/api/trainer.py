@@ -68,7 +68,7 @@ class Trainer:
     options.
 
     As in `mega pretrain`, `resume="auto"` resumes from the newest checkpoint in `save`, if there is one, and `load`
-    names the weights to start from. If the options name no data, make the batches with `batch`.
+    names the weights to start from. If the options do not specify data, make the batches with `batch`.
 
     Errors: ValueError naming the option or file, its value and the rule.
     """
@@ -152,7 +152,7 @@ class Trainer:
         """Yield this rank's microbatches of each remaining step, from the run's data. Call `step` before requesting the
         next step's microbatches.
 
-        Errors: ValueError if the options name no data.
+        Errors: ValueError if the options do not specify data.
         """
         self._check_open()
         task, run, mesh = self._begun.task, self._begun.state.run, self._begun.state.mesh

@@ -2,9 +2,9 @@
 
 Megatron-LM's spellings and constants (`--swiglu`), values that follow one flag (`--data-path 0.2 a 0.3 b`), unique
 prefixes (`--train-it`), `--flag=value` and underscores all become the canonical `--flag=value`. Obsolete flags are
-dropped with a note; unknown ones are refused with the nearest valid one. `read` lists the mistakes in a command line;
-`translate` refuses a command line with mistakes. This module depends on the meanings of flags, but not on Typer or on
-what a run does with an option.
+dropped with a note; unknown flags are refused, and the message names the nearest valid flag. `read` lists the mistakes
+in a command line; `translate` refuses a command line with mistakes. This module depends on the meanings of flags, but
+not on Typer or on what a run does with an option.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Command(TyperCommand):
     """A Typer command that accepts argparse's syntax.
 
     stated_by: for a subcommand that reads a trained model, the reason why training options have no effect.
-    whole_line: for a subcommand whose arguments are the command line of another program, with foreign flags.
+    whole_line: for a subcommand whose arguments are the command line of another program, with that program's flags.
     loads_model: for a subcommand whose model is the one at --load, if --load is given.
     `load` sets these three attributes.
     """

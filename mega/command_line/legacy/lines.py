@@ -112,7 +112,8 @@ def _stated(row: Mapping[str, str], known: Mapping[str, Meaning]) -> list[Settin
 
 
 def _reasons(found: ReadLine, placed: Sequence[Setting]) -> list[str]:
-    """Mistakes of a line, and its unused positional words. placed: options made from positional words."""
+    """Return the mistakes in a command line, and the unused positional words. placed: options made from positional
+    words."""
     used = sum(len(setting.values) for setting in placed)
     unused = [word for word in found.others if not word.startswith("-")][used:]
     words = [f"{word}: is no flag, nor a flag's value" for word in unused]

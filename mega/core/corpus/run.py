@@ -61,7 +61,7 @@ class StepOutcome(NamedTuple):
 
     counts: StepCounts  # Counts of the documents
     complete: bool = True  # Whether all shards are done
-    repeated: bool = False  # Whether an earlier call did all the work, so that nothing was written
+    repeated: bool = False  # Whether an earlier call did all the work and this call wrote nothing
     surveyed: bool = False  # Whether only the survey is done; call again when all shards are surveyed
 
 

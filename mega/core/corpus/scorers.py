@@ -59,10 +59,10 @@ class ScorerOptions(VerbSection):
 
     scorer: str = option("", "https://HOST, model:DIR, words:FILE or scores:FILE")
     key_variable: str = option("PERSPECTIVE_API_KEY", "environment variable with the key of a server")
-    rate: float = option(0.0, "requests per second at most; 0: no limit")
-    connections: int = option(8, "simultaneous requests to a server")
-    tries: int = option(6, "requests for one text, with growing pauses between them")
-    timeout: float = option(30.0, "seconds that a server may take for a request")
+    rate: float = option(0.0, "maximum number of requests per second; 0 disables the limit")
+    connections: int = option(8, "maximum number of simultaneous requests to a server")
+    tries: int = option(6, "maximum number of requests for one text, with increasing pauses between them")
+    timeout: float = option(30.0, "timeout in seconds for a request to a server")
 
     def __post_init__(self) -> None:
         rules = {"rate": self.rate >= 0, "connections": self.connections >= 1, "tries": self.tries >= 1}

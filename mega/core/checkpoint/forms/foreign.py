@@ -162,7 +162,7 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
     """Return the content of a torch file, as `torch_file` does. source: path of the torch file, or its bytes. path: the
     file to name in errors.
 
-    The file's pickles are scanned before torch reads them, so that a malicious pickle cannot occupy torch.
+    The file's pickles are scanned before torch reads them, so that a malicious pickle cannot exhaust time or memory.
     """
     with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
         zipped = stream.read(4) == b"PK\3\4"  # torch's own criterion

@@ -56,7 +56,7 @@ class Fragment:
     source_span: Span
     """Rows and columns of the source tensor."""
     transposed: bool = False
-    """Whether the source is stored as [in, out], so that the source's rows are the target's columns."""
+    """Whether the source is stored as [in, out], in which case the source's rows are the target's columns."""
 
     def inverted(self, target: str) -> Fragment:
         """Return the fragment for the opposite direction, in which the source tensor is made from `target`."""

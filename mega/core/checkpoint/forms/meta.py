@@ -212,8 +212,8 @@ def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> Mode
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The most common width of the feed-forward matrices in one file, so that a matrix of a different width is detected
-    as an error."""
+    """The most common width of the feed-forward matrices in one file. A matrix of a different width is then detected as
+    an error."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()
@@ -306,7 +306,8 @@ def _rope_keys(rope: Rope | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Messages about settings that params.json cannot express, so that readers of the folder assume different values.
+    """Messages about settings that params.json cannot express and for which readers of the folder assume different
+    values.
 
     `max_seq_len` cannot be written, because Meta's loader passes `max_seq_len` as an argument in addition to all keys
     of params.json, and fails if params.json contains this key.

@@ -4,7 +4,7 @@ Hugging Face's format.
 peft names an adapter after the linear layer of transformers that the adapter modifies. For Llama-like models these
 names are equal to the project's names. Other families use different names or a different order of rows, or fuse several
 of the project's linears into one (GPT-2's query, key and value). The adapters of fused linears are joined into one
-adapter of a larger rank: the matrices A are stacked, and the matrices B form a block diagonal. Source: peft's
+adapter with a larger rank: the matrices A are stacked, and the matrices B form a block diagonal. Source: peft's
 LoraConfig and get_peft_model_state_dict, 0.21.
 """
 

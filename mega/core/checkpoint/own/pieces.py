@@ -108,7 +108,7 @@ class Piece:
         """Check that this piece fits the stored tensor. stored: (shape, dtype) of the tensor at `path`. Errors:
         CheckpointError if they differ from the shape and dtype of this piece.
 
-        cast: whether the caller converts dtypes, so that dtypes may differ.
+        cast: whether dtypes may differ, because the caller converts them.
         """
         whole, dtype = stored
         if whole != self.whole:

@@ -62,8 +62,8 @@ class TrustedSteps(StepFolder):
         (verdicts.py).
         report: called with a message for every skipped step, which names ranks and reasons, and with a message if the
         pointer names a different step. Return None only if no step was ever published.
-        Errors: CheckpointError, on all ranks, if there are checkpoints or a pointer but no checkpoint can be trusted,
-        so that a run never silently restarts from scratch; also if a rank cannot list the directory. The error is an
+        Errors: CheckpointError, on all ranks, if a rank cannot list the directory, or if there are checkpoints or a
+        pointer but no checkpoint can be trusted. A run therefore never silently restarts from scratch. The error is an
         UnreadableError if a later attempt may succeed.
         """
         # 1

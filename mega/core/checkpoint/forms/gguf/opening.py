@@ -56,8 +56,8 @@ def tokenizer(files: object) -> str | None:
 
 @cache
 def _reader(path: Path, changed: int) -> GGUFReader:
-    """Return a cached reader for a file. changed: modification time of the file, so that a changed file is read
-    again."""
+    """Return a cached reader for a file. changed: modification time of the file; a different time causes the file to be
+    read again."""
     check_header(path)
     try:
         from gguf import GGUFReader

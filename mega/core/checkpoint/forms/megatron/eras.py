@@ -17,8 +17,8 @@ from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 Era = Literal["legacy", "legacy-layernorm", "core-local", "core"]
-"""In this order: legacy checkpoints since 2023-09, earlier legacy checkpoints, Megatron-core with local modules,
-Megatron-core with Transformer Engine."""
+"""The eras are, in this order: legacy checkpoints since 2023-09, earlier legacy checkpoints, Megatron-core with local
+modules, Megatron-core with Transformer Engine."""
 
 STYLES: dict[str, Era] = {
     "megatron": "legacy",

@@ -1,5 +1,5 @@
-"""Pipeline stages, fused matrices and arguments of Megatron-LM checkpoints, as far as BERT, T5 and Retro differ from
-GPT.
+"""Pipeline stages, fused matrices and arguments of BERT, T5 and Retro in Megatron-LM checkpoints, where these models
+differ from GPT.
 
 Tensor names are the common names of eras.py. Source: Megatron-LM 23.06 to Megatron-core. This module does not read
 files, and uses only names and shapes of tensors.

@@ -216,7 +216,8 @@ def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[
 
 
 def in_order_of(groups: Sequence[object], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
-    """Return `grouped` in the order of the state's `groups`, as far as the groups record their weight decay."""
+    """Return `grouped` in the order of the state's `groups`. A group without a record of its weight decay counts as a
+    group with weight decay."""
     has_decay = [plain(group.get("wd_mult", 1.0)) != 0 if isinstance(group, dict) else True for group in groups]
     return {decayed: grouped[decayed] for decayed in dict.fromkeys((*has_decay, *grouped)) if decayed in grouped}
 

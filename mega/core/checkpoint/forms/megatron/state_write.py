@@ -185,7 +185,7 @@ def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
 
 
 def overridden(scalars: OptimizerScalars) -> bool:
-    """Whether Megatron cannot express the schedule in `scalars`, so that the user must override it."""
+    """Whether Megatron cannot express the schedule in `scalars`, in which case the user must override it."""
     lr = (scalars.schedule or {}).get("lr")
     return lr is None or lr["style"] not in LR_STYLES or lr.get("batch") is not None
 

@@ -69,7 +69,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = "model_optim_rng.pt"
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
-"""Tensor rank, pipeline rank and expert rank; the last two only if there are several."""
+"""Matches the name of a rank's folder: tensor rank, then pipeline rank and expert rank if there are several of them."""
 
 _BUFFERS = ("inv_freq", "_extra_state")
 
