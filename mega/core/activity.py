@@ -47,8 +47,8 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Set the phase for a block; the previous phase is restored at its end, but not after an error, whose report
-        names the phase.
+        """Set the phase for a block; the previous phase is restored when the block ends, but not after an error,
+        because the error's report names the phase.
 
         >>> activity = Activity()
         >>> with contextlib.suppress(OSError), activity.during("saving"):

@@ -440,7 +440,7 @@ class CopyDescriptor(NamedTuple):
     """The destinations of the parts of a tensor."""
 
     pieces: tuple[tuple[int, int, int], ...]
-    """(first byte in the tensor, target address, bytes) of each part."""
+    """The tuple (first byte in the tensor, target address, bytes) for each part."""
     marks: tuple[int, ...]
     """Addresses of the words that are written after all parts."""
 

@@ -51,7 +51,7 @@ KINDS = (
     (UPDATE, ("adamw", "normtwo")),
     (CASTS, ("_cast", "_largest")),
 )
-"""Kind of work -> substrings of kernel names. A kernel belongs to the first kind that matches, or else to the kind
+"""Kind of work -> substrings of kernel names. A kernel belongs to the first kind that matches, otherwise to the kind
 REST."""
 
 Span = tuple[float, float, str]

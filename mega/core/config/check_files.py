@@ -130,7 +130,7 @@ def _pair(prefix: str) -> bool:
 
 
 def half_of_pair(flag: str, name: str) -> str:
-    """Return advice if `name` is the .bin or .idx file of a pair of token files, else an empty string."""
+    """Return advice if `name` is the .bin or .idx file of a pair of token files, otherwise an empty string."""
     stem, suffix = os.path.splitext(name)
     if suffix not in (".bin", ".idx") or not _pair(stem):
         return ""
@@ -138,8 +138,8 @@ def half_of_pair(flag: str, name: str) -> str:
 
 
 def _advice(flag: str, prefix: str, sentences: bool) -> str:
-    """Return advice if `prefix` is similar to the name of a pair of token files, or names a text file or a folder; else
-    an empty string."""
+    """Return advice if `prefix` is similar to the name of a pair of token files, or names a text file or a folder;
+    otherwise an empty string."""
     if half := half_of_pair(flag, prefix):
         return half
     stem = os.path.splitext(prefix)[0]

@@ -18,7 +18,7 @@ NETWORK = {"gate_proj", "up_proj", "down_proj"}
 
 
 def mixture(run: RunConfig, line: Line) -> Iterator[str]:
-    """Yield a line for each mistake in the options of a mixture."""
+    """Yield a line for each mistake in the options of a mixture of experts."""
     model = run.model
     if not model.experts:
         if run.parallel.ep > 1:

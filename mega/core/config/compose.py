@@ -11,8 +11,8 @@ from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Options, updated
 
 LONGEST_WORD = 100
-"""Maximum length, in characters, of a word for which the nearest valid word is searched. The search takes quadratic
-time."""
+"""Maximum length, in characters, of a word for which the nearest valid word is searched for, because the search takes
+quadratic time."""
 
 
 class GivenOptions(NamedTuple):

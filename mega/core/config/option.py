@@ -115,7 +115,7 @@ class Option:
     """The help text, one sentence without a full stop."""
     megatron: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Megatron-LM spelling -> `VALUE` if the flag is followed by the value, a mapping if the flag is followed by
-    another name of the value (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), else the constant that the flag sets
+    another name of the value (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), otherwise the constant that the flag sets
     (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`). Several options may have the same spelling."""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Other word that users type -> the flag ("--learning-rate" -> "--lr") or the value ("gpu" -> "cuda")."""

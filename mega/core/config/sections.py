@@ -612,7 +612,7 @@ class ParallelOptions(Section):
     )
     expert_dispatch: Literal["auto", "all-gather", "all-to-all"] = option(
         "auto",
-        "how tokens reach experts on other ranks; auto is all-gather if --ep is at most --experts-chosen, else"
+        "how tokens reach experts on other ranks; auto is all-gather if --ep is at most --experts-chosen, otherwise"
         " all-to-all",
         megatron={
             "--moe-token-dispatcher-type": {"allgather": "all-gather", "alltoall": "all-to-all", "flex": "all-to-all"}
@@ -622,7 +622,7 @@ class ParallelOptions(Section):
     cp_comm: Literal["auto", "ring", "all-to-all"] = option(
         "auto",
         "communication of attention across context ranks; auto is all-to-all if the number of ranks divides "
-        "the number of key/value heads, else ring",
+        "the number of key/value heads, otherwise ring",
         megatron={"--cp-comm-type": {"p2p": "ring", "a2a": "all-to-all"}},
         read_with={"cp": SEVERAL},
         evaluated=True,
@@ -1163,7 +1163,7 @@ class DataConfig(Section):
     )
     chat_template: str = option(
         "auto",
-        "auto (the template stored with the weights, else plain), model (the template stored with the "
+        "auto (the template stored with the weights, or plain if there is none), model (the template stored with the "
         "weights), llama2, llama3, chatml, plain, or a Jinja file",
         on_resume="noted",
     )

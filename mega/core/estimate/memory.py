@@ -241,8 +241,8 @@ def _update(run: RunConfig, weights: Weights) -> int:
 
 
 class LiveSet(NamedTuple):
-    """The numbers of live tensors of a rank during a forward or backward pass. These numbers do not depend on sizes in
-    bytes, so runs with the same plan share live sets."""
+    """How many tensors of each kind a rank holds during a forward or backward pass. These numbers do not depend on
+    sizes in bytes, so runs with the same plan share live sets."""
 
     kind: str  # "F" or "B"
     chunk: int  # Index of the chunk that runs

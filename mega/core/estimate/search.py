@@ -229,7 +229,7 @@ def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple
 
 
 def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> str:
-    """Explain why no layout obeys the rules: the message names the rules that all layouts break, or else the numbers
+    """Explain why no layout obeys the rules: the message names the rules that all layouts break, otherwise the numbers
     that must be divisible."""
     first = refusals[0].splitlines() if refusals else []
     broken = [set(refusal.splitlines()) for refusal in refusals]

@@ -32,7 +32,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("working", "working", "#b279a2"),
     ("cargo", "cargo", "#72b7b2"),
 )
-"""(heading, attribute of `StageMemory` or `Weights`, colour) of each part of a bar, from the bottom up."""
+"""The tuple (heading, attribute of `StageMemory` or `Weights`, colour) for each part of a bar, from the bottom up."""
 
 
 LATE = 0.95

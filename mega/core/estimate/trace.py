@@ -77,7 +77,8 @@ class Part(NamedTuple):
     change: int
     """Live bytes at the end of the part, minus the live bytes at its beginning."""
     weight: tuple[int, int] | None = None
-    """(unit, index in the unit) of the weight at whose gradient this part ends. None if the part ends with its unit."""
+    """The tuple (unit, index in the unit) of the weight at whose gradient this part ends. None if the part ends with
+    its unit."""
     opens: bool = False
     """If True, the part ends when the gradient of `weight` is first accumulated, otherwise when it is complete."""
 
@@ -474,7 +475,7 @@ def _staged(
     run: RunConfig, model: ModelConfig, stages: Sequence[Sequence[int]], preceded: bool
 ) -> tuple[RunConfig, int]:
     """Return a run of `model` divided into `stages`, and the index of the stage to trace, which is 1 if `preceded`,
-    else 0."""
+    otherwise 0."""
     parallel, layers = run.parallel, tuple(sum(stacks) for stacks in stages)
     options = Options(
         model=model,

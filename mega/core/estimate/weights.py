@@ -25,8 +25,8 @@ SMALLEST = BatchOptions(seq_length=1, micro_batch=1)
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 Place = tuple[int, int]
-"""(index of a parameter's unit in its chunk, index of the parameter in the unit). Unit 0 is before the first stack; the
-blocks of the stack follow, then the unit after the stack, and so on.
+"""The position of a parameter: (index of its unit in the chunk, index in the unit). Unit 0 is before the first stack;
+the blocks of the stack follow, then the unit after the stack, and so on.
 """
 
 

@@ -99,7 +99,7 @@ class AuxiliarySums:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity of x, whose backward pass also gives `total` the gradient `scale`."""
+    """The identity function of x, whose backward pass also gives `total` the gradient `scale`."""
 
     @staticmethod
     def forward(

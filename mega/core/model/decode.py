@@ -173,7 +173,8 @@ StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
 def layer_functions(layer: TransformerLayer, parts: DecodeParts) -> list[StreamFunction]:
     """Return a layer as a list of functions, to be called in order.
 
-    Each function selects by the number of rows: the fused branch for few rows, else the prepared branch for any number.
+    Each function selects by the number of rows: the fused branch for few rows, otherwise the prepared branch for any
+    number.
     """
     factors = [_factors(branch) if _has_steps(branch) else None for branch in layer.branches]
     usual = [

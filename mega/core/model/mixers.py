@@ -34,7 +34,7 @@ class LayerPlace(NamedTuple):
     region: Region  # tensor parallelism
     adapter_dropout: float  # dropout probability for the inputs of adapters
     cp: Axis = SINGLE  # ranks that share the layer's sequences
-    experts: ExpertAxes = NO_RANKS  # ranks that share the experts of a mixture
+    experts: ExpertAxes = NO_RANKS  # ranks that share the experts of an MoE layer
     gathers_experts: bool = False  # whether to gather tokens over ranks with different experts
 
 

@@ -46,7 +46,7 @@ class ChunkAttention(CrossAttention):
 
     @property
     def bias(self) -> Weight | None:
-        """None, because `finish` adds the bias, and only for tokens that have neighbours."""
+        """None, because `finish` adds the bias, but only for tokens that have neighbours."""
         return None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:

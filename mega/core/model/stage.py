@@ -37,6 +37,6 @@ class StageOptions:
     cp: Axis = SINGLE
     """The ranks that share sequences."""
     experts: ExpertAxes = NO_RANKS
-    """The ranks that share the experts of a mixture."""
+    """The ranks that share the experts of an MoE layer."""
     gathers_experts: bool = False
     """Whether tokens are gathered over ranks with different experts, as in `LayerPlace`."""

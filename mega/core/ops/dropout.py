@@ -28,7 +28,7 @@ class _Decided:
 
     @property
     def threshold(self) -> int:
-        """How many of the 65,536 drawn values drop an element."""
+        """The number of drawn values, of 65,536, that drop an element."""
         return counter.threshold(self.probability)
 
 
@@ -91,7 +91,7 @@ class AttentionDropout(_Decided):
         return keep_mask(rows[..., None], elements, self.probability, self.rule)
 
     def shifts(self) -> tuple[int, int, int]:
-        """Return (early, border, late), where key j has column j + early if j < border, else column j + late.
+        """Return (early, border, late), where key j has column j + early if j < border, otherwise column j + late.
 
         >>> AttentionDropout(torch.zeros(1, 1), 0, 0, (range(2, 4), range(9, 11)), 0.5).shifts()
         (2, 2, 7)

@@ -33,7 +33,7 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertRule(NamedTuple):
-    """How experts are chosen, and the activation of the experts."""
+    """The rule by which experts are chosen, and the activation of the experts."""
 
     router: Router
     chosen: int  # number of experts for each token

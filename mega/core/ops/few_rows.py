@@ -30,7 +30,7 @@ from mega.core.ops.trial import error_of, passes
 
 
 class NormOf(NamedTuple):
-    """A norm of rows [n, in], which is LayerNorm if it has a bias, else RMSNorm."""
+    """A norm of rows [n, in], which is LayerNorm if it has a bias, otherwise RMSNorm."""
 
     weight: torch.Tensor  # [in]
     bias: torch.Tensor | None  # [in]

@@ -43,7 +43,7 @@ _observers: list[Observer] = []
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Within this context, operations on the meta device are reported to `observer`."""
+    """Report operations on the meta device to `observer` within this context."""
     _observers.append(observer)
     try:
         yield

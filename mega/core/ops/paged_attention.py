@@ -65,7 +65,7 @@ class PaddedRuns(NamedTuple):
     v: torch.Tensor
     """The gathered values, a view of `held`: [batch, kv_heads, keys, d]."""
     bias: torch.Tensor
-    """Additive mask [batch, 1, seq x repeats or 1, keys]: 0 if a query sees a key, else -inf."""
+    """Additive mask [batch, 1, seq x repeats or 1, keys]: 0 if a query sees a key, otherwise -inf."""
 
 
 class TokenKeys(NamedTuple):

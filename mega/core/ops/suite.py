@@ -2,7 +2,7 @@
 
 REFERENCE   plain torch, on any device and in any dtype; all other implementations are tested against REFERENCE
 on a CPU    torch's fused attention, otherwise the reference
-on CUDA     our Triton kernels; cuDNN's attention if it supports the shape and the mask (windows only with the package
+on CUDA     Triton kernels; cuDNN's attention if it supports the shape and the mask (windows only with the package
             nvidia-cudnn-frontend); GEMMs that accumulate into fp32
 --fp8       in addition, fp8 GEMMs in the blocks, emulated if the device has none
 """

@@ -139,8 +139,9 @@ class RingState(NamedTuple):
 
         A rank holds an early and a late chunk of queries and of keys. Plain causal rows have three cases:
         - source is this rank: its queries attend to all its keys, causally.
-        - source is an earlier rank: its early chunk precedes all our queries, and its late chunk follows them.
-        - source is a later rank: both its chunks precede our late chunk and follow our early chunk.
+        - source is an earlier rank: its early chunk precedes all of this rank's queries, and its late chunk follows
+          them.
+        - source is a later rank: both its chunks precede this rank's late chunk and follow this rank's early chunk.
         So every rank computes half of every received block, and no masked scores. With a window, or if queries and keys
         have different positions, each chunk of queries is paired with each chunk of keys, except pairs that are masked
         entirely.
@@ -209,7 +210,8 @@ class _Ring(torch.autograd.Function):
 
     Forward, once for the keys of every rank, beginning with this rank's keys:
         1 start to send the current keys and values to the next rank
-        2 attend to these keys with our queries during the send; merge each block into the result by its log-sum-exp
+        2 attend to these keys with this rank's queries during the send; merge each block into the result by its
+          log-sum-exp
         3 receive the keys and values of the previous rank
 
     Backward uses the same order. The gradients of keys and values move around the axis one step behind the keys and

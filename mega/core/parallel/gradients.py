@@ -85,7 +85,7 @@ class Bucket:
             self.own_grads = torch.zeros(span[1] - span[0], dtype=dtype, device=like.device)
 
     def tied_name(self) -> str:
-        """Name of the tied tensor if several stages hold it, else the empty string."""
+        """Name of the tied tensor if several stages hold it, otherwise the empty string."""
         return self.offsets[0][0].segments[0].shard.name if self.reduction.stages else ""
 
     @property

@@ -29,7 +29,7 @@ class Reduction(NamedTuple):
     replicated: tuple[str, ...] = ()
     """Axes whose ranks hold equal copies of the parameter."""
     stages: tuple[int, ...] = ()
-    """The pipeline stages that hold the parameter if it is tied, else empty; each stage computes a part of the
+    """The pipeline stages that hold the parameter if it is tied, otherwise empty; each stage computes a part of the
     gradient."""
     whole: bool = False
     """Whether the optimizer updates the parameter as a whole matrix."""

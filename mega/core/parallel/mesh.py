@@ -215,8 +215,8 @@ class Mesh:
         )
 
     def stages(self, numbers: Sequence[int]) -> Axis:
-        """Return the ranks of these stages in this rank's pipeline if this rank's stage is one of them, else this rank
-        alone.
+        """Return the ranks of these stages in this rank's pipeline if this rank's stage is one of them, otherwise this
+        rank alone.
 
         All ranks must call this with the same arguments.
 

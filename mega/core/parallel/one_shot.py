@@ -202,7 +202,7 @@ def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankE
 
 
 def by_size(axis: Axis, small: Sum | None, dtype: torch.dtype, limit: int | None) -> Sum:
-    """Return a `Sum` that uses `small` for the tensors that `small` accepts, else the group's collective."""
+    """Return a `Sum` that uses `small` for the tensors that `small` accepts, otherwise the group's collective."""
     large = by_group(axis)
     if small is None:
         return large
@@ -216,7 +216,7 @@ def by_size(axis: Axis, small: Sum | None, dtype: torch.dtype, limit: int | None
 def verified(
     axis: Axis, device: torch.device, dtype: torch.dtype, open_small: Callable[[], Sum], limit: int | None
 ) -> Sum | None:
-    """Return `open_small()` if it works and computes correct sums, else None.
+    """Return `open_small()` if it works and computes correct sums, otherwise None.
 
     limit: size of the largest tensor that this `Sum` accepts, in bytes; None for any size.
 

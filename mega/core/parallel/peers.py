@@ -4,8 +4,8 @@ NCCL moves data with the GPU's multiprocessors, all of which a GEMM occupies, so
 a GEMM runs only after the GEMM. Here copy engines write the data, and streams wait for marks in memory; neither needs a
 multiprocessor.
 
-    gather   multiply the tokens of each rank as they arrive, our own first          (all-gather, then a GEMM)
-    scatter  send each part of a GEMM's output when it is done, our own last; sum    (a GEMM, then a reduce-scatter)
+    gather   multiply the tokens of each rank as they arrive, this rank's first          (all-gather, then a GEMM)
+    scatter  send each part of a GEMM's output when it is done, this rank's last; sum    (a GEMM, then a reduce-scatter)
 
 Both use the same exchange: every rank sends one block to every other rank. `MappedPeers` uses memory that all ranks map
 (CUDA, one host). `MessagePeers` uses sends and receives of the process group, on any device. This module does not
@@ -62,8 +62,8 @@ class Peers(Protocol):
         both must have the same size."""
 
     def join(self) -> None:
-        """Make the current stream wait until all our blocks are sent. The capture of a CUDA graph must end with this
-        call."""
+        """Make the current stream wait until all blocks of this rank are sent. The capture of a CUDA graph must end
+        with this call."""
 
     def replay(self, count: int) -> None:
         """Prepare the replay of a graph whose first exchange is number `count` + 1: reset the marks of all ranks."""
@@ -149,8 +149,8 @@ def _rows(ranks: range, rows: int) -> Rows:
 def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> tuple[range, ...]:
     """Return the groups of ranks whose blocks are multiplied together, in the order of sending.
 
-    ours_first: begin with our own group, else end with our own group. coming: return the order in which blocks arrive
-    instead.
+    ours_first: begin with this rank's group; otherwise end with this rank's group. coming: instead return the order in
+    which blocks arrive.
 
     >>> axis = Axis("tp", tuple(range(4)), 1)
     >>> _order(axis, 2048, ours_first=True)
@@ -273,8 +273,8 @@ class MappedPeers:
     def replay(self, count: int) -> None:
         if self._memory is None:
             return
-        # Reset the marks: our stream has waited for every block, and no rank writes before the all-reduce below.
-        # Marks are int32, so the count wraps around.
+        # Reset the marks: this rank's stream has waited for every block, and no rank writes before the all-reduce
+        # below. Marks are int32, so the count wraps around.
         marks = self._memory[self._mark(self.axis.index, 0, 0) - self._begins[self.axis.index] :].view(torch.int32)
         marks.fill_((count + 2**31) % 2**32 - 2**31)
         dist.all_reduce(self._meeting, group=self.axis.group)

@@ -19,7 +19,7 @@ from .play import play
 from .types import Compute, Exchange, Plan, PlanError
 
 Route = tuple[int, int, str]
-"""(sending rank, receiving rank, "F" for activations or "B" for gradients)."""
+"""The tuple (sending rank, receiving rank, "F" for activations or "B" for gradients)."""
 
 _EARLIER = {"F": None, "B": "F", "W": "B"}
 """Kind of a compute step -> the kind of step that must precede it for the same microbatch and chunk."""

@@ -78,8 +78,8 @@ class ExitReport:
 
 
 def report_of(error: BaseException) -> ExitReport:
-    """Make the report of an exception: exit code 2 for a mistake of the user, else 1. If the error is caused neither by
-    the user nor by the machine, the report has a traceback.
+    """Make the report of an exception: exit code 2 for a mistake of the user, otherwise 1. If the error is caused
+    neither by the user nor by the machine, the report has a traceback.
 
     >>> report_of(ValueError("--lr -1: must be positive"))
     ExitReport(code=2, text='--lr -1: must be positive', kind='line')
@@ -124,7 +124,7 @@ class Explains(Protocol):
 
 
 _EXPLANATIONS: list[Explains] = []
-"""Contains the explainer of this process while there is a process group; else empty."""
+"""Contains the explainer of this process while there is a process group; otherwise empty."""
 
 
 def explain_exchanges_by(group: Explains | None) -> None:

@@ -2,7 +2,7 @@
 
 Each host runs the same command once, which starts --nproc ranks whenever the leader orders a start.
 
-    1 a host joins         it connects to the leader, which listens at MASTER_ADDR, MASTER_PORT
+    1 a host joins         it connects to the leader, which listens on MASTER_ADDR, MASTER_PORT
     2 an attempt           once --hosts have joined, each gets a seat, which is its block of ranks. Further hosts wait
                            as spares
     3 an ending            a host reports how its ranks ended; then the ranks of all other hosts are stopped
@@ -71,7 +71,7 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
         host = Supervisor(size, job, folder, leader.port)
 
         def look() -> None:
-            """Listen at MASTER_ADDR once its name resolves to this host, which may take a while for a Kubernetes
+            """Listen on MASTER_ADDR once its name resolves to this host, which may take a while for a Kubernetes
             pod."""
             if elsewhere is not None and is_own(first[0]) and (first_server := _bound(first[1])) is not None:
                 listen_first(leader, first_server)
@@ -88,8 +88,8 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
 
 
 def _listen(first: Place) -> socket.socket:
-    """Return the listening socket of this host's leader: at MASTER_PORT if MASTER_ADDR is this host and the port is
-    free, else at any free port."""
+    """Return the listening socket of this host's leader: on MASTER_PORT if MASTER_ADDR is this host and the port is
+    free, otherwise on any free port."""
     for port in (first[1], 0) if is_own(first[0]) else (0,):
         if (server := _bound(port)) is not None:
             return server
@@ -97,7 +97,7 @@ def _listen(first: Place) -> socket.socket:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """Return a socket that listens at `port`; None if the port is in use, for example by another launcher on this
+    """Return a socket that listens on `port`; None if the port is in use, for example by another launcher on this
     machine."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -34,13 +34,13 @@ SHOWN = 5
 """Maximum number of differences that a message lists."""
 
 CALL = 5.0
-"""Seconds between two checks of MASTER_ADDR by a leader that does not listen at this address."""
+"""Seconds between two checks of MASTER_ADDR by a leader that does not listen on this address."""
 
 Place = tuple[str, int]
 
 Events = queue.Queue[tuple[Wire, dict[str, Any] | None]]
-"""(connection of a member, message from the member). A message of None means that the connection to the member was
-lost."""
+"""The tuple (connection of a member, message from the member). A message of None means that the connection to the
+member was lost."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Leader:
     """
 
     def __init__(self, server: socket.socket, size: Size, saved: Callable[[], tuple[int, int]], first: Place | None):
-        """first: MASTER_ADDR and MASTER_PORT if this leader does not listen at this address, else None."""
+        """first: MASTER_ADDR and MASTER_PORT if this leader does not listen on this address, otherwise None."""
         self._server, self._size, self._saved, self._first = server, size, saved, first
         self.port: int = server.getsockname()[1]
         self._called = time.monotonic()
@@ -101,7 +101,7 @@ class Leader:
         self._reason = ""
         """The reason why the previous attempt ended."""
         self._endings: list[tuple[str, Ending]] | None = None
-        """(host name, ending) of the current attempt; None between attempts."""
+        """The tuple (host name, ending) of the current attempt; None between attempts."""
         self._since = time.monotonic()
         """The time at which the members began to wait or were ordered to end their ranks."""
         self._launched = time.monotonic()
@@ -332,7 +332,7 @@ def _differ(joining: Mapping[str, object], leading: Mapping[str, object]) -> lis
 
 
 def listen_first(leader: Leader, server: socket.socket) -> None:
-    """Also listen at MASTER_ADDR, after MASTER_ADDR has turned out to be an address of this host."""
+    """Additionally listen on MASTER_ADDR, which has turned out to be an address of this host."""
     leader._first = None
     threading.Thread(target=_accept, args=(server, leader._events), name="accept-first", daemon=True).start()
 

@@ -1,7 +1,7 @@
 """The rendezvous of ranks: the store that they share, and the check that all of them have joined.
 
-    1 a store                     a file, for ranks of `launch`; the agent's store, under torchrun; else a store that
-                                  rank 0 hosts
+    1 a store                     a file, for ranks of `launch`; the agent's store, under torchrun; otherwise a store
+                                  that rank 0 hosts
     2 every rank enters           its world size, and a token that is unique to the process
     3 rank 0 lists the tokens     and updates the list at changes, because a store may hold tokens of an attempt that
                                   was killed

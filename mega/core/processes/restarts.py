@@ -192,8 +192,8 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory(job: Job) -> Iterator[Path | None]:
-    """Yield a folder in memory if the job needs one, else None. The folder is removed at the end or, if this process is
-    killed, by the next launcher on this host."""
+    """Yield a folder in memory if the job needs one, otherwise None. The folder is removed at the end or, if this
+    process is killed, by the next launcher on this host."""
     if not job.memory:
         yield None
         return

@@ -98,14 +98,15 @@ class RollCall:
         self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._first: dict[int, str] = {}
-        """Maps rank 0 to the name of its host. Cached, because the store cannot be read when that host has stopped."""
+        """Maps rank 0 to the name of its host. The name is cached, because the store cannot be read when that host has
+        stopped."""
         self._interval: float | None = None
         self._lost: Callable[[str], None] | None = None
         """A callback that is called with the reason instead of ending this process."""
         self._store_is_silent = False
         self._reported = ""
         self._ending = threading.Lock()
-        """Acquired by the thread that reports first, and never released."""
+        """A lock that the thread that reports first acquires and never releases."""
         self._closed = threading.Event()
 
     def start(self) -> RollCall:

@@ -26,7 +26,7 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def restore_signals(heeded: Iterable[signal.Signals]) -> None:
-    """In a new rank, handle these signals again, because its fork server ignores them."""
+    """In a new rank, handle these signals again, because the rank's fork server ignores them."""
     for number in heeded:
         signal.signal(number, _interrupt if number == signal.SIGINT else signal.SIG_DFL)
 

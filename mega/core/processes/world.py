@@ -167,7 +167,7 @@ def _slurm_world(environ: Mapping[str, str]) -> World:
 
 
 def batch_tasks(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that this process could start if it is a SLURM batch script itself; else 0.
+    """Return the number of tasks that this process could start if it is a SLURM batch script itself; otherwise 0.
 
     SLURM sets the variables of task 0 for the batch script. A task of srun also has the variables of its step.
 
@@ -318,7 +318,8 @@ def _number(
 
 
 def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks of a run: `dry` in a dry run (`--world`); else the launcher's number, `--nproc` or 1.
+    """Return the number of ranks of a run: `dry` in a dry run (`--world`); otherwise the launcher's number, `--nproc`
+    or 1.
 
     Errors: ValueError in a batch script of SLURM that has several tasks and starts one process, because the other tasks
         would idle.

@@ -66,8 +66,8 @@ def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
 
 
 def choose_document(documents: Sequence[Document]) -> Document:
-    """Choose the held-out document to show: a topic of Python's help if a topic is long enough, else any document that
-    is long enough, else the longest."""
+    """Choose the held-out document to show: a topic of Python's help if a topic is long enough, otherwise any document
+    that is long enough, otherwise the longest."""
     long = [document for document in documents if len(document.text) >= 1000]
     prose = [document for document in long if document.name.startswith("help/")]
     return next(iter([*prose, *long]), max(documents, key=lambda document: len(document.text)))

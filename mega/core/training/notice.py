@@ -94,7 +94,7 @@ class SignalNotice:
         self._heeded, self._outlook, self._prints = frozenset(heeded), outlook, prints
         self._signals = RepeatedSignal()
         self._said = threading.Lock()
-        """Acquired, and never released, by the thread that prints the message about lost steps."""
+        """A lock that the thread that prints the message about lost steps acquires and never releases."""
         self._settled = threading.Event()
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)

@@ -72,7 +72,7 @@ class StepOptions:
     params_norm: bool = False
     """Whether a step reports the norm of the weights."""
     zeros: bool = False
-    """Whether a step reports the share of zero gradients."""
+    """Whether a step reports the fraction of gradients that are zero."""
     guarded: bool = False
     """Whether the guards may skip batches, which then must not affect the state."""
     mixtures: Mapping[int, int] = field(default_factory=dict)

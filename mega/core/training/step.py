@@ -51,7 +51,7 @@ class StepReport:
     params_norm: torch.Tensor | None = None
     """Norm of the weights after the update, if the run reports it."""
     zeros: torch.Tensor | None = None
-    """Share of zero gradients, if the run reports it."""
+    """Fraction of gradients that are zero, if the run reports it."""
     tied: torch.Tensor | None = None
     """The value of `GradNorm.tied` from the optimizer."""
     load: ExpertLoad | None = None
@@ -119,8 +119,8 @@ def update(
 
 
 def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Return bool [], whether the loss scale takes a step into account. It does if the step was applied, or if the
-    step's gradients are not finite but its loss is finite.
+    """Return bool [], whether the loss scale takes a step into account, which is true if the step was applied, or if
+    the step's gradients are not finite but its loss is finite.
 
     The loss must be finite on all ranks, because each tensor rank has its own copy of the batch, which may be damaged.
     """

@@ -165,7 +165,8 @@ def _placement(run: RunConfig) -> dict[Unit, tuple[int, int]]:
 
 
 def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:
-    """Return the loss scaler: constant with --loss-scale, in any precision; otherwise dynamic for fp16; else None."""
+    """Return the loss scaler: constant with --loss-scale, in any precision; otherwise dynamic for fp16, and None
+    for other dtypes."""
     options = run.precision
     if options.loss_scale is not None:
         return LossScaler(initial=options.loss_scale, window=None, device=device)

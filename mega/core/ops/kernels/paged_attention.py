@@ -45,7 +45,7 @@ class SingleTokens(NamedTuple):
     ended: torch.Tensor
     """The counters from `counters`, which must be allocated outside the memory pool of a CUDA graph."""
     shape: tuple[int, int, int]
-    """(block, kv_heads, d) of the pool."""
+    """The sizes (block, kv_heads, d) of the pool."""
     window: int | None
 
 
@@ -60,7 +60,7 @@ class RaggedRuns(NamedTuple):
     """int64 [tiles, 4]: index of the run, index of the tile's first token, number of tokens in the tile, and position
     of the first token; all 0 for an unused tile."""
     shape: tuple[int, int, int]
-    """(block, kv_heads, d) of the pool."""
+    """The sizes (block, kv_heads, d) of the pool."""
     window: int | None
 
 

@@ -228,8 +228,8 @@ class PeerCopies:
             work.wait()
 
     def _fetch(self, step: int, host_steps: Sequence[Mapping[int, Sequence[int]]]) -> bool:
-        """Restore a step. Each rank reads its copy from its own host's memory, else from the first rank whose host has
-        that copy.
+        """Restore a step. Each rank reads its copy from its own host's memory, otherwise from the first rank whose host
+        has that copy.
 
         Returns False if a copy was damaged; such copies are cleared.
         """
@@ -298,7 +298,7 @@ class PeerCopies:
 
 
 def peer_copies(state: TrainState) -> PeerCopies | None:
-    """Return the copies of a run with --peer-copy-interval if the launcher provides the memory; else None."""
+    """Return the copies of a run with --peer-copy-interval if the launcher provides the memory; otherwise None."""
     folder = os.environ.get(MEMORY_FOLDER)
     if folder is None or not state.run.supervision.peer_copy_interval:
         return None

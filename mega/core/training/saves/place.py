@@ -41,7 +41,8 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
 
 
 LOCK_WAIT = 10.0
-"""Seconds for which a run waits for the lock of its directory, because a run that was stopped may still be ending."""
+"""Seconds for which a run waits for the lock of its directory, because a run that was stopped may still be shutting
+down."""
 
 LEASE_WAIT = 150.0
 """Seconds for which a run waits for the lock after a restart. If rank 0 was on a lost host, a file server keeps the

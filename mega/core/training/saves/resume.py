@@ -67,8 +67,8 @@ def find_resume_point(
 
 
 def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange) -> ResumePoint | None:
-    """Return the checkpoint from which this run starts: that of --resume, else that of --load, else None. The result is
-    equal on all ranks.
+    """Return the checkpoint from which this run starts: that of --resume, otherwise that of --load, or None without
+    either. The result is equal on all ranks.
 
     Every rank searches, and the results are compared before any weight is read. In the directory of a run, the run
     starts from the newest step that all ranks trust and that is equal on all ranks (`CheckpointStore.find`). A message
@@ -110,7 +110,7 @@ def _continuing(tree: str, place: str) -> str:
 
 
 def _check_own_place(place: str) -> None:
-    """Check that a directory for both --load and --save contains no weights of other programs. Errors:
+    """Check that a directory for both --load and --save contains no weights in another program's format. Errors:
     CheckpointError."""
     form = None if url_of(place) is not None else foreign_form(Path(place))
     if form is not None:
@@ -317,7 +317,7 @@ def _layout(sizes: Mapping[str, float]) -> str:
 
 
 def _reshuffled(run: RunConfig, stored: Mapping[str, object], data: Datasets) -> str:
-    """Return a description of the change of the run's length if this change affects the order of samples; else "".
+    """Return a description of the change of the run's length if this change affects the order of samples; otherwise "".
 
     A single pass has one shuffle, independent of the length. Several passes are shuffled together for the whole length,
     as in Megatron-LM.

@@ -200,7 +200,8 @@ def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str])
 
 def _with_padding(options: Options, vocab: int) -> int:
     """Return the size of a vocabulary whose padding counts as tokens. This is the size in the initial checkpoint if
-    that size is large enough for the tokenizer, so that the run can continue in any layout; else the padded size."""
+    that size is large enough for the tokenizer, so that the run can continue in any layout; otherwise the padded
+    size."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 
