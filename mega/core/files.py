@@ -172,7 +172,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def locked_alone(descriptor: int) -> bool:
-    """Take an exclusive lock on an open file until it is closed; False if another process holds it.
+    """Acquire an exclusive lock on an open file, held until the file is closed. Return False if another process has the
+    lock.
 
     The lock of a killed process is released. A file system without locks grants the lock to every process.
     """

@@ -69,7 +69,7 @@ def read_limited(path: Path | str, limit: int, what: str) -> bytes:
 
 
 def _next(descriptor: int, size: int, regular: bool) -> bytes:
-    """Read up to `size` bytes; returns b"" at the end of the file. Errors: TimeoutError."""
+    """Read up to `size` bytes, or return b"" at the end of the file. Errors: TimeoutError."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not regular:
         _wait(descriptor, deadline)

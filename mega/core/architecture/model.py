@@ -57,7 +57,7 @@ class Stack:
     """The number of the stack's first layer."""
     layers: tuple[Layer, ...]
     norm: Norm | None
-    """The norm after the last layer. This norm belongs to the unit that follows."""
+    """The norm after the last layer. This norm belongs to the unit that follows the stack."""
 
     @property
     def numbers(self) -> range:

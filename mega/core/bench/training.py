@@ -208,7 +208,7 @@ def measure(
     profiled: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Speed:
-    """Measure a resolved run on all ranks; returns the row. Rank 0 writes `trace`, a Chrome trace.
+    """Measure a resolved run on all ranks, and return the row. Rank 0 writes `trace`, a Chrome trace.
 
     warmup: steps before the timed steps; at least two if the second step records a graph. profiled: whether to profile
     one more step, which takes some seconds. progress: called with the numbers of finished and of all steps.

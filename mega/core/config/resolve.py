@@ -70,7 +70,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
 
 
 def profiled_steps(text: str) -> range | None:
-    """Parse the value of --profile; returns the steps, or None if the text is invalid.
+    """Parse the value of --profile, and return the steps, or None if the text is invalid.
 
     >>> profiled_steps("10:12"), profiled_steps("7"), profiled_steps("3:1")
     (range(10, 13), range(7, 8), None)

@@ -61,7 +61,7 @@ def parse(text: str, source: str = "TOML") -> Options:
 
 
 def read(path: str) -> dict[str, object]:
-    """Read a TOML file; returns option name -> value. Errors: ValueError with a line for each mistake."""
+    """Read a TOML file, and return option name -> value. Errors: ValueError with a line for each mistake."""
     return values(read_text(path, f"--config {path}"), path)
 
 
@@ -79,7 +79,7 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def values(text: str, source: str) -> dict[str, object]:
-    """Parse the TOML `text` of a run; returns option name -> value. source: the file, for messages.
+    """Parse the TOML `text` of a run, and return option name -> value. source: the file, for messages.
 
     >>> values('[model]\\nlayers = 2', "run.toml")
     {'layers': 2}
@@ -92,7 +92,7 @@ def values(text: str, source: str) -> dict[str, object]:
 
 
 def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
-    """Parse the TOML `text`; returns option name -> value for each schema. source: the file, for messages. Errors:
+    """Parse the TOML `text`, and return option name -> value for each schema. source: the file, for messages. Errors:
     ValueError."""
     problems: list[str] = []
     results: tuple[dict[str, object], ...] = tuple({} for _ in schemas)

@@ -74,8 +74,8 @@ def training(run: RunConfig, world: int, device: Hardware, stops: Interruptions)
 
 
 def _whole_steps(run: RunConfig, world: int, device: Hardware) -> float:
-    """The length of a training run, in steps with the full batch. A step of the batch ramp-up counts as a fraction,
-    according to its time."""
+    """The length of a training run, in steps with the full batch. A step of the batch ramp-up counts as a fraction of a
+    step, in proportion to its duration."""
 
     def rough(size: int) -> float:
         return step_time(variant(run, {"global_batch": size}), world, device, play=False).seconds

@@ -224,7 +224,7 @@ def trained(parameter: ParameterSpec) -> bool:
 
 
 def _trained_parts(parts: Sequence[list[ParameterSpec]]) -> list[list[ParameterSpec]]:
-    """The trained parameters of each unit. Equal blocks still share one list."""
+    """The trained parameters of each unit. Equal blocks share one list."""
     trained_of = {id(part): [one for one in part if trained(one)] for part in parts}
     return [trained_of[id(part)] for part in parts]
 

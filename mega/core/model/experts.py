@@ -35,7 +35,7 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Multiply x [rows, in] by the experts' weights; returns [rows, out]. `Weight.add_wgrad` handles the weight's
+    """Multiply x [rows, in] by the experts' weights, and return [rows, out]. `Weight.add_wgrad` handles the weight's
     gradient."""
 
     @staticmethod

@@ -63,7 +63,7 @@ class MixerModule(nn.Module):
         return self.out.bias
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Apply the last linear layer to the result of `forward`; returns [tokens, h], without the bias."""
+        """Apply the last linear layer to the result of `forward`, and return [tokens, h], without the bias."""
         return self.out.matmul(mixed, self.adapter_dropout(context, self.out_adapter))
 
 

@@ -114,7 +114,7 @@ class ExpertRouter(nn.Module):
     ) -> torch.Tensor:
         """Return the balance loss over all tokens of the microbatch.
 
-        sequences: return instead the sum of the rows' balance losses. running: use the mean load of this step's
+        sequences: instead return the sum of the rows' balance losses. running: use the mean load of this step's
         microbatches so far, over all data ranks.
         """
         scores, k = routing.load_scores(logits, self.value.router.score), self.value.chosen

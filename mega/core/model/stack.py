@@ -134,7 +134,7 @@ class StackStage(nn.Module, Generic[B]):
         raise NotImplementedError
 
     def embed(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
-        """Apply `embedding` to `batch`; returns [tokens, h], this rank's tokens under sequence parallelism."""
+        """Apply `embedding` to `batch`, and return [tokens, h], this rank's tokens under sequence parallelism."""
         raise NotImplementedError
 
     def stack_tokens(self, batch: B) -> tuple[torch.Tensor, ...]:

@@ -254,7 +254,7 @@ def _trial_error(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtyp
     values = [torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype) for size in sizes]
     plain = [x.clone() for x in values]
     accumulated = [torch.ones_like(x) for x in values]
-    for x, into in zip(values, accumulated, strict=True):  # no synchronisation between the sums: they reuse the buffers
+    for x, into in zip(values, accumulated, strict=True):  # no synchronisation between sums, which reuse the buffers
         small(x.clone(), into)
         small(x)
     for x in plain:

@@ -34,7 +34,7 @@ def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sha
 
 
 def groups(blocks: int, method: str | None, layers: int | None) -> Iterator[tuple[range, bool]]:
-    """Divide a stage's blocks into runs; yields (range of blocks, whether the run is recomputed).
+    """Divide a stage's blocks into runs, and yield (range of blocks, whether the run is recomputed) for each.
 
     uniform: recompute all blocks, in runs of `layers`. block: recompute the first `layers` blocks one by one, and save
     the activations of the other blocks.

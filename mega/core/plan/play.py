@@ -97,7 +97,8 @@ class _Playing:
         return True
 
     def _wait(self, cargo: Cargo, rank: int) -> bool:
-        """Advance `rank` to the end of a transfer; returns False if the other rank has not reached the exchange yet."""
+        """Advance `rank` to the end of a transfer, and return False if the other rank has not reached the exchange
+        yet."""
         if cargo not in self.sends or cargo not in self.recvs:
             self.waiting[cargo] = rank
             return False

@@ -78,7 +78,7 @@ class ExitReport:
 
 
 def report_of(error: BaseException) -> ExitReport:
-    """Make the report of an exception: exit code 2 for a mistake of the user, otherwise 1. If the error is caused
+    """Make the report of an exception, with exit code 2 for a mistake of the user, otherwise 1. If the error is caused
     neither by the user nor by the machine, the report has a traceback.
 
     >>> report_of(ValueError("--lr -1: must be positive"))

@@ -120,7 +120,7 @@ class Supervisor:
         self._leaders: list[Place] = []
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._bell, self._ring = multiprocessing.Pipe(duplex=False)
-        """A pipe with one byte per order, so that a wait for ranks can also wait for orders."""
+        """A pipe to which one byte is written per order, so that a wait for ranks can also wait for orders."""
         self._moved: dict[str, Any] | None = None
         """While this host moves to another leader, the state of the leader that ordered the move."""
         self._seat: int | None = None
@@ -200,7 +200,7 @@ class Supervisor:
         self._ring.send_bytes(b".")
 
     def play(self) -> int:
-        """Execute orders until the job ends; returns the exit code."""
+        """Execute orders until the job ends, and return the exit code."""
         while True:
             self._bell.recv_bytes()
             order = self._orders.get()
@@ -258,7 +258,7 @@ class Supervisor:
         former, self._moved = self._wire, state
         try:
             self._join(place)
-        except OSError:  # the new leader is already lost, so stay
+        except OSError:  # the new leader is already lost, so stay with the current one
             return
         finally:
             self._moved = None

@@ -50,7 +50,7 @@ def own_address(other: str) -> str:
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, target in socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as connection:
-                connection.connect(target)  # a datagram socket: the system only chooses a route
+                connection.connect(target)  # for a datagram socket, this only chooses a route
                 return str(connection.getsockname()[0])
     return ""
 

@@ -123,8 +123,9 @@ def run_attempt(
     bell: Connection | None = None,
     patience: float = 5.0,
 ) -> Ending | None:
-    """Run `target(*args)` on new local ranks, one for each environment, and wait for their end. Returns None if `bell`
-    had data to read before the ranks ended. patience: seconds that the other ranks have to end after a rank has failed.
+    """Run `target(*args)` on new local ranks, one for each environment, and wait until they have ended. Returns None if
+    `bell` had data to read before the ranks ended. patience: seconds that the other ranks have to end after a rank has
+    failed.
     """
     heeded, server = handled_signals(), fork_server(target.__module__)
     prefix = environments[0][LAUNCHER_FILE]
@@ -151,7 +152,7 @@ def run_ranks(
     nproc: int | None = None,
     first: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run `target(*args)` on the tp x pp = `size` ranks of an inference run; returns the exit code.
+    """Run `target(*args)` on the tp x pp = `size` ranks of an inference run, and return the exit code.
 
     If a launcher has started the ranks, each rank calls this function. Otherwise this function starts local ranks, or
     runs `target` in this process if `size` is 1. nproc: the value of --nproc. first: called before local ranks start,
@@ -309,8 +310,8 @@ class _Endings:
     """The endings of one host's ranks so far, from which `ending` derives a common result.
 
     prefix: the value of LAUNCHER_FILE. A file with this prefix reports a killed rank to the other ranks, because a rank
-    whose device waits for the killed rank would not notice this. patience: seconds that the other ranks have for their
-    reports.
+    whose device waits for the killed rank would not detect the loss. patience: seconds that the other ranks have for
+    their reports.
     """
 
     def __init__(self, prefix: str, patience: float):

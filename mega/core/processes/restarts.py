@@ -92,7 +92,7 @@ class Restarts:
         return cls(**counts, launched=time.monotonic() - launched)
 
     def to_message(self) -> dict[str, float]:
-        """Return the message for another host, see `from_message`."""
+        """Return the message for another host (see `from_message`)."""
         return {**asdict(self), "launched": time.monotonic() - self.launched}
 
     @property
@@ -141,7 +141,7 @@ class Stopped(Exception):
 
 
 def supervise(nproc: int, limit: int, job: Job) -> int:
-    """Run a job on `nproc` local ranks, and restart it after transient failures; returns the exit code."""
+    """Run a job on `nproc` local ranks, restart it after transient failures, and return the exit code."""
     launched = time.monotonic()
     with stopping_on_signals(), memory(job) as folder:
         try:

@@ -202,7 +202,7 @@ class RollCall:
                 self._end(reason if self._hosted else "the launcher's store has gone")
 
     def _answer(self) -> str:
-        """Answer new questions; returns the verdict, or "" if no verdict has been written yet."""
+        """Answer new questions. Return the verdict, or "" if no verdict has been written yet."""
         if self._host is not None and not self._first and (name := self.questions.host(0)) is not None:
             self._first = {0: name}
         self.questions.answer()

@@ -59,7 +59,7 @@ class Evaluation:
             self._evaluate(one)
 
     def _evaluate(self, held_out: HeldOut) -> float | None:
-        """Evaluate a set over `iterations` global batches; returns the mean loss, or None if a request to stop
+        """Evaluate a set over `iterations` global batches, and return the mean loss, or None if a request to stop
         interrupts the evaluation."""
         if not self._iterations:
             return None
@@ -90,7 +90,8 @@ class Evaluation:
         return self._iterations if held_out.iterations is None else held_out.iterations
 
     def _begin(self, held_out: HeldOut) -> int:
-        """Return the index of the first sample to read. For a set that continues, also advance the position."""
+        """Return the index of the first sample to read. If each validation continues after the previous one, also
+        advance the position."""
         if not held_out.continues:
             return 0
         progress, size = self._state.progress, self._iterations * self._global_batch
@@ -110,5 +111,5 @@ class Evaluation:
             flag = stop.poll()
             batches = held_out.batches.take(begin + number * self._global_batch, self._microbatches)
             sums += evaluate_step(state, [batch.to(state.device.torch) for batch in batches])
-            flag.read()  # the requests to stop were reduced during this batch
+            flag.read()  # the flag's reduction ran while this batch was computed
         return sums

@@ -154,7 +154,7 @@ class GuardMemory:
         }
 
     def restore(self, stored: object) -> None:
-        """Restore the state from a checkpoint; `stored` is None or {} for checkpoints of old versions."""
+        """Restore the state from a checkpoint; `stored` is None or {} for checkpoints written by old versions."""
         values = below(stored)
         same = values.get("level", self.level) == self.level
         self.losses = deque(cast(Sequence[float], values.get("losses", ()) if same else ()), maxlen=self.window)
@@ -195,12 +195,12 @@ class Guard:
         return self.options.on_nan if reason == "nan" else self.options.on_spike
 
     def is_first_spike(self, step: int) -> bool:
-        """Record a spike; returns whether no other spike occurred in the last WARM_UP steps, so that a series of spikes
-        is reported once."""
+        """Record a spike, and return whether no other spike occurred in the last WARM_UP steps, so that a series of
+        spikes is reported once."""
         previous, self._last_spike = self._last_spike, step
         return step > previous + WARM_UP
 
     def may_roll_back(self) -> bool:
-        """Count a rollback; returns whether this rollback is allowed."""
+        """Count a rollback, and return whether this rollback is allowed."""
         self.memory.rollbacks += 1
         return self.memory.rollbacks <= self.options.max_rollbacks

@@ -642,7 +642,8 @@ class _Attention(torch.autograd.Function):
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether to use these kernels: they must support the attention call, and torch's faster cuDNN kernels must not."""
+    """Whether to use these kernels, that is, whether they support the attention call but torch's faster cuDNN kernels
+    do not."""
     return (
         mask.simple_kind(q.shape[1], k.shape[1]) is None
         and q.element_size() == 2

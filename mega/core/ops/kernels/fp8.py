@@ -1,5 +1,5 @@
-"""Casts to fp8 in two passes, which compute the largest magnitude, and then the cast tensor and its transpose. GEMMs
-use cuBLAS."""
+"""Casts to fp8 in two passes: the first computes the largest magnitude, the second the cast tensor and its transpose.
+GEMMs use cuBLAS."""
 
 from __future__ import annotations
 

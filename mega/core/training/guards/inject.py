@@ -50,7 +50,7 @@ class Injector:
                 raise ValueError(f"--inject {each.kind}:tied: rank {each.rank} holds no tensor that other stages hold")
 
     def before_step(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        """Execute the faults that are due; returns this rank's microbatches, damaged by these faults."""
+        """Execute the faults that are due, and return this rank's microbatches, damaged by these faults."""
         self._now, damaged = [each for each in self._faults if each.due(step, each.rank)], list(batches)
         for each in self._now:
             dice = random.Random(each.seed)

@@ -81,8 +81,8 @@ class Stragglers:
         """The slowest rank, and the ratio of its working time to that of the other ranks in the newest steps."""
 
     def observe(self, step: int, seconds: NDArray[np.float64]) -> Iterator[tuple[int, float, str]]:
-        """Record the working time of each rank in one step (0 if unknown); yields (rank, ratio, message) of slow
-        ranks."""
+        """Record the working time of each rank in one step (0 if unknown), and yield (rank, ratio, message) for each
+        slow rank."""
         self._steps += 1
         if self._steps <= IGNORED or len(seconds) < 2 or not (seconds > 0).all():
             return

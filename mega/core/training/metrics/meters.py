@@ -286,7 +286,7 @@ def fitting(fields: Sequence[tuple[float, str]], columns: float = COLUMNS) -> st
 
 
 def _shown(template: str, value: float | None) -> str:
-    """Format a number; returns "" for None."""
+    """Format a number, or return "" for None."""
     return "" if value is None else template.format(value)
 
 

@@ -153,7 +153,8 @@ class PeerCopies:
         self._error: Exception | None = None
 
     def restore(self, newest: int) -> bool:
-        """Perform phase 5: restore the state from a copy of a step after `newest`; returns whether a copy was found."""
+        """Perform phase 5: restore the state from a copy of a step after `newest`, and return whether a copy was
+        found."""
         while True:
             local_steps = self._files.steps()
             host_steps = [

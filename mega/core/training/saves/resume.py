@@ -326,7 +326,7 @@ def _reshuffled(run: RunConfig, stored: Mapping[str, object], data: Datasets) ->
     tokens = run.finetuning.task not in LABELLED and (run.data.data_path or run.data.train_data)
     if data.train is None or not tokens or count == stored_count:
         return ""
-    # A run that is shorter now may have had several passes before.
+    # A run that has been shortened may have had several passes before.
     several_passes = data.repeats or (stored_count > len(data.train) and not isinstance(data.train, BlendedDataset))
     return f"{length} (was {stored_length})" if several_passes else ""
 
