@@ -245,11 +245,11 @@ class EncoderDecoderBatch(_Tensors):
 
 
 def zigzag(rows: torch.Tensor, index: int, size: int) -> torch.Tensor:
-    """[b, s, ...] -> [b, s / size, ...]: the columns that rank `index` of a context axis of `size` ranks holds.
+    """Return the columns that rank `index` of a context axis of `size` ranks holds: [b, s, ...] -> [b, s / size, ...].
 
-    A row is cut into 2 size chunks, and rank `index` holds chunks index and 2 size - 1 - index. Under causal attention
-    early chunks attend to few keys and late chunks to many. Each rank holds one early and one late chunk, so all ranks
-    have equal work.
+    A row is cut into 2 size chunks, and rank `index` holds chunks index and 2 size - 1 - index. Under causal attention,
+    early chunks attend to few keys and late chunks attend to many. Each rank holds one early and one late chunk, so all
+    ranks have equal work.
 
         size 2      chunk 0    1    2    3
                     rank  0    1    1    0

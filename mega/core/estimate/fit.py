@@ -1,5 +1,5 @@
-"""Fits the constants of a device to measured times, and writes the constants as a TOML file. This module measures
-nothing."""
+"""Fits the constants of a device to measured times, and writes the constants as a TOML file. This module does not
+measure times itself."""
 
 from __future__ import annotations
 

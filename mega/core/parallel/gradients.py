@@ -250,8 +250,8 @@ class GradBuffer:
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
         self._overlap_gather, self._order = overlap_gather, _Order()
         if zero and overlap_gather and any(data.axis.size > 1 for data in mesh.data_axes.values()):
-            # Collectives of one communicator run in order. So weights are gathered on a separate one:
-            # the loss's all-reduce does not wait for all-gathers, and all-gathers do not wait for reductions.
+            # Collectives of one communicator run in order. So weights are gathered on a separate communicator; then the
+            # loss's all-reduce does not wait for all-gathers, and all-gathers do not wait for reductions.
             self._gather_axes = {name: mesh.own_data_axis(name) for name in self._gather_axes}
         if self._gathered and overlap_gather:
             for chunk in chunks:

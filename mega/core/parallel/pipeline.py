@@ -249,7 +249,7 @@ class _Step:
                 self.sent.append((work, tensor))
         for transfer in act.recvs:
             self._receive(transfer)
-        # The host runs ahead of the device, so without a limit it would keep the cargo of the whole step alive.
+        # The host runs ahead of the device, so without a limit it would keep the sent tensors of the whole step alive.
         # The oldest sends have already been received, so waiting for these sends costs nothing.
         while len(self.sent) > MAX_SENDS:
             wait_for(self.sent.popleft()[0])

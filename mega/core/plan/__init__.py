@@ -1,6 +1,6 @@
 """Pipeline schedules as data: the compute steps, sends and receives of every rank in one training step.
 
-Cargo is an activation or a gradient that moves between stages. This package does not import torch.
+"Cargo" is an activation or a gradient that moves between stages. This package does not import torch.
 
     types      the types Compute, Transfer, Exchange and Plan; read this module first
     kinds      the schedules, each as an order of compute steps: SCHEDULES, and forward for evaluation

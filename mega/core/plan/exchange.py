@@ -6,10 +6,10 @@ compute step takes one slot and transfers take no time. Then each transfer is as
     sender    ... [produce] |                 [next compute] ...
     receiver  ...        [other work]    | [consume] ...
 
-The sender sends cargo right after producing it. The receiver receives the cargo as late as possible without delaying
-any rank: before the consuming compute step, or earlier if the sender would otherwise wait before its next compute step.
-So received cargo occupies memory no longer than necessary, and one exchange can combine, for example, an activation for
-the next stage with a gradient for the previous stage, as in Megatron-LM's 1F1B.
+The sender sends an activation or gradient immediately after producing it. The receiver receives it as late as possible
+without delaying any rank: before the consuming compute step, or earlier if the sender would otherwise wait before its
+next compute step. So received activations and gradients occupy memory no longer than necessary, and one exchange can
+combine, for example, an activation for the next stage with a gradient for the previous stage, as in Megatron-LM's 1F1B.
 
 A plan made here cannot deadlock, even if a send waits for the matching receive (rendezvous), because the assigned times
 put all compute steps and transfers of all ranks in one total order, and every rank follows this order. The first
@@ -51,7 +51,7 @@ def received(transfer: Transfer, rank: int, stages: int) -> Cargo:
 
 
 def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> tuple[tuple[Act, ...], ...]:
-    """Return every rank's acts: the rank's compute steps in the given order, and the exchanges between these steps.
+    """Return the actions of every rank: its compute steps in the given order, and the exchanges between them.
 
     Raises PlanError if the orders contain a circular wait.
     """
@@ -84,7 +84,7 @@ def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int
 def _woven(
     order: Sequence[Compute], sends: dict[int, list[Transfer]], recvs: dict[int, list[Transfer]]
 ) -> tuple[Act, ...]:
-    """Return the acts of one rank: compute steps, with exchanges in the gaps. Gap i is before compute step i."""
+    """Return the actions of one rank: compute steps, with exchanges in the gaps. Gap i is before compute step i."""
     acts: list[Act] = []
     for gap in range(len(order) + 1):
         if gap in sends or gap in recvs:
@@ -114,7 +114,7 @@ def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> lis
             needed = needs(act, stage, last)
             if needed is not None:
                 if needed not in produced:
-                    waiting[needed] = rank  # each cargo has one consumer, so at most one rank waits for it
+                    waiting[needed] = rank  # each output has one consumer, so at most one rank waits for it
                     break
                 slot = max(slot, produced[needed])
             starting.append(slot)

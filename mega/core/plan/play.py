@@ -1,4 +1,4 @@
-"""Run all ranks' acts of a plan in parallel on a simulated clock, and report when each compute step ran.
+"""Run the actions of all ranks in a plan in parallel on a simulated clock, and report when each compute step ran.
 
 The clock follows the `Exchange`s exactly, so no executor can run a plan that deadlocks here. `prove` uses this module
 to find deadlocks, and `simulate` uses this module to compute the length of a plan.
@@ -27,7 +27,7 @@ Duration = Callable[[Compute, int], float]
 
 
 def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) -> tuple[tuple[Interval, ...], ...]:
-    """Return every rank's compute steps with times, in order. This function takes time linear in the number of acts.
+    """Return every rank's compute steps with times, in order. This function takes time linear in the number of actions.
 
     transfer: duration of one transfer, which starts when both ranks have reached their exchange.
     overlap: if True, a rank does not stop in exchanges: it waits for an activation or gradient only before the compute
@@ -62,7 +62,8 @@ class _Playing:
         return tuple(map(tuple, self.spans))
 
     def _run(self, rank: int) -> None:
-        """Run the remaining acts of `rank`, or until `rank` has to wait for the other rank of a transfer."""
+        """Run the remaining actions of `rank` until none is left or `rank` has to wait for the other rank of a
+        transfer."""
         acts = self.plan.acts[rank]
         while self.next[rank] < len(acts):
             act = acts[self.next[rank]]

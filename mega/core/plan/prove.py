@@ -6,7 +6,7 @@
     4  between two ranks, activations arrive in the order of sending, and so do gradients (no tags needed)
     5  no rank waits forever, even if a send blocks until the matching receive has started
 
-This check runs at the start of every training run, and takes time linear in the number of acts.
+This check runs at the start of every training run, and takes time linear in the number of actions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _same_order(route: Route, sends: list[Cargo], recvs: list[Cargo]) -> None:
 
 
 class _Rank:
-    """State of the check of one rank's acts, from first to last."""
+    """The state of the check of one rank's actions, from first to last."""
 
     def __init__(
         self,

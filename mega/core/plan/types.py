@@ -7,10 +7,10 @@ ranks of the pipeline round-robin, so that rank r holds g = chunk * stages + r:
     rank 0   g0               rank 0   g0  g2
     rank 1   g1               rank 1   g1  g3
 
-A microbatch passes through g0, g1, g2, ... in the forward pass and in reverse order in the backward pass. The cargo
-that moves between stages is an activation in the forward pass and a gradient in the backward pass. With several chunks
-the last rank sends cargo for the next chunk to rank 0. If one rank holds both global stages (a pipeline of one rank
-with several chunks), the cargo stays on this rank, without a `Transfer`.
+A microbatch passes through g0, g1, g2, ... in the forward pass and in reverse order in the backward pass. Activations
+move between stages in the forward pass, and gradients in the backward pass. With several chunks, the last rank sends
+activations for the next chunk to rank 0. If one rank holds both global stages (a pipeline of one rank with several
+chunks), the activation or gradient stays on this rank, without a `Transfer`.
 
 This module does not depend on schedules, tensors or process groups. A plan is an immutable value that is equal on all
 ranks; `core.parallel.pipeline` executes it.
@@ -68,7 +68,7 @@ Act: TypeAlias = Compute | Exchange
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan of one step: the acts of every rank of the pipeline. Rank r executes `acts[r]` in order."""
+    """A plan of one step: the actions of every rank of the pipeline. Rank r executes `acts[r]` in order."""
 
     kind: str
     """The name of the schedule, one of `SCHEDULES` in kinds.py, or "forward", which has no backward pass."""
