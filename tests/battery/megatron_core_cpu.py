@@ -8,6 +8,9 @@ and trained on by core for steps 4 to 6, from core's own folder and from mega's.
 terms of the mixture and gradient norms, must be equal digit for digit. Nothing in the checkout is changed: torch.cuda
 is given CPU functions. Core's folder holds the state of torch's AdamW, mega's that of a fused Adam, which counts steps
 by group: one that does is put in its place. Needs pybind11 and a compiler, with which core builds its helpers.
+
+mixtral_ep2-tree is the same at expert parallel size 2, on two ranks, from core's torch_dist folder and from mega's tree
+of files whose ranks share the experts; the tree that core saves then, read by mega and written back, has equal tensors.
 """
 
 from __future__ import annotations
@@ -19,20 +22,22 @@ import json
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
 import typing
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-NAMES = ("mixtral", "mtp", "mixtral_ep2")
+NAMES = ("mixtral", "mtp", "mixtral_ep2", "mixtral_ep2-tree")
 STEPS = 3
 DIGITS = re.compile(r"iteration +\d+|[a-z_0-9]+ ?[a-z]*loss: [-+.\dE]+|grad norm: [.\d]+")
 
@@ -52,33 +57,76 @@ def compared(name: str, checkout: Path) -> bool:
     from tests.support.archives import unpack
     from tests.support.shared import shared
 
+    ranks, form = (2, "torch") if name.endswith("-tree") else (1, "torch_dist")
     with tempfile.TemporaryDirectory(prefix="mega-core-") as folder:
         home = Path(folder)
-        with tarfile.open(shared(f"golden/moe_core/{name}.tar.xz")) as archive:
+        with tarfile.open(shared(f"golden/moe_core/{name.removesuffix('-tree')}.tar.xz")) as archive:
             unpack(archive, home / "theirs")
         convert(home / "theirs" / "torch_dist", home / "ours", "mega", Layout())
-        convert(home / "ours", home / "back", "torch_dist", Layout())
+        convert(home / "ours", home / "back", "torch_dist" if ranks == 1 else "mcore-local", Layout(ep=ranks))
         argv = json.loads((home / "theirs/record.json").read_text())["argv"]
         data = str(shared("megatron_core/bytes_document.bin")).removesuffix(".bin")
         places = {"bytes_document": data, "cache": str(home / "cache"), "unused": str(home / "saved")}
         line = [places.get(Path(word).name, word) if "/" in word else word for word in argv]
-        more = ["--ckpt-format", "torch_dist", "--expert-model-parallel-size", "1", "--no-load-rng", "--load"]
-        sources = {"torch": home / "theirs" / "torch_dist", "fused": home / "back"}
-        found = [steps(checkout, kind, [*line, *more, str(place)]) for kind, place in sources.items()]
-    fine = len(found[0]) == STEPS and found[0] == found[1]
+        line += ["--expert-model-parallel-size", str(ranks), "--no-load-rng", "--no-save-rng"]
+        sources = {"torch": ("torch_dist", home / "theirs" / "torch_dist"), "fused": (form, home / "back")}
+        found = [
+            steps(checkout, kind, [*line, "--ckpt-format", of, "--load", str(place)], ranks)
+            for kind, (of, place) in sources.items()
+        ]
+        fine = len(found[0]) == STEPS and found[0] == found[1]
+        fine = fine and (ranks == 1 or written_back(home / "saved", home))
     print(json.dumps({"item": name, "ok": fine, "from core's": found[0], "from mega's": found[1]}), flush=True)
     return fine
 
 
-def steps(checkout: Path, kind: str, line: list[str]) -> list[list[str]]:
+def written_back(saved: Path, home: Path) -> bool:
+    """Whether a tree that core saved at two expert ranks is the same after mega has read and written it."""
+    from mega.core.checkpoint.forms.convert import convert
+    from mega.core.checkpoint.forms.pickles import read_pickled
+    from mega.core.checkpoint.own.layout import Layout
+
+    convert(saved, home / "own", "mega", Layout())
+    convert(home / "own", home / "again", "mcore-local", Layout(ep=2))
+    files = sorted(path.relative_to(saved) for path in saved.glob("*/*/model_optim_rng.pt"))
+    pairs = [[dict(tensors(read_pickled(place / file))) for place in (saved, home / "again")] for file in files]
+    return len(files) == 2 and all(
+        theirs.keys() == ours.keys() and all(bool((theirs[key] == ours[key]).all()) for key in theirs)
+        for theirs, ours in pairs
+    )
+
+
+def tensors(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The weights and the optimizer's state in the content of a file, by their place in it."""
+    if hasattr(content, "numel"):
+        yield name, content
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            if name or key in ("model", "optimizer"):
+                yield from tensors(value, f"{name}/{key}")
+    elif isinstance(content, list | tuple):
+        for number, value in enumerate(content):
+            yield from tensors(value, f"{name}/{number}")
+
+
+def steps(checkout: Path, kind: str, line: list[str], ranks: int) -> list[list[str]]:
     """What core prints of each step. kind: whose Adam it has."""
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    quiet = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    every = {"LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    every |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
     command = [sys.executable, __file__, "core", str(checkout), kind, *line]
-    made = subprocess.run(command, env={**os.environ, **one, **quiet}, capture_output=True, text=True, check=False)
-    rows = [row for row in made.stdout.splitlines() if "lm loss" in row and "iteration" in row]
+    running = [
+        subprocess.Popen(
+            command, env={**os.environ, **every, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(ranks)
+    ]
+    with ThreadPoolExecutor(ranks) as threads:  # the last rank prints the steps
+        *_, (out, error) = threads.map(lambda each: each.communicate(), running)
+    rows = [row for row in out.decode().splitlines() if "lm loss" in row and "iteration" in row]
     if len(rows) != STEPS:  # it may fail afterwards, where it saves
-        print(made.stderr[-1500:], file=sys.stderr)
+        print(error.decode()[-1500:], file=sys.stderr)
     return [DIGITS.findall(row) for row in rows]
 
 
@@ -97,6 +145,11 @@ def core(checkout: str, kind: str, line: list[str]) -> None:
     states: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     states._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     states._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    dispatchers: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    move = dispatchers.maybe_move_tensor_to_cpu
+    dispatchers.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.tolist() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
+    )
     if kind == "fused":
         importlib.import_module("megatron.core.optimizer")
         optimizers: Any = torch.optim
@@ -111,6 +164,9 @@ class Nothing:
     cuda_stream = 0
 
     def __init__(self, *arguments: object, **named: object) -> None: ...
+
+    def record_event(self, *arguments: object) -> Nothing:
+        return Nothing()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *a, **k: None
