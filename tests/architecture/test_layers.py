@@ -17,7 +17,7 @@ from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.generation.generate import logits
 from mega.core.inference.request import Request
-from mega.core.model.decode import DecodeContext, _DecodeParts, _layer
+from mega.core.model.decode import DecodeContext, DecodeParts, layer_functions
 from mega.core.model.decoder import DecoderStage
 from mega.core.model.forward import ForwardContext, forward_context
 from mega.core.model.layer import TransformerLayer
@@ -209,7 +209,7 @@ def decodes(layer: TransformerLayer, context: ForwardContext) -> None:
     assert layer.ops.spread
     tables = [None, *(spread(*table) for table in context.tables.values())]
     stream, step = ResidualState(x.clone()), DecodeContext(WholeRow(layer, context), tables)
-    for function in _layer(layer, _DecodeParts(None, None, (None, *context.tables))):
+    for function in layer_functions(layer, DecodeParts(None, None, None, (None, *context.tables))):
         stream = function(stream, step)
     torch.testing.assert_close(stream.sum(layer.ops), expected, rtol=1e-12, atol=1e-12)
 
