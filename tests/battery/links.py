@@ -130,9 +130,13 @@ def _verdict(
         named = name in said[0] and re.search(reason, said[0]) is not None
         return {"named": named, "good": named and 0 not in codes and (case != "cut" or seconds < 25)}
     equal = tensors(save, steps) == tensors(reference, steps)
-    report = subprocess.run([sys.executable, "-m", "mega", "report", str(save)], capture_output=True, text=True)
-    sane = report.returncode == 0 and not re.search(r"-\d", report.stdout.split("\n", 1)[-1])
-    return {"equal": equal, "report": sane, "good": equal and sane and codes == [0, 0], "said": report.stdout[-600:]}
+    _run(sys.executable, "-m", "mega", "report", str(save))
+    page = re.sub(r"<[^>]+>", " ", (save / "report.html").read_text())
+    shares = [
+        float(share) for share in re.findall(r"(-?[\d.]+) %", page.partition("Goodput")[2].partition("restarts")[0])
+    ]
+    sane = min(shares) >= 0 and abs(sum(shares) - 100) < 1
+    return {"equal": equal, "report": sane, "good": equal and sane and codes == [0, 0], "shares": shares}
 
 
 def _wait(save: Path, step: int) -> None:
