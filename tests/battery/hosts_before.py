@@ -325,7 +325,9 @@ def hang_up(place: Place) -> Verdict:
     """A bar is drawn on a terminal that goes away."""
     ours, theirs = os.openpty()
     words = f"{MOCK} {LONG} --save run --save-interval 1000000 --metrics rows --nproc 2".replace("--no-progress ", "")
-    code = f"import os, sys; os.login_tty({theirs}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    heeds = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # this script may be under nohup
+    start = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    code = f"import os, signal, sys; {heeds}; os.login_tty({theirs}); {start}"
     command = [sys.executable, "-c", code, "-m", "mega", *words.split()]
     environ = {**os.environ, "PYTHONPATH": str(place.tree), "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(command, cwd=place.f, env=environ, pass_fds=[theirs], stdin=subprocess.DEVNULL)
