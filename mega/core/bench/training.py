@@ -294,7 +294,9 @@ class _SlowProgress:
 
 def _step(state: TrainState, batches: Sequence[Batch]) -> StepReport:
     options = state.run.optimizer
-    return train_step(state, batches, options.lr or 0.0, options.weight_decay)
+    report = train_step(state, batches, options.lr or 0.0, options.weight_decay)
+    state.progress.step += 1  # as in training: on a GPU, only some steps check weights and moments for NaN
+    return report
 
 
 def random_batch(run: RunConfig, number: int, device: torch.device) -> Batch:
