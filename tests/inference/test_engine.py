@@ -144,6 +144,12 @@ def prompts(count: int, vocab: int = 61) -> list[tuple[int, ...]]:
     return [tuple(draw.randrange(vocab) for _ in range(draw.randrange(1, 30))) for _ in range(count)]
 
 
+def test_steps_of_the_warm_up_have_different_tokens() -> None:
+    """A mixture of experts that gets one token again and again reads few experts, so its steps seem short."""
+    found = scratch_step([5, 3], 4, 100).tokens
+    assert len(set(found.tolist())) == 8 and 0 <= found.min() <= found.max() < 100
+
+
 @pytest.mark.parametrize("tile", [0, 8], ids=["ragged", "invariant"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_changes_nothing(family: str, tile: int) -> None:
@@ -370,7 +376,7 @@ def recorded_by_both(groups: Groups, rank: int, fails: str) -> tuple[bool, int]:
     agree = partial(first_problem, axis=Mesh(rank, tp=2, groups=groups).tp, device=CPU)
     decode: Any = None
     graphs = StepGraphs(decode, decode, 1, torch.zeros(1), agree=agree)
-    made, step, shape = HalfRecorded(fails, rank), scratch_step([1], 4), GraphShape("single", 1)
+    made, step, shape = HalfRecorded(fails, rank), scratch_step([1], 4, 100), GraphShape("single", 1)
     with (
         mock.patch("mega.core.inference.graphs._Graph", lambda *_: made),
         mock.patch.object(StepGraphs, "_parts", lambda *_: None),

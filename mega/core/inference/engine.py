@@ -125,16 +125,17 @@ class BatchingEngine:
         if self._worker.reader is not None:
             return 0.0
         warm_up_start, graphs = time.monotonic(), self._worker.graphs
-        rows, longest, size = self.limits.requests, self.limits.longest, self._scheduler.blocks.size
+        rows, longest, vocab = self.limits.requests, self.limits.longest, self.limits.vocab
+        size = self._scheduler.blocks.size
         if graphs is None:
             for step in (
-                scratch_step([1] * rows + [min(self._chunks(rows), longest)], size),
-                scratch_step([min(self._chunks(0), longest - 1)], size, before=1),
-                *(scratch_step([1] * each, size) for each in sorted(rows_of_graphs(rows), reverse=True)),
+                scratch_step([1] * rows + [min(self._chunks(rows), longest)], size, vocab),
+                scratch_step([min(self._chunks(0), longest - 1)], size, vocab, before=1),
+                *(scratch_step([1] * each, size, vocab) for each in sorted(rows_of_graphs(rows), reverse=True)),
             ):
                 self._given(step).choices()
         for shape in () if graphs is None else graphs.shapes(rows):
-            step = scratch_step(shape_counts(shape, longest), size, free=self._scheduler.blocks.never_used)
+            step = scratch_step(shape_counts(shape, longest), size, vocab, free=self._scheduler.blocks.never_used)
             if graphs is not None and graphs.shape_of(step) == shape:
                 self._given(step).choices()
                 # The first run of a shape has captured the graph; the second run is timed.

@@ -20,6 +20,8 @@ from mega.core.ops.paged_attention import Integers
 CHOOSE, BEAM = -1, -2
 """Values of `Step.targets` other than ids. CHOOSE: choose a token. BEAM: report the most likely allowed ids."""
 
+STRIDE = 7919
+"""Difference between consecutive tokens of a `scratch_step`, modulo the size of the vocabulary."""
 NOT_FINITE = -1
 """Reported in place of the chosen id if the logits contain a NaN or an infinity."""
 
@@ -146,16 +148,19 @@ class Step:
             )
 
 
-def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int = 0) -> Step:
+def scratch_step(counts: Sequence[int], block: int, vocab: int, before: int = 0, free: int = 0) -> Step:
     """Return a step with runs of `counts` tokens that belong to no sequence. The positions of each run begin at
     `before`, and each run samples one token.
 
     The runs use separate blocks, from 1 on, if `free` blocks are enough. Otherwise all runs write to SCRATCH, whose
     content is then undefined.
+
+    vocab: number of tokens. The tokens differ, because a mixture of experts would otherwise read only the experts of
+    one token, and the measured duration would be too short.
     """
     runs = len(counts)
     lengths = np.array(counts, dtype=np.int64)
-    zeros, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
+    tokens, pairs = np.arange(lengths.sum()) * STRIDE % vocab, np.zeros((0, 2), dtype=np.int64)
     rows, sampled = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0)
     width = -(-(int(lengths.max()) + before) // block)
     # Block 0 is SCRATCH, so the blocks of the runs begin at 1.
@@ -168,7 +173,7 @@ def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int =
         for table, place in zip(tables, positions, strict=True)
     ]
     return Step(
-        tokens=zeros,
+        tokens=tokens,
         positions=np.concatenate(positions),
         slots=np.concatenate(slots),
         counts=lengths,
