@@ -149,7 +149,7 @@ def test_the_estimate_holds_their_weights() -> None:
     ("values", "line"),
     [
         ({"position": "learned"}, "--mtp-layers 2: needs --position rope or none, not learned"),
-        ({"cuda_graph": True}, "--mtp-layers 2: excludes --cuda-graph"),
+        ({"cuda_graph": True}, "--cuda-graph: excludes --mtp-layers; valid there: --no-cuda-graph"),
         ({"mtp_layers": 64, "seq_length": 64}, "--mtp-layers 64: must be below --seq-length 64"),
     ],
 )
