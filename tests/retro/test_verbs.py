@@ -17,13 +17,14 @@ from safetensors.numpy import load_file
 from mega.cli import main
 from mega.core.batch import NeighbourBatch
 from mega.core.data.indexed import IndexedDataset, token_dtype
+from mega.core.data.neighbours import DatabaseManifest
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
 from mega.core.inference.options import EngineOptions, RetrievalOptions
 from mega.core.inference.start import start_engine
 from mega.core.parallel.mesh import Mesh
-from mega.core.retro.embed import BertEmbedder
+from mega.core.retro.embed import BertEmbedder, open_embedder_of
 from mega.core.retro.retrieve import open_retriever
 from mega.core.text.build import build
 from tests.support.shared import shared
@@ -100,6 +101,22 @@ def test_what_is_lost_is_made_again_by_any_number_of_processes(place: Path) -> N
     for share in ("2/2", "1/2"):
         assert main(querying(place, "--shard", share)) == 0
     assert files(again) == whole
+
+
+def test_vectors_in_bf16_are_those_of_fp32_rounded(place: Path, tmp_path: Path) -> None:
+    """The database records the dtype, so that queries are embedded in the same one."""
+    (tmp_path / "db").mkdir()
+    words = [word.replace(str(place / "db"), str(tmp_path / "db")) for word in building(place)]
+    assert main([*words, "--embed-dtype", "bf16"]) == 0
+    block = "db/index/train_emb/blocks/0000-0090.npy"
+    exact, rounded = np.load(place / block), np.load(tmp_path / block)
+    assert rounded.dtype == np.float32 and 0 < np.abs(exact - rounded).max() < 0.05 * np.abs(exact).max()
+    queries = [word.replace(str(place / "db"), str(tmp_path / "db")) for word in querying(place)]
+    assert main(queries) == 0
+    manifest = DatabaseManifest.read(tmp_path / "db")
+    embedder = open_embedder_of(tmp_path / "db", manifest, str(place / "bert"), "cpu")
+    assert embedder.digest == manifest.embedder and " bf16 " in manifest.embedder
+    assert main(words) == 2, "vectors of two dtypes in one database"
 
 
 def test_a_plain_model_gets_a_retriever(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
