@@ -10,6 +10,8 @@ JSON line an item.
 
 --restarts: all ranks are one command's, with --max-restarts, which must name the rank, start again by itself, and end
 with 0 and the same bytes. `recovery`: seconds from the signal to the next step in metrics.jsonl.
+
+--poison: instead of signals, a kernel of the rank fails on its device (--inject fail:device).
 """
 
 from __future__ import annotations
@@ -52,26 +54,33 @@ SIZES = {
 }
 
 
-def line_of(device: str, layout: str, save: Path) -> list[str]:
+def poison(rank: int, step: int) -> list[str]:
+    """Flags with which a kernel of one rank fails at a step."""
+    return ["--inject", f"fail:device@step={step},rank={rank}"]
+
+
+def line_of(device: str, layout: str, save: Path, more: Sequence[str] = ()) -> list[str]:
     line = [
         *(sys.executable, "-m", "mega", "pretrain", *SIZES[device].split(), *LAYOUTS[layout], "--mock-data"),
         *("--steps", str(STEPS), "--save-interval", str(SAVES), "--save", str(save), "--load", str(save)),
         *("--lr", "1e-4", "--eval-iters", "0", "--deterministic", "--timeout-minutes", str(TIMEOUT)),
         *("--device", device, "--dtype", "bf16" if device == "cuda" else "fp32", "--no-progress"),
+        *more,
     ]
     if not save.exists():
         del line[line.index("--load") : line.index("--load") + 2]
     return line
 
 
-def start(ranks: int, device: str, layout: str, save: Path) -> list[subprocess.Popen[str]]:
+def start(ranks: int, device: str, layout: str, save: Path, more: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line, processes = line_of(device, layout, save), []
+    line, processes = line_of(device, layout, save, more), []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         where = {**os.environ, **{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
+        where["MEGA_INJECT"] = "1"
         processes.append(subprocess.Popen(line, env=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     return processes
 
@@ -103,13 +112,14 @@ def whole(ranks: int, device: str, layout: str, save: Path) -> tuple[str, float]
 
 
 def disturbed(
-    ranks: int, device: str, layout: str, save: Path, how: signal.Signals, draw: random.Random, expected: str
+    ranks: int, device: str, layout: str, save: Path, how: signal.Signals | None, draw: random.Random, expected: str
 ) -> dict[str, object]:
     victim, at = draw.randrange(ranks), draw.randrange(SAVES + 1, STEPS - 10)
-    processes = start(ranks, device, layout, save)
-    while steps_of(save) < at and all(process.poll() is None for process in processes):
+    processes = start(ranks, device, layout, save, poison(victim, at) if how is None else ())
+    while steps_of(save) < at - (how is None) and all(process.poll() is None for process in processes):
         time.sleep(0.02)
-    processes[victim].send_signal(how)
+    if how is not None:
+        processes[victim].send_signal(how)
     began, others = time.monotonic(), [one for rank, one in enumerate(processes) if rank != victim]
     allowed = 10 + 60 * TIMEOUT
     shown = []
@@ -144,14 +154,17 @@ def disturbed(
 
 
 def restarted(
-    ranks: int, device: str, layout: str, save: Path, how: signal.Signals, draw: random.Random, expected: str
+    ranks: int, device: str, layout: str, save: Path, how: signal.Signals | None, draw: random.Random, expected: str
 ) -> dict[str, object]:
     victim, at = draw.randrange(ranks), draw.randrange(SAVES + 1, STEPS - 10)
-    line = [*line_of(device, layout, save), "--nproc", str(ranks), "--max-restarts", "2"]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while steps_of(save) < at and process.poll() is None:
+    more = poison(victim, at) if how is None else []
+    line = [*line_of(device, layout, save, more), "--nproc", str(ranks), "--max-restarts", "2"]
+    where = {**os.environ, "MEGA_INJECT": "1"}
+    process = subprocess.Popen(line, env=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while steps_of(save) < at - (how is None) and process.poll() is None:
         time.sleep(0.02)
-    os.kill(sorted(local_ranks(process.pid))[victim], how)
+    if how is not None:
+        os.kill(sorted(local_ranks(process.pid))[victim], how)
     began, rows, recovery = time.monotonic(), steps_of(save), None
     shown: list[str] = []
     reader = threading.Thread(target=lambda: shown.append(process.communicate()[0]))
@@ -189,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=tuple(SIZES), default="cuda")
     parser.add_argument("--restarts", action="store_true", help="by --max-restarts")
+    parser.add_argument("--poison", action="store_true", help="by a kernel that fails")
     parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     asked = parser.parse_args(arguments)
     draw, bad = random.Random(asked.seed), 0
@@ -197,12 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             expected, seconds = whole(asked.ranks, asked.device, layout, Path(place) / "undisturbed")
             print(json.dumps({"layout": layout, "undisturbed": round(seconds, 1)}), flush=True)
             for turn in range(asked.times):
-                for how in (signal.SIGKILL, signal.SIGSTOP):
-                    save = Path(place) / f"{how.name}-{turn}"
+                hows: tuple[signal.Signals | None, ...] = (None,) if asked.poison else (signal.SIGKILL, signal.SIGSTOP)
+                for how in hows:
+                    name = "poison" if how is None else how.name
+                    save = Path(place) / f"{name}-{turn}"
                     found = (restarted if asked.restarts else disturbed)(
                         asked.ranks, asked.device, layout, save, how, draw, expected
                     )
-                    append(asked.out, {"ranks": asked.ranks, "layout": layout, "signal": how.name, **found})
+                    append(asked.out, {"ranks": asked.ranks, "layout": layout, "signal": name, **found})
                     bad += not found["ok"]
                     shutil.rmtree(save)
     return 1 if bad else 0

@@ -18,7 +18,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "sleep": ("step",),
     "kill": ("step",),
     "stop": ("step",),
-    "fail": ("save",),
+    "fail": ("save", "device"),
 }
 """Kind of fault -> the valid targets, the first of which is the default.
 
@@ -28,7 +28,8 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     spike      the gradient is multiplied by x, or the labels are permuted
     sleep      the rank waits for `seconds` in each step
     kill stop  SIGKILL, SIGSTOP
-    fail       a save in the step fails as on a full disk
+    fail       a save in the step fails as on a full disk; or a kernel on the device fails, unless --max-restarts has
+               restarted the rank
 """
 
 SECRET = "MEGA_INJECT"

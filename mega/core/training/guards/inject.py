@@ -2,7 +2,7 @@
 
 Each fault is data (config/faults.py) that this module executes. This module does not depend on the guards.
 
-    before a step          damages weights, moments or batches; the rank sleeps, stops, or is killed
+    before a step          damages weights, moments or batches; the rank sleeps, stops, or is killed; a kernel fails
     in the forward pass    damages the output of a layer
     in the backward pass   damages a gradient before the gradient is reduced
     after the backward     damages the last stage's reduced gradient of a tied tensor
@@ -63,6 +63,8 @@ class Injector:
                 time.sleep(each.seconds)
             elif each.kind in ("kill", "stop"):
                 os.kill(os.getpid(), signal.SIGKILL if each.kind == "kill" else signal.SIGSTOP)
+            elif each.target == "device" and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+                _failing_kernel(self._state.device.torch)
         return damaged
 
     def after_backward(self) -> None:
@@ -142,6 +144,12 @@ class Injector:
 
 def _value(each: Fault) -> float:
     return math.nan if each.kind == "nan" else math.inf
+
+
+def _failing_kernel(device: torch.device) -> None:
+    """Read beyond the end of a tensor. A CPU raises IndexError. On CUDA the kernel fails asynchronously, so any later
+    call of this process may raise the error."""
+    torch.zeros(1, device=device)[torch.full((1,), 1 << 20, device=device)]
 
 
 def _poisoned(output: torch.Tensor, value: float) -> torch.Tensor:
