@@ -148,6 +148,8 @@ class Answering(BaseHTTPRequestHandler):
 def small(words: Sequence[str], row: dict[str, Any]) -> list[str]:
     """The words of a new line after `mega`, as they can run here."""
     verb, rest = words[0], [os.path.expandvars(word) for word in words[1:]]
+    if row["where"] == "Retro":
+        return _retrieving(verb, rest)
     if verb in ("pretrain", "finetune"):
         dry = ["--dry-run", "--world", "8" if row["document"] == "002" else "1"]
         rest = _without(rest, ("--nproc",))
@@ -177,6 +179,19 @@ def small(words: Sequence[str], row: dict[str, Any]) -> list[str]:
     if "--url" in rest:
         return [verb, *rest, "--prompt", "Once"]
     return [verb, *rest]
+
+
+def _retrieving(verb: str, rest: Sequence[str]) -> list[str]:
+    """A step of Retro. The lines name neither the corpus nor the sizes of a batch, in which the commands must agree."""
+    words = ["--split", "75,25,0", "--tokenizer", "Llama2Tokenizer", "--tokenizer-model", os.environ["LLAMA"]]
+    sizes = "--seq-length 128 --micro-batch 2 --global-batch 16 --steps 2 --lr 1e-4 --eval-iters 1 --eval-interval 2"
+    if rest[0] == "build":
+        return [verb, *rest, *words, "--device", "cpu"]
+    if rest[0] == "query":
+        model = "--layers 24 --hidden 1024 --heads 16 --candidates 8 --saved 2 --device cpu"
+        return [verb, *rest, *words, *sizes.split(), *model.split()]
+    corpus = ["--data-path", os.environ["RETRO_DATA_PATH"]]
+    return [verb, *_without(rest, ("--nproc",)), *words, *sizes.split(), *corpus, "--dry-run", "--world", "8"]
 
 
 def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -215,4 +230,6 @@ if __name__ == "__main__":
         os.environ |= {"GPT2": f"{place}/gpt2", "VOCAB": f"{place}/bert-vocab.txt", "TASKS": f"{place}/tasks"}
         folder = Folder(Path(place))
         items = [(f"line {number:02}", partial(prove, row, folder)) for number, row in enumerate(rows)]
-        run("document_lines", [item for item, row in zip(items, rows, strict=True) if row["where"] != "Retro"])
+        os.environ |= {"LLAMA": str(shared("llama2/tokenizer.model")), "RETRO_DATA_PATH": folder.stands.corpus()}
+        os.environ["RETRO_EMBEDDER"] = folder.stands.model("bert")
+        run("document_lines", items)
