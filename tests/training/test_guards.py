@@ -366,3 +366,15 @@ def test_no_graph_is_recorded_where_an_output_is_damaged() -> None:
 def test_a_save_that_fails_on_purpose_is_named(tmp_path: Path, run_cli: RunCli) -> None:
     code, printed = run_cli("--save", str(tmp_path / "run"), "--save-interval", "2", "--inject", "fail:save@step=4")
     assert code == 1 and "no space left on device (--inject)" in printed and published(tmp_path) == [2], printed
+
+
+def test_a_kernel_that_fails_on_purpose_is_named_and_not_repeated(
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that --max-restarts has started again meets the step of the fault once more, and passes it."""
+    words = ["--save", str(tmp_path / "run"), "--save-interval", "2", "--inject", "fail:device@step=4"]
+    code, printed = run_cli(*words)
+    assert code == 1 and "index 1048576 is out of bounds" in printed and published(tmp_path) == [2], printed
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    code, printed = run_cli(*words, "--load", str(tmp_path / "run"))
+    assert code == 0 and published(tmp_path) == [2, 4], printed
