@@ -120,11 +120,11 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for a mistake of the user, and
-    128 + the signal number for a run that a signal ended early.
+    """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for a user error, and 128 + the
+    signal number for a run that a signal ended early.
 
-    A mistake, a NaN loss, or a failure of the machine such as a full disk is reported in one line on stderr. A
-    traceback is printed only if MEGA_DEBUG=1.
+    A user error, a NaN loss, or a machine failure such as a full disk is reported in one line on stderr. A traceback is
+    printed only if MEGA_DEBUG=1.
     """
     # torch reads this variable when it is imported. Without it, every rank prints C++ stack frames when the connection
     # to the store is lost.

@@ -62,7 +62,7 @@ def _langdetect() -> Detector:
     def detect(text: str) -> str:
         try:
             return str(langdetect.detect(text))
-        except langdetect.LangDetectException:  # the text has no features, such as a text of digits only
+        except langdetect.LangDetectException:  # the text has no features, for example because it has only digits
             return ""
 
     detect("a word")  # load the language profiles

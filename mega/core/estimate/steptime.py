@@ -224,7 +224,7 @@ class Times:
         return self.card.collective(kind, size, ranks, self.run.parallel.tp)
 
     def reduction(self, dp: int, weights: Weights) -> float:
-        """Seconds of reducing a stage's gradients over the data ranks, without overlap."""
+        """Return the time in seconds to reduce a stage's gradients over the data ranks, without overlap."""
         parallel = self.run.parallel
         assert self.run.precision.grad_dtype
         kind = "reduce-scatter" if parallel.zero else "all-reduce"

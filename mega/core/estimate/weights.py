@@ -148,7 +148,7 @@ class TransientBucket(NamedTuple):
     grads: int  # Bytes of gradients, allocated from the first gradient of the bucket's parameters to the last
     summed: int  # Bytes of this rank's span of the reduced gradients, allocated during the reduction
     weights: int = 0  # Bytes of gathered weights, 0 if the weights are never freed
-    sent_for: bool = False  # Whether the weights are gathered during the previous unit
+    sent_for: bool = False  # Whether the weights are gathered while the previous unit runs
     units: tuple[int, ...] = ()  # Units that need the weights
 
 

@@ -161,7 +161,7 @@ class DecoderStage(StackStage[DecoderBatch]):
 
     @property
     def _ahead(self) -> tuple[Ahead, ...]:
-        """The layers of multi-token prediction; empty if the objective is not the next token."""
+        """The layers of multi-token prediction; empty if the objective is not next-token prediction."""
         return self.architecture.output.ahead if self.options.objective is None else ()
 
     def split(self, batch: DecoderBatch, index: int, size: int) -> DecoderBatch:

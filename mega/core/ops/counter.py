@@ -100,7 +100,7 @@ def _fold(x: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def threshold(probability: float) -> int:
-    """Return how many of the 65,536 drawn values drop an element; at least 1 if the probability is not 0.
+    """Return how many of the 65,536 possible draws drop an element; at least 1 if the probability is not 0.
 
     >>> threshold(0.1), threshold(0.5)
     (6554, 32768)

@@ -124,7 +124,7 @@ def leads_with(name: str, token: int) -> dict[str, Json]:
 
 
 def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list[list[object]]:
-    """Rename `tokens` in the vocabulary of a unigram tokenizer.json, with characters that occur in no text. Otherwise
+    """In the vocabulary of a unigram tokenizer.json, give `tokens` names of characters that occur in no text. Otherwise,
     the library would recognise control tokens as pieces of raw text."""
     hidden = set(tokens)
     return [
