@@ -124,8 +124,8 @@ def leads_with(name: str, token: int) -> dict[str, Json]:
 
 
 def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list[list[object]]:
-    """In the vocabulary of a unigram tokenizer.json, give `tokens` names of characters that occur in no text. Otherwise,
-    the library would recognise control tokens as pieces of raw text."""
+    """In the vocabulary of a unigram tokenizer.json, give `tokens` names of characters that occur in no text, because
+    the library would otherwise recognise control tokens as pieces of raw text."""
     hidden = set(tokens)
     return [
         [f"\ufddc{name}\ufddd", score] if token in hidden else [name, score]
