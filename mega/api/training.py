@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mega.api.config import with_options
+from mega.core.config.resolve import implied_tokenizer
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import LABELLED, TokenizerConfig
 from mega.core.files import check_source
@@ -100,9 +101,9 @@ def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
 
 
 def with_stored_options(options: Options, note: Note = discard) -> Options:
-    """Add options for the tokenizer and, for training on conversations, the chat template of the initial weights.
-    Errors: ValueError if flags name a tokenizer that differs from the weights' tokenizer, or a template that the
-    weights do not have."""
+    """Add options for the tokenizer and, for training on conversations, the chat template of the initial weights. If
+    no weights carry a tokenizer, it is the tokenizer of the token files. Errors: ValueError if flags name a tokenizer
+    that differs from the weights' tokenizer, or a template that the weights do not have."""
     from mega.core.training.start.inputs import weights_of
 
     weights = next(weights_of(options), None)
@@ -118,24 +119,22 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
         lines += template.notes
     for line in lines:
         note(line)
-    return updated(options, stored_options)
+    options = updated(options, stored_options)
+    if options.tokenizer == TokenizerConfig() and _carries_none(source):
+        return _with_tokenizer_of_data(options, note)
+    return options
 
 
 def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
-    """Add options for the tokenizer recorded with the token files, if flags set neither a tokenizer nor a
-    vocabulary."""
+    """Add options for the tokenizer recorded with the token files, if flags set none. If the size of the vocabulary is
+    known without the tokenizer, a tokenizer that cannot be opened is reported and omitted. Errors: ValueError."""
     data, typed_options = options.data, dataclasses.asdict(options.tokenizer)
     words = data.data_path or data.train_data
-    if (
-        not words
-        or typed_options != _UNSET
-        or options.model.vocab is not None
-        or options.checkpoint.use_checkpoint_config
-    ):
+    if not words or typed_options != _UNSET:
         return options
     from mega.core.config.corpora import expand, is_number
     from mega.core.data.indexed import exists, noted_tokenizer
-    from mega.core.text.build import missing_file
+    from mega.core.text.build import build, missing_file
 
     # All files of a blend must have the same tokenizer, which is checked later, so the first file is enough here.
     prefix = next((word for word in expand(words, data.corpora) if not is_number(word) and exists(word)), None)
@@ -143,12 +142,26 @@ def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
     if not noted or not noted.keys() <= typed_options.keys():
         return options
     kind, missing = noted.get("tokenizer"), missing_file(noted)
-    note(
-        f"{prefix}: was made with {kind} of {missing}, which is not there any more"
-        if missing
-        else f"{prefix}: its tokenizer is taken, {kind}"
-    )
-    return options if missing else updated(options, noted)
+    if missing:
+        note(f"{prefix}: was made with {kind} of {missing}, which is not there any more")
+        return options
+    with_tokenizer = updated(options, noted)
+    if options.model.vocab is not None or options.checkpoint.use_checkpoint_config:
+        try:
+            build(**dataclasses.asdict(implied_tokenizer(with_tokenizer.tokenizer, options.model.family)))
+        except ValueError as error:
+            note(f"{prefix}: its tokenizer cannot be opened, so checkpoints carry none: {error}")
+            return options
+    note(f"{prefix}: its tokenizer is taken, {kind}")
+    return with_tokenizer
+
+
+def _carries_none(source: StoredWeights) -> bool:
+    """Whether weights carry no tokenizer, not even one in a form that is not supported."""
+    from mega.core.checkpoint.forms.companions import unread_tokenizer
+    from mega.core.inference.loading.load import tokenizer_section
+
+    return tokenizer_section(source) is None and unread_tokenizer(source.attachments) is None
 
 
 def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dict[str, object], list[str]]:
@@ -156,7 +169,6 @@ def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dic
     that of the weights at `place`. If flags do not include --tokenizer, flags such as --vocab-extra-ids modify the
     weights' tokenizer. Errors: ValueError if flags name a tokenizer that differs from the weights' tokenizer."""
     from mega.core.checkpoint.own.model import model_of
-    from mega.core.config.resolve import implied_tokenizer
     from mega.core.inference.loading.identity import check_tokenizer_flags
     from mega.core.inference.loading.load import tokenizer_section
     from mega.core.text.build import build

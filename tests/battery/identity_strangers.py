@@ -47,7 +47,7 @@ SAID: dict[str, str] = {
     "finetune: adapters that are one already, whole": "trained: adapters of rank 2 alone",
     "finetune: a scale without a rank": "--lora-alpha",
     "finetune: a size for another vocabulary": "the checkpoint's model counts, and not --vocab 600",
-    "pretrain: a model's vocabulary and another": "vocabulary of 32000, of which the tokenizer uses 512",
+    "pretrain: a model's vocabulary and another": "--vocab 32000: the tokenizer has 512 tokens",
     "generate: tokens spelled": "a prompt spells special tokens such as <s>, which are text",
     "generate: more tokens than positions": "the model has 64 positions",
     "serve: a tokenizer": "changes nothing",

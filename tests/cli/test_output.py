@@ -9,6 +9,7 @@ import pytest
 
 from mega import cli
 from mega.core.data.indexed import noted_tokenizer
+from mega.core.text.train import train_bpe
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 2 --seq-length 8 --micro-batch 2 --steps 2 --lr 1e-3 --eval-iters 0 "
@@ -51,6 +52,51 @@ def test_a_run_takes_the_tokenizer_of_its_token_files_and_saves_at_its_end(
     found = json.loads(capsys.readouterr().out)
     assert (found["documents"], found["lengths"]) == (40, {"4..7": 20, "8..15": 20})
     assert found["samples"] == [{"sequence": 0, "tokens": 5, "ids": [7, 3, 5, 1, 8]}]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The prefix of token files in the working directory, which name a tokenizer of 260 tokens."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("ab abc ab\nabc ab abc\n" * 20)
+    files = train_bpe(["ab abc ab " * 20], 260, Path("tokenizer"))
+    made = "preprocess --input a.txt --text-lines --output-prefix a --tokenizer GPT2BPETokenizer --append-eod".split()
+    assert cli.main([*made, "--vocab-file", str(files[0]), "--merge-file", str(files[1])]) == 0
+    return "a_text_document"
+
+
+@pytest.mark.parametrize("size", ["--vocab 300", "--config run.toml", "--load old"])
+def test_a_given_vocabulary_does_not_drop_the_tokenizer_of_token_files(
+    tokens: str, size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given by a flag, by a file, or by weights without a tokenizer; the start and a dry run say what is not used."""
+    run, data = [*RUN, *size.split()], ["--data-path", tokens, "--save", "run"]
+    Path("run.toml").write_text("[model]\nvocab = 300\n")
+    if size == "--load old":
+        assert cli.main([*RUN, "--mock-data", "--vocab", "300", "--save", "old"]) == 0
+        run = ["finetune", *RUN[1:], *size.split()]
+    which = "--load old: has a vocabulary of 300, and" if size == "--load old" else "--vocab 300:"
+    for more in (["--dry-run"], []):
+        capsys.readouterr()
+        assert cli.main([*run, *data, *more]) == 0
+        said = capsys.readouterr()
+        assert f"mega: {tokens}: its tokenizer is taken, GPT2BPETokenizer\n" in said.err
+        assert said.out.splitlines().count(f"{which} the tokenizer has 260 tokens") == 1, said.out
+    assert {path.name for path in Path("run/step-0000002").iterdir()} >= {"vocab.json", "merges.txt"}
+    assert cli.main("generate --load run --prompt ab --tokens 2 --device cpu".split()) == 0
+    assert cli.main("convert-llama --load-dir run --save-dir hf --to hf".split()) == 0
+    assert Path("hf/tokenizer.json").is_file()
+
+
+def test_the_tokenizer_of_token_files_must_fit_and_may_be_broken(
+    tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [*RUN, "--data-path", tokens, "--save", "run", "--vocab"]
+    assert cli.main([*run, "258"]) == 2
+    assert "mega: --vocab 258: GPT2BPETokenizer has 260 tokens; must be at least 260" in capsys.readouterr().err
+    Path("tokenizer/vocab.json").write_text("{")
+    assert cli.main([*run, "300"]) == 0
+    assert f"mega: {tokens}: its tokenizer cannot be opened, so checkpoints carry none: " in capsys.readouterr().err
 
 
 def test_what_made_token_files_may_be_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def _tokenizer(options: TokenizerConfig) -> Tokenizer | None:
 
 
 def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str]) -> int:
-    vocab = options.model.vocab
+    vocab, load = options.model.vocab, options.checkpoint.load if options.checkpoint.use_checkpoint_config else None
     if tokenizer is None:
         if vocab is None:
             raise ValueError("--vocab is missing: give it, or a tokenizer with --tokenizer and its files")
@@ -188,13 +188,12 @@ def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str])
         return tokenizer.vocab_size
     if vocab < (least := least_vocab(tokenizer, options.model.family)):
         size_words = f"{tokenizer.kind} has {tokenizer.vocab_size} tokens"
-        if options.checkpoint.load is not None and options.checkpoint.use_checkpoint_config:
-            raise ValueError(
-                f"--load {options.checkpoint.load}: has a vocabulary of {vocab}, and {size_words}: not its tokenizer"
-            )
+        if load is not None:
+            raise ValueError(f"--load {load}: has a vocabulary of {vocab}, and {size_words}: not its tokenizer")
         raise ValueError(f"--vocab {vocab}: {size_words}; must be at least {least}")
     if vocab > tokenizer.vocab_size:
-        notes.append(f"vocabulary of {vocab}, of which the tokenizer uses {tokenizer.vocab_size}")
+        which = f"--vocab {vocab}:" if load is None else f"--load {load}: has a vocabulary of {vocab}, and"
+        notes.append(f"{which} the tokenizer has {tokenizer.vocab_size:,} tokens")
     return vocab
 
 
