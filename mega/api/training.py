@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mega.api.config import with_options
-from mega.core.config.resolve import implied_tokenizer
+from mega.core.config.resolve import implied_tokenizer, with_named_step
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import LABELLED, TokenizerConfig
 from mega.core.files import check_source
@@ -106,6 +106,7 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
     that differs from the weights' tokenizer, or a template that the weights do not have."""
     from mega.core.training.start.inputs import weights_of
 
+    options = with_named_step(options)
     weights = next(weights_of(options), None)
     if weights is None:
         return _with_tokenizer_of_data(options, note)
@@ -242,6 +243,7 @@ def from_weights(options: Options) -> Options:
     """Set the options that finetuning implies. A run whose --load equals --save resumes.
 
     Errors: ValueError if the source of the weights does not exist."""
+    options = with_named_step(options)
     checkpoint = options.checkpoint
     step = None if checkpoint.resume == "auto" else checkpoint.resume
     if checkpoint.load is not None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -267,6 +268,28 @@ def test_a_verdict_is_of_one_checkpoint(tmp_path: Path) -> None:
         assert record.store.newest(report=printed.append) == 2 and "without being passed over" in printed[0]
     os.unlink(tmp_path / "verdicts.json")
     assert record.store.newest() == 2
+
+
+def test_a_suspect_step_is_resumed_where_it_is_named(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a step alone is looked up in --save. No other step can be trusted there, which hinders nothing."""
+    monkeypatch.setenv("MEGA_INJECT", "1")
+    save = ["--save", "run", "--steps", "6"]
+    code, printed = run_cli(*save, "--inject", "nan:gradient@step=5")
+    assert code == 1 and CheckpointStore(Path("run")).steps() == [2, 4], printed
+    code, printed = run_cli(*save, "--resume", "auto")
+    assert code == 2 and "(it is taken where it is named, as step-0000004)" in printed
+    code, printed = run_cli(*save, "--resume", "step-0000003")
+    assert code == 2 and "--resume step-0000003: there is no such directory, and no such step in --save" in printed
+    code, printed = run_cli(*save)
+    assert code == 2 and "none of the checkpoints [2, 4] can be trusted" in printed, "it would begin anew there"
+    shutil.copytree("run", "diverged")
+    for place in ("--resume step-0000004", "--resume run/step-0000002", "--load run/step-0000004"):
+        shutil.rmtree("run")
+        shutil.copytree("diverged", "run")
+        code, printed = run_cli(*save, *place.split())
+        step = int(place[-1])
+        assert code == 0 and f"step {step} is taken as it is named, although" in printed, printed
+        assert f"step-000000{step} at step {step}" in printed and CheckpointStore(Path("run")).steps()[-1] == 6
 
 
 def test_a_kill_right_after_a_save_loses_nothing(tmp_path: Path) -> None:

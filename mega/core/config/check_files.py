@@ -302,4 +302,5 @@ def _directories(options: Options) -> Problems:
         except ValueError as problem:
             yield str(problem)
     if resume not in (None, "auto") and not (url_of(str(resume)) or os.path.isdir(str(resume))):
-        yield f"--resume {resume}: there is no such directory; valid --resume: auto, or a step directory"
+        under = "" if save is None or "/" in str(resume) else ", and no such step in --save"
+        yield f"--resume {resume}: there is no such directory{under}; valid --resume: auto, or a step directory"

@@ -449,6 +449,17 @@ def _schedule(options: Options) -> ScheduleConfig:
     )
 
 
+def with_named_step(options: Options) -> Options:
+    """Return `options` with the path of the step that --resume names. The name of a step alone, such as step-0001000,
+    is that of a step in --save; if --save has no such step, the name stays as it is."""
+    save, resume = options.checkpoint.save, (options.checkpoint.resume or "").rstrip("/")
+    if save is None or not resume.startswith("step-") or "/" in resume:
+        return options
+    place = f"{save.rstrip('/')}/{resume}"
+    exists = os.path.isdir(place) if url_of(save) is None else not os.path.isdir(resume)
+    return updated(options, {"resume": place}) if exists else options
+
+
 def implied_tokenizer(options: TokenizerConfig, family: str) -> TokenizerConfig:
     """Return `options` with the type of tokenizer that the given files imply. The type remains unset if only the
     vocabulary size is given."""

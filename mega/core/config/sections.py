@@ -1562,7 +1562,7 @@ class CheckpointConfig(Section):
     resume: str | None = option(
         None,
         "auto: the newest checkpoint under --save that passes verification and was not followed by divergence;"
-        " or a step directory",
+        " or a step directory, or the name of a step in --save",
         common=True,
     )
     finetune: bool = option(

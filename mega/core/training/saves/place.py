@@ -8,11 +8,12 @@ import os
 import socket
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.checkpoint.own.store import CheckpointStore, store_at
 from mega.core.checkpoint.own.together import JsonExchange, alone, gathered
 from mega.core.config.run import RunConfig
@@ -26,18 +27,33 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
     """Check on all ranks that --save holds no checkpoint of a step after `start`, at which this run starts.
 
     A later --resume auto would resume from such a checkpoint, which has a different history. A run with --resume auto
-    starts from the newest checkpoint that can be trusted, and will replace later checkpoints. Errors: ValueError on all
-    ranks.
+    starts from the newest checkpoint that can be trusted, and will replace later checkpoints. A run that continues from
+    a step that the user names may find no checkpoint to trust, such as after an early divergence. Errors: ValueError on
+    all ranks.
     """
     place = run.checkpoint.save
     if place is None or run.checkpoint.resume == "auto":
         return
-    newest = max(gathered(lambda: store_at(place).newest(verify=False) or 0, exchange))
+    newest = max(gathered(partial(_newest, place, start), exchange))
     if newest > start:
         raise ValueError(
             f"--save {place}: holds step {newest}, and this run starts at step {start}; to resume from there give "
             "--resume auto, else another directory, or move the later checkpoints away"
         )
+
+
+def _newest(place: str, start: int) -> int:
+    """Return the newest step that --resume auto would choose; 0 if there is none. Errors: CheckpointError if no
+    checkpoint can be trusted, unless the run continues after a step `start`; OSError."""
+    store = store_at(place)
+    try:
+        return store.newest(verify=False) or 0
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        if start == 0 or not store.steps():
+            raise
+        return 0
 
 
 LOCK_WAIT = 10.0

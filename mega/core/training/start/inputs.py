@@ -22,7 +22,7 @@ from mega.core.architecture import inventory, padded
 from mega.core.architecture.adapters import with_adapters
 from mega.core.config.check import ANY_VOCABULARY, check
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.resolve import implied_tokenizer, metrics_file, model_alone, resolve
+from mega.core.config.resolve import implied_tokenizer, metrics_file, model_alone, resolve, with_named_step
 from mega.core.config.retriever import with_retriever
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.sections import ModelOptions, TokenizerConfig
@@ -94,7 +94,7 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
     notes: list[str] = []
-    options = _with_checkpoint_model(options, notes)
+    options = _with_checkpoint_model(with_named_step(options), notes)
     notes += [*unread(options), *_rates(options)]
     check(options, world)
     _check_port(options)
