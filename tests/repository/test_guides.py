@@ -36,6 +36,8 @@ SMALL = {
 SHORT = {
     "first-model": "--steps 2 --lr-warmup-steps 1 --save-interval 2 --eval-interval 2",
     "from-megatron": "--steps 1 --seq-length 32",
+    "tokenizer": "--steps 2",
+    "chat-model": "--steps 2",
 }
 """Guide -> flags that are added to its `mega pretrain`."""
 
@@ -107,6 +109,21 @@ def _llama(folder: Path, name: str = "Llama-3.2-1B", **settings: str) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def _chat_tokens(folder: Path) -> None:
+    """Token files `tokens/chat_text_document`, whose tokenizer has the control tokens of ChatML."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in byte_letters().items()}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    (made := folder / "tokenizers/chat").mkdir(parents=True)
+    tokenizer.save(str(made / "tokenizer.json"))
+    (made / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    given = f"--tokenizer HuggingFaceTokenizer --tokenizer-model {made / 'tokenizer.json'}"
+    _type(f"mega preprocess --input my.jsonl --output-prefix tokens/chat --append-eod {given}")
+
+
 def _prepare(guide: str, folder: Path) -> None:
     if guide in ("chat-model", "continue-llama", "lora"):
         pytest.importorskip("transformers", reason="needs the extra dev: pip install '.[dev]'")
@@ -114,6 +131,8 @@ def _prepare(guide: str, folder: Path) -> None:
             _llama(folder, "Llama-3.2-1B-Instruct", chat_template=TEMPLATES["llama3"])
         else:
             _llama(folder)
+        if guide == "chat-model":
+            _chat_tokens(folder)
     elif guide in ("one-node", "slurm", "troubleshooting"):
         _run(folder, "runs/llama-1b", "runs/llama-7b", "runs/first")
     elif guide == "tokenizer":
