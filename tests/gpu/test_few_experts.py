@@ -110,6 +110,24 @@ def test_logits_that_are_not_finite_give_outputs_that_are_not_finite() -> None:
         assert not kernels().run(x, weights, rule, None, None).isfinite().any()
 
 
+@pytest.mark.parametrize("stale", [0, 1, 7, 2**31 - 1])
+def test_a_token_that_is_not_finite_leaves_the_others_alone(stale: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever numbers are in the memory of the choices before."""
+    torch.manual_seed(0)
+    weights, rule = weights_of(8, range(8), 32, 16, True), ExpertRule(ROUTER, 8, "swiglu")
+    x = torch.randn(2, 32, device=DEVICE).to(DTYPE)
+    expected, damaged, empty = kernels().run(x, weights, rule, None, None), x.clone(), torch.empty
+    damaged[0] = torch.nan
+
+    def filled(*shape: Any, **more: Any) -> torch.Tensor:
+        made = empty(*shape, **more)
+        return made.fill_(stale if not made.is_floating_point() else 1.0)
+
+    monkeypatch.setattr(torch, "empty", filled)
+    outputs = kernels().run(damaged, weights, rule, None, None)
+    assert torch.equal(outputs[1:], expected[1:]) and not outputs[0].isfinite().any()
+
+
 def test_kernels_that_a_device_runs_wrongly_are_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     where = torch.device(DEVICE)
     assert trusted(None, DTYPE, where, 48) is None

@@ -68,8 +68,10 @@ def _ranks(logits_at, count, BLOCK: tl.constexpr):
     lower rank."""
     number = tl.arange(0, BLOCK)
     logits = tl.load(logits_at + number, number < count, float("-inf"))
-    larger = logits[None, :] > logits[:, None]
-    larger |= (logits[None, :] == logits[:, None]) & (number[None, :] < number[:, None])
+    # A NaN has the lowest rank, so that every rank is that of exactly one expert.
+    order = tl.where(logits == logits, logits, float("-inf"))
+    larger = order[None, :] > order[:, None]
+    larger |= (order[None, :] == order[:, None]) & (number[None, :] < number[:, None])
     return logits, tl.sum(larger.to(tl.int32), 1)
 
 
@@ -190,8 +192,7 @@ def _choose(
         number = tl.arange(0, BLOCK)
         logits, ranks = _ranks(logits_at + token * count, count, BLOCK)
         factors = _factors(logits, ranks, scale, K, NORMALIZE)
-        # A NaN among the logits makes all factors NaN, and leaves some choices unwritten. So the kernels that follow
-        # accept any number as the index of an expert.
+        # A NaN among the logits makes all factors of the token NaN.
         tl.store(chosen_at + token * K + ranks, number, ranks < K)
         tl.store(factors_at + token * K + ranks, factors, ranks < K)
     elif NORM:

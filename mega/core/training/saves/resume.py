@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.adapters import with_adapters
-from mega.core.checkpoint.forms.companions import tokenizer_kind
+from mega.core.checkpoint.forms.companions import tokenizer_kind, unread_tokenizer
 from mega.core.checkpoint.forms.direct import SAMPLED
 from mega.core.checkpoint.forms.huggingface import scales_dynamically
 from mega.core.checkpoint.forms.open import open_base, open_weights
@@ -131,7 +131,8 @@ def sidecar_files(checkpoint: StoredWeights, tokenizer: Tokenizer | None) -> dic
     """
     stored_files = {name: path.read_bytes() for name, path in checkpoint.attachments.items() if name != "run.toml"}
     recorded = below(checkpoint.meta, "config", "tokenizer").get("tokenizer")
-    if recorded is None and tokenizer_kind(checkpoint.attachments) is None:
+    attachments = checkpoint.attachments
+    if recorded is None and tokenizer_kind(attachments) is None and unread_tokenizer(attachments) is None:
         return stored_files
     tokenizer_files = {
         name: path.read_bytes() for name, path in (tokenizer.files() if tokenizer is not None else {}).items()
