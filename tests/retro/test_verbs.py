@@ -165,11 +165,12 @@ def test_a_database_of_other_settings_is_refused(place: Path, capsys: pytest.Cap
 
 
 def test_a_run_of_other_samples_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = {"--steps": "2", "--seed": "7", "--split": "70,30,0"}
+    other, before = {"--steps": "2", "--seed": "7", "--split": "70,30,0"}, files(place)
     for flag, value in other.items():
         assert "has no neighbours of this run's train samples" in refused(
             ["pretrain", *running(place, flag, value)], capsys
         )
+    assert files(place) == before, "an index of samples that no run reads was written"
     assert "--retro-neighbours 5: " in refused(["pretrain", *running(place, "--retro-neighbours", "5")], capsys)
     assert "--saved 6: " in refused(querying(place, "--saved", "6"), capsys)
     assert "is not a database" in refused(["pretrain", *running(place, "--retro", str(place))], capsys)

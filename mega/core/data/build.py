@@ -7,7 +7,7 @@ and fill the cache for the ranks, before any rank starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,10 @@ def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str
     return list(zip(weights, words[1::2], strict=True))
 
 
+Check = Callable[[str, Sequence[str]], object]
+"""Raises ValueError if a split with these descriptions cannot be used."""
+
+
 def build_datasets(
     data: DataConfig,
     *,
@@ -112,12 +116,14 @@ def build_datasets(
     pairs: bool = True,
     by_corpus: bool = False,
     phases: Sequence[BlendPhase] = (),
+    check: Check | None = None,
 ) -> Datasets:
     """Build datasets with at least `samples` (train, valid, test) samples of the type that `masking` selects.
 
     seq_length: number of tokens in a sample; a GPT sample has one more. vocab: the true vocabulary size, for checking
     every corpus. pairs: whether a BERT sample has two parts. by_corpus: whether each corpus of the validation blend is
-    also a separate validation set. phases: earlier blends of the training set. Raises ValueError naming flag and file.
+    also a separate validation set. phases: earlier blends of the training set. check: called with each split and its
+    `described` before its index is written. Raises ValueError naming flag and file.
     """
     if data.mock_data:
         train, valid, test = (
@@ -135,7 +141,7 @@ def build_datasets(
     sample_recipe = recipe(
         masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab, infill_of(data, tokenizer, vocab)
     )
-    builder = _Builder(sample_recipe, data, vocab, tokenizer, tuple(phases))
+    builder = _Builder(sample_recipe, data, vocab, tokenizer, tuple(phases), check)
     datasets: dict[str, Any] = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -146,9 +152,8 @@ def build_datasets(
         )
         for name, count in zip(SPLITS, samples, strict=True)
     }
-    named_datasets = _named(builder, data, samples[2], by_corpus)
-    repeats, one_pass = "train" in builder.repeated, builder.one_pass.get("train")
-    return Datasets(**datasets, named=named_datasets, repeats=repeats, one_pass=one_pass, **builder.about)
+    named, repeats = _named(builder, data, samples[2], by_corpus), "train" in builder.repeated
+    return Datasets(**datasets, named=named, repeats=repeats, one_pass=builder.one_pass.get("train"), **builder.about)
 
 
 def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -> dict[str, Dataset]:
@@ -250,9 +255,10 @@ class _Builder:
         vocab: int,
         tokenizer: Tokenizer | None,
         phases: tuple[BlendPhase, ...] = (),
+        check: Check | None = None,
     ) -> None:
         self._recipe, self._data, self._vocab, self._tokenizer = recipe, data, vocab, tokenizer
-        self._core = data.order == "core"
+        self._core, self._check = data.order == "core", check
         self.corpora: dict[str, IndexedDataset] = {}
         self.phases = phases
         self.notes: list[str] = []
@@ -340,6 +346,8 @@ class _Builder:
             self.described[name] = tuple(
                 description(prefix, name, count, length, seed, split) for (_, prefix, _), count in each
             )
+            if self._check is not None:
+                self._check(name, self.described[name])
 
     def _phased(self, flag: str, phases: Sequence[BlendPhase], split: str) -> Dataset:
         """Build the training set of a blend that changed during the run."""

@@ -284,9 +284,10 @@ def corpus_digest(content: Mapping[str, str | None]) -> str:
     return ":".join(str(value)[:16] for name, value in content.items() if name != "tokens")
 
 
-def _check_made(manifest: DatabaseManifest, folder: Path, length: int, tokenizer: Tokenizer | None) -> None:
-    """Check that a database fits a run. Errors: ValueError if the chunk length or the tokenizer of the database
-    differs."""
+def manifest_for(folder: Path, length: int, tokenizer: Tokenizer | None) -> DatabaseManifest:
+    """Return the manifest of a run's database. Errors: ValueError if `folder` is not a database, or if the chunk length
+    or the tokenizer of the database differs."""
+    manifest = DatabaseManifest.read(folder)
     if manifest.chunk_length != length:
         raise ValueError(f"--retro-chunk-length {length}: {folder} has chunks of {manifest.chunk_length} tokens")
     if tokenizer is None or not tokenizer.made(manifest.tokenizer):
@@ -294,14 +295,26 @@ def _check_made(manifest: DatabaseManifest, folder: Path, length: int, tokenizer
         raise ValueError(
             f"--retro {folder}: was made with the tokenizer {manifest.tokenizer}, and the run's is {run_tokenizer}"
         )
+    return manifest
+
+
+def query_folder(folder: Path, name: str, described: Sequence[str]) -> Path:
+    """Return the folder with the neighbours of a split's samples. described: the split's `Datasets.described`. Errors:
+    ValueError if these samples were not queried."""
+    query = folder / "query" / query_name(name, [md5(one) for one in described])
+    if not query.is_dir():
+        raise ValueError(
+            f"--retro {folder}: has no neighbours of this run's {name} samples ({query.name}); give the "
+            "--data-path, --split, --seq-length, --seed and numbers of samples of mega retro query, or query again"
+        )
+    return query
 
 
 def with_neighbours(
     data: Datasets,
     folder: Path,
-    tokenizer: Tokenizer | None,
+    manifest: DatabaseManifest,
     *,
-    length: int,
     each: int,
     retrieved: int,
     crossing: bool,
@@ -310,29 +323,23 @@ def with_neighbours(
     """Add to each dataset of a run the neighbours of its chunks. Also add a copy of the validation set without
     neighbours.
 
-    length: number of tokens in a chunk. each, retrieved, crossing: see `NeighbourDataset`. eod_loss: whether the loss
+    manifest: from `manifest_for`. each, retrieved, crossing: see `NeighbourDataset`. eod_loss: whether the loss
     after the end of a document is masked. Errors: ValueError naming flag or file.
     """
-    manifest = DatabaseManifest.read(folder)
-    _check_made(manifest, folder, length, tokenizer)
     # Match corpora by content, because their prefixes may differ between the run and the database.
     prefix_of = {corpus_digest(content): prefix for prefix, content in data.corpora.items()}
     for digest, prefix in prefix_of.items():
         if digest not in {made_of for _, _, made_of in manifest.corpora}:
             raise ValueError(f"--data-path {prefix}: is none of the corpora of which {folder} was made; build it again")
     prefixes = [prefix_of.get(digest, prefix) for _, prefix, digest in manifest.corpora]
+    length = manifest.chunk_length
     database = ChunkDatabase(folder, length, manifest.eod, prefixes)
     loss_eod = manifest.eod if eod_loss else None
 
     def read(name: str, dataset: Dataset | None) -> NeighbourDataset | None:
         if dataset is None:
             return None
-        query = folder / "query" / query_name(name, [md5(one) for one in data.described[name]])
-        if not query.is_dir():
-            raise ValueError(
-                f"--retro {folder}: has no neighbours of this run's {name} samples ({query.name}); give the "
-                "--data-path, --split, --seq-length, --seed and numbers of samples of mega retro query, or query again"
-            )
+        query = query_folder(folder, name, data.described[name])
         documented = cast(DocumentedDataset, dataset)
         rows = len(documented) * ((len(documented[0]) - 1) // length)
         table = NeighbourTable(query, rows, manifest.block_size, len(database))

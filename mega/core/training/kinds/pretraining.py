@@ -4,6 +4,7 @@ epoch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega.core.architecture import architecture
@@ -13,7 +14,7 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.kinds.kind import TaskKind
 
 if TYPE_CHECKING:
-    from mega.core.data.build import Datasets
+    from mega.core.data.build import Check, Datasets
     from mega.core.data.phases import BlendPhase
     from mega.core.parallel.mesh import Mesh
     from mega.core.training.kinds.task import Task
@@ -25,12 +26,29 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[Blend
 
     phases: earlier blends of the training set. Errors: ValueError naming flag and file.
     """
-    plain = plain_datasets(run, tokenizer, phases)
-    return plain if run.data.retro is None else _retrieving(run, plain, tokenizer)
+    if run.data.retro is None:
+        return plain_datasets(run, tokenizer, phases)
+    from pathlib import Path
+
+    from mega.core.data.neighbours import manifest_for, query_folder, with_neighbours
+
+    model, folder = run.model, Path(run.data.retro)
+    manifest = manifest_for(folder, model.retro_chunk_length, tokenizer)
+    return with_neighbours(
+        plain_datasets(run, tokenizer, phases, partial(query_folder, folder)),
+        folder,
+        manifest,
+        each=model.retro_neighbours,
+        retrieved=model.retro_retrieved_chunks,
+        crossing=model.retro_cross_documents,
+        eod_loss=run.data.eod_mask_loss,
+    )
 
 
-def plain_datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
-    """Return the datasets without neighbours."""
+def plain_datasets(
+    run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = (), check: Check | None = None
+) -> Datasets:
+    """Return the datasets without neighbours. check: see `build_datasets`."""
     from mega.core.data.build import build_datasets
 
     batch = run.batch
@@ -45,25 +63,7 @@ def plain_datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence
         pairs=run.model.binary_head,
         by_corpus=run.evaluation.valid_by_corpus,
         phases=phases,
-    )
-
-
-def _retrieving(run: RunConfig, plain: Datasets, tokenizer: Tokenizer | None) -> Datasets:
-    """Add the neighbours of chunks to datasets. Errors: ValueError from `with_neighbours`."""
-    from pathlib import Path
-
-    from mega.core.data.neighbours import with_neighbours
-
-    model = run.model
-    return with_neighbours(
-        plain,
-        Path(run.data.retro or ""),
-        tokenizer,
-        length=model.retro_chunk_length,
-        each=model.retro_neighbours,
-        retrieved=model.retro_retrieved_chunks,
-        crossing=model.retro_cross_documents,
-        eod_loss=run.data.eod_mask_loss,
+        check=check,
     )
 
 
