@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mega.core.activity import ACTIVITY
-from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World, world_from_env
+from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World, restart_count, world_from_env
 from mega.core.terminal import discard_output
 from mega.core.words import name_ranks
 
@@ -325,7 +325,7 @@ def _store(world: World) -> Store:
     store = open_store(world, time.monotonic() + COMING)
     if MEETING_FILE in os.environ:
         return store
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return dist.PrefixStore(str(restart_count()), store)
 
 
 def _hosting(world: World) -> bool:

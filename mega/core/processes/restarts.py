@@ -29,7 +29,7 @@ from pathlib import Path
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.launch import INTERRUPTED, Ending, local_environments, lock_folder, run_attempt
 from mega.core.processes.signals import handled_signals
-from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER
+from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER, RESTART_COUNT
 
 PATIENCE = 0.2
 """Seconds that ranks have to end after a peer has failed, before the ranks are killed."""
@@ -168,7 +168,7 @@ def exit_code(ending: Ending) -> int:
 
 def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]:
     """Return the environment variables of an attempt, with torchrun's names for those that torchrun also sets."""
-    variables = {"TORCHELASTIC_RUN_ID": "mega", "TORCHELASTIC_RESTART_COUNT": str(restarts.number)}
+    variables = {"TORCHELASTIC_RUN_ID": "mega", RESTART_COUNT: str(restarts.number)}
     variables[LAUNCHED] = repr(restarts.launched)
     return variables if folder is None else {**variables, MEMORY_FOLDER: str(folder)}
 

@@ -29,11 +29,19 @@ LAUNCHED = "MEGA_LAUNCHED"
 LAUNCHER_FILE = "MEGA_LAUNCHER_FILE"
 """Environment variable: prefix of the files in which --nproc and its ranks report to each other how ranks ended."""
 
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable: number of restarts of the ranks, set by --max-restarts and by torchrun."""
+
 MOST_DIGITS = 18
 """Maximum number of digits in a number that a launcher sets, because parsing thousands of digits is slow."""
 
 _STARTED_HERE = (MEETING_FILE, "TORCHELASTIC_RUN_ID")
 """Variables that only --nproc and torchrun set. If either is set, the variables of all outer launchers are ignored."""
+
+
+def restart_count() -> int:
+    """Return how often --max-restarts or torchrun has restarted the ranks."""
+    return int(os.environ.get(RESTART_COUNT) or 0)
 
 
 @dataclass(frozen=True)

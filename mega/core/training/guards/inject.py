@@ -27,6 +27,7 @@ from mega.core.config.faults import Fault, fault
 from mega.core.model.residual import ResidualState
 from mega.core.parallel.bucket_sums import tied_buckets
 from mega.core.parallel.gradients import Bucket, units_of
+from mega.core.processes.world import restart_count
 from mega.core.training.state import TrainState
 
 
@@ -63,7 +64,7 @@ class Injector:
                 time.sleep(each.seconds)
             elif each.kind in ("kill", "stop"):
                 os.kill(os.getpid(), signal.SIGKILL if each.kind == "kill" else signal.SIGSTOP)
-            elif each.target == "device" and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+            elif each.target == "device" and not restart_count():
                 _failing_kernel(self._state.device.torch)
         return damaged
 

@@ -7,7 +7,6 @@ wait.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from socketserver import TCPServer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
 from mega.core.activity import ACTIVITY, PATIENT, TRAINING
+from mega.core.processes.world import restart_count
 
 FIGURES = {
     "loss": "Loss of the last step",
@@ -45,7 +45,7 @@ class Exporter:
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
         restarts = self._gauge("restarts", "Restarts of the ranks since the launch, if the launcher counts them")
-        restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
+        restarts.set(restart_count())
         self._step = self._gauge("step", "Newest step whose numbers are known")
         self._gauge("steps", "Number of the last step").set(steps)
         self._gauge("goodput_ratio", "Share of the time since the start of this process that steps took").set_function(

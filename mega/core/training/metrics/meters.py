@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TextIO
 from mega.core.activity import ACTIVITY
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
+from mega.core.processes.world import restart_count
 from mega.core.terminal import stderr_console
 from mega.core.training.metrics.output import print_line, warn
 from mega.core.training.metrics.trackers import Trackers, held_out_values, training_values
@@ -339,7 +340,7 @@ def _launcher() -> str:
 
 def _started_again(metrics: Path) -> bool:
     """Whether the existing events were written by earlier ranks of the same launcher."""
-    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+    if not restart_count():
         return False
     launcher = None
     with contextlib.suppress(OSError):

@@ -4,7 +4,6 @@ a different history."""
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 import uuid
@@ -20,6 +19,7 @@ from mega.core.config.run import RunConfig
 from mega.core.files import url_of
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
+from mega.core.processes.world import restart_count
 from mega.core.words import name_ranks
 
 
@@ -72,7 +72,7 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
     This is a collective that all ranks must call. Errors, on all ranks: ValueError if another process has the lock;
     OSError if that process may belong to a previous attempt.
     """
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = restart_count() > 0
     free = torch.ones((), device=device)
     if place is not None and url_of(place) is None and mesh.rank == 0:
         store, deadline = store_at(place), time.monotonic() + (LEASE_WAIT if restarted else LOCK_WAIT)
