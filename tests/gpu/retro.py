@@ -17,7 +17,7 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,9 @@ def prepare(work: Path, shared: Path, tokenizer: Tokenizer, chunks: int, *, smal
         raise SystemExit(1)
 
 
-def embedding(work: Path, tokenizer: Tokenizer, dtype: str, device: Device, batch: int) -> dict[str, Any]:
+def embedding(
+    work: Path, tokenizer: Tokenizer, dtype: Literal["fp32", "bf16"], device: Device, batch: int
+) -> dict[str, Any]:
     folder = work / f"db-{dtype}-{batch}"
     options = DatabaseOptions(
         directory=str(folder), embedder=str(work / "bert"), data_path=("1", str(work / "corpus")), split="100,0,0",
@@ -99,7 +101,13 @@ def training(out: Any, *, small: bool) -> None:
         else {"layers": 24, "hidden": 1024, "heads": 16, "vocab": 50304}
     )
     for micro in (2,) if small else (4, 16):
-        flags = {**sizes, "seq_length": 512, "micro_batch": micro, "global_batch": 4 * micro, "lr": 1e-4}
+        flags: dict[str, Any] = {
+            **sizes,
+            "seq_length": 512,
+            "micro_batch": micro,
+            "global_batch": 4 * micro,
+            "lr": 1e-4,
+        }
         flags |= {"dtype": "fp32" if small else "bf16", "recompute": "none", "steps": 100}
         found = {}
         for retriever in (False, True):
@@ -141,7 +149,8 @@ def main() -> None:
         tokenizer = build(tokenizer="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
         given.work.mkdir(parents=True, exist_ok=True)
         prepare(given.work, given.shared, tokenizer, given.chunks, small=given.small)
-        for dtype, batch in (("fp32", 128), ("bf16", 128), ("bf16", 1024)):
+        rows: tuple[tuple[Literal["fp32", "bf16"], int], ...] = (("fp32", 128), ("bf16", 128), ("bf16", 1024))
+        for dtype, batch in rows:
             out(embedding(given.work, tokenizer, dtype, Device.choose(), batch))
 
 

@@ -72,8 +72,8 @@ def check(rng: random.Random, count: int, chosen: int, hidden: int, width: int, 
     def wide(given: Any) -> Any:
         return given.double() if isinstance(given, torch.Tensor) else given
 
-    exact_weights = ExpertWeights(*(each.double() for each in weights[:3]), local)
-    exact_norm = None if norm is None else NormOf(*map(wide, norm[:3]), norm.form)
+    exact_weights = ExpertWeights(weights.router.double(), weights.up.double(), weights.down.double(), local)
+    exact_norm = None if norm is None else NormOf(wide(norm.weight), wide(norm.bias), norm.eps, norm.form)
     exact = plain_experts(x.double(), exact_weights, rule, exact_norm, wide(into))
     plain, ours = (
         run(x, weights, rule, norm, None if into is None else into.clone()) for run in (plain_experts, kernels().run)
@@ -155,7 +155,7 @@ def test_choices_that_the_kernels_do_not_implement_are_refused() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_engine_says_the_same(shared: bool) -> None:
     """One to three sequences at once."""
-    more = {"shared_ffn": 24, "shared_gate": True} if shared else {}
+    more: dict[str, Any] = {"shared_ffn": 24, "shared_gate": True} if shared else {}
     model = replace(FAMILIES["qwen3"], experts=8, experts_chosen=2, expert_ffn=16, **more)
     where = torch.device(DEVICE)
     asked = [Request(prompt=prompt, tokens=2 + at, sampling=GREEDY) for at, prompt in enumerate(prompts(3))]

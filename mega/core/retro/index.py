@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -27,13 +27,38 @@ from mega.core.retro.search import nearest
 from mega.core.retro.stages import read_vectors
 from mega.core.untrusted import below, parse_json, read_limited
 
-if TYPE_CHECKING:
-    import faiss
-
 Search: TypeAlias = Callable[[NDArray[np.float32], int], NDArray[np.int64]]
 """A function (queries [n, width], count) -> indices of the nearest vectors, [n, count], padded with -1."""
 
 _NAME = re.compile(r"[A-Za-z0-9_,()x.]{1,200}")
+
+
+class FaissIndex(Protocol):
+    """The part of an index of faiss that this module uses. ntotal: number of vectors. d: number of elements of a
+    vector."""
+
+    ntotal: int
+    d: int
+
+    def train(self, vectors: NDArray[np.float32]) -> None: ...
+    def add(self, vectors: NDArray[np.float32]) -> None: ...
+    def search(self, queries: NDArray[np.float32], count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]: ...
+
+
+class FaissLists(Protocol):
+    """The lists of an IVF index. nlist: number of lists. nprobe: number of lists that a search reads."""
+
+    nlist: int
+    nprobe: int
+
+
+class Faiss(Protocol):
+    """The part of faiss that this module uses. faiss declares no types for it."""
+
+    def index_factory(self, width: int, description: str) -> FaissIndex: ...
+    def serialize_index(self, index: FaissIndex) -> NDArray[np.uint8]: ...
+    def deserialize_index(self, data: NDArray[np.uint8]) -> FaissIndex: ...
+    def try_extract_index_ivf(self, index: FaissIndex) -> FaissLists | None: ...
 
 
 def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device) -> Search:
@@ -125,15 +150,15 @@ def index_folder(folder: Path, index: str) -> Path:
     return folder / "index" / "faiss" / index
 
 
-def _library() -> faiss:
+def _library() -> Faiss:
     try:
         import faiss
     except ImportError:
         raise ValueError("--index: needs faiss; pip install '.[retro]' in a clone, or leave it out: exact") from None
-    return faiss
+    return cast(Faiss, faiss)
 
 
-def _made(library: faiss, width: int, index: str) -> faiss.Index:
+def _made(library: Faiss, width: int, index: str) -> FaissIndex:
     try:
         return library.index_factory(width, index)
     except RuntimeError as error:
@@ -150,21 +175,21 @@ def _sample(folder: Path, manifest: DatabaseManifest, chunks: int, sample: int) 
     return np.concatenate(parts)
 
 
-def _write(library: faiss, index: faiss.Index, path: Path) -> None:
+def _write(library: Faiss, index: FaissIndex, path: Path) -> None:
     """Write the index atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(library.serialize_index(index).tobytes())
 
 
-def _load(library: faiss, path: Path) -> faiss.Index:
+def _load(library: Faiss, path: Path) -> FaissIndex:
     try:
         return library.deserialize_index(np.fromfile(path, np.uint8))
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{path}: cannot be read ({_line(error)}); delete its folder and build it again") from None
 
 
-def _read(library: faiss, path: Path, index_path: Path, manifest: DatabaseManifest, index: str) -> faiss.Index:
+def _read(library: Faiss, path: Path, index_path: Path, manifest: DatabaseManifest, index: str) -> FaissIndex:
     _check(index_path, manifest, index)
     return _load(library, path)
 
