@@ -207,12 +207,16 @@ def _meaning_of(entry: Entry, stands_for: object) -> Sets:
             *(entry.flag, values, None, True, stands_for.values, entry.kind, entry.choices), refused=stands_for.refused
         )
     if stands_for is VALUE or isinstance(stands_for, Mapping):
-        renames = stands_for if isinstance(stands_for, Mapping) else {}
+        named = stands_for if isinstance(stands_for, Mapping) else {}
+        renames = {name: None if value is None else _text(value) for name, value in named.items()}
         return Sets(entry.flag, values, renames=renames, kind=entry.kind, choices=entry.choices)
     gives_way = isinstance(stands_for, weak)
     constant = stands_for.value if isinstance(stands_for, weak) else stands_for
-    text = str(constant).lower() if isinstance(constant, bool) else str(constant)
-    return Sets(entry.flag, 0, constant=text, gives_way=gives_way)
+    return Sets(entry.flag, 0, constant=_text(constant), gives_way=gives_way)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:

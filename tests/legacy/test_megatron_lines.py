@@ -287,6 +287,7 @@ def canonical(line: str) -> list[str]:
             ["--recompute=full", "--recompute-method=block", "--recompute-layers=2"],
         ),
         ("--recompute-granularity selective", ["--recompute=selective"]),
+        ("--fp8-format hybrid --bf16", ["--fp8", "--dtype=bf16"]),
         ("--use-rotary-position-embeddings --no-position-embedding", ["--position=rope"]),
         ("--position-embedding-type learned_absolute", ["--position=learned"]),
         ("--normalization RMSNorm", ["--norm=rmsnorm"]),
