@@ -21,7 +21,7 @@ def convert(
     *,
     base: str | Path | None = None,
     parts: int = 1,
-    outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
+    outtype: Literal["f32", "f16", "bf16", "q8_0", "fp8"] | None = None,
     **layout: int,
 ) -> ConversionReport:
     """Convert weights to a mega checkpoint, or a mega checkpoint to another format, in a new directory. The directory
@@ -31,8 +31,8 @@ def convert(
     source: directory of a run or of a step, or weights in the format of Hugging Face, Meta, llama2.c or fairseq; the
     format is recognised by the files. to: format to write, "mega", "hf", "meta", "peft" or "gguf"; default "hf" for a
     mega checkpoint, otherwise "mega". base: base weights of a peft adapter. parts: number of files of a Meta folder.
-    outtype: dtype of matrices in a GGUF file. layout: tp, pp and chunks for which the files of a mega checkpoint are
-    split.
+    outtype: type of matrices in a GGUF file, or "fp8" in a Hugging Face folder. layout: tp, pp and chunks for which the
+    files of a mega checkpoint are split.
 
     Errors: ValueError naming the option, file or tensor. After an error, `target` is unchanged.
     """
@@ -84,8 +84,9 @@ def converted(weights: ConvertOptions, layout: Layout) -> Converted:
     check_pair(load_dir, source, target_form)
     flags = {"--base": weights.base, "--parts": weights.parts, "--outtype": weights.outtype}
     check_flags(source, writer_of(target_form), {**layout.flags, **flags})
-    # Comparing logits needs transformers, which can open only Hugging Face's format.
-    runs_both = weights.verify and "hf" in (source.name, target_form)
+    # Comparing logits needs transformers, which can open only Hugging Face's format. Weights that are rounded to fp8
+    # are compared with a bound for each element instead.
+    runs_both = weights.verify and "hf" in (source.name, target_form) and weights.outtype is None
     if runs_both:
         from mega.core.proof.logits import check_transformers
 

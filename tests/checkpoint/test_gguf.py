@@ -95,7 +95,7 @@ def test_types_out(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match=r"--verify: .*: is not what"):
         read_back(own(folders, case), to)
     assert cli.main([*line[:-2], "hf", "--save-dir", str(folders / "x"), "--outtype", "f16"]) == 2
-    assert "only GGUF files have a type of their own" in capsys.readouterr().err
+    assert "--outtype f16: a Hugging Face folder has the dtype" in capsys.readouterr().err
 
 
 @needs_gguf

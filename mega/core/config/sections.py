@@ -47,6 +47,9 @@ Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 MASKED = ("bert", "t5")
 """Families whose samples have masked or removed words."""
 
+FP8_BLOCK = 128
+"""Number of fp8 elements in a row of a block that has one scale; a block of a weight has as many rows."""
+
 MOST_LAYERS = 10_000
 """Upper bound of --layers, ten times the depth of the deepest published model. Layers are built one by one, even in a
 dry run."""

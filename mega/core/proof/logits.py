@@ -15,7 +15,7 @@ import torch
 from mega.core.architecture import architecture, units
 from mega.core.checkpoint.forms.convert import opened_own
 from mega.core.checkpoint.forms.form import OWN
-from mega.core.checkpoint.forms.huggingface import weights_of
+from mega.core.checkpoint.forms.huggingface import full_precision
 from mega.core.checkpoint.forms.mapping import Source
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
@@ -114,7 +114,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source = weights_of(folder)
+    source = full_precision(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
     distinct_kinds = [None] if kinds is None else list(dict.fromkeys(kinds))

@@ -93,7 +93,7 @@ class FormOptions:
     tokenizer_type: str | None = None
     """The tokenizer type to record in a Megatron-LM checkpoint."""
     outtype: str | None = None
-    """The tensor type in which a GGUF file stores matrices."""
+    """The type in which a GGUF file or a Hugging Face folder stores matrices."""
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens
     """Returns the special tokens of a mega checkpoint whose files do not list them, by opening the tokenizer. Raises
     ValueError if the checkpoint has no tokenizer."""
@@ -122,6 +122,9 @@ class OpenedForm:
     rounded: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     """Function of (name in `source`, values) that rounds the values to the precision of the file; None if the format
     has full precision."""
+    bounds: Source | None = None
+    """A source with the tensors of `source`, whose values are the largest errors that the precision of the file may
+    have caused, in fp32; None if the format has full precision, or if `rounded` computes its values."""
 
 
 @dataclass(frozen=True)
@@ -327,6 +330,7 @@ FORMS = [
         sign="config.json (Hugging Face)",
         module=_HERE + "huggingface",
         targets=("hf",),
+        writes=("--outtype",),
         ahead=False,
         companions=COMPANIONS,
     ),
@@ -363,7 +367,7 @@ RULES: dict[str, tuple[str, object]] = {
     "--true-vocab-size": (_PADDED, None),
     "--vocab-file": (_PADDED, None),
     "--num-attention-heads": ("only a torch_dist folder may not state it; leave it out", None),
-    "--outtype": ("only GGUF files have a type of their own; leave it out", None),
+    "--outtype": ("only GGUF files and Hugging Face folders have a type of their own; leave it out", None),
     "--use-distributed-optimizer": ("only Megatron-LM's optimizer has such a form; leave it out", False),
     "--tokenizer-type": ("only Megatron-LM's trees say one; leave it out", None),
     "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),

@@ -5,6 +5,7 @@ The keys of config.json and the tensor names depend on `model_type`; families/ a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,18 @@ import torch
 
 from mega.core.architecture import architecture
 from mega.core.checkpoint.forms import bert, chat_files
-from mega.core.checkpoint.forms.block_scaled import dequantised, without_scales
+from mega.core.checkpoint.forms.block_scaled import (
+    Bounds,
+    Dequantised,
+    Quantised,
+    dequantised,
+    quantization_config,
+    undivided,
+    without_scales,
+)
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.families.decoders import BY_TYPE, family_of
+from mega.core.checkpoint.forms.families.family import HubFamily
 from mega.core.checkpoint.forms.families.mixtures import unstacked
 from mega.core.checkpoint.forms.families.rope import dynamic
 from mega.core.checkpoint.forms.foreign import (
@@ -28,7 +38,7 @@ from mega.core.checkpoint.forms.foreign import (
     safetensors_source,
 )
 from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, ExportSource, FormOptions, OpenedForm, SpecialTokens
-from mega.core.checkpoint.forms.mapping import Source, Table, assemble
+from mega.core.checkpoint.forms.mapping import Assembled, Source, Table, inverted
 from mega.core.checkpoint.forms.writing import write_files, write_json
 from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.layout import planned
@@ -121,10 +131,13 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
     if (adapter := path / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter}: an adapter is not read; merge it into the weights, or take its files away")
     names = _names(config, config_path)
-    source = unstacked(dequantised(weights_of(path), config.get("quantization_config"), str(config_path)))
+    weights = full_precision(path)
+    source, bounds = unstacked(weights), None
+    if isinstance(weights, Dequantised):
+        bounds = unstacked(Bounds(weights))
     model = names.model_from_config(config, str(config_path), source.tensors)
     check_size(model, source.tensors, str(config_path))
-    return OpenedForm(source, model, names.table(model, source.tensors))
+    return OpenedForm(source, model, names.table(model, source.tensors), bounds=bounds)
 
 
 def scales_dynamically(files: Mapping[str, Path]) -> bool:
@@ -173,11 +186,18 @@ def _names(config: Mapping[str, Json], where: Path) -> Names:
 
 
 def export(own: ExportSource, to: str, options: FormOptions) -> Export:
-    """Plan an export to a folder that transformers' `from_pretrained` opens."""
+    """Plan an export to a folder that transformers' `from_pretrained` opens. Errors: CheckpointError naming a setting
+    that the format does not support; ValueError for an --outtype other than fp8."""
+    if options.outtype not in (None, OUTTYPE):
+        raise ValueError(
+            f"--outtype {options.outtype}: a Hugging Face folder has the dtype of the weights, or fp8; valid: {OUTTYPE}"
+        )
     return EXPORTS.get(architecture(own.model).family, _export_decoder)(own, to, options)
 
 
 def _export_bert(own: ExportSource, to: str, options: FormOptions) -> Export:
+    if options.outtype is not None:
+        raise CheckpointError(f"--outtype {options.outtype}: only decoders are written in fp8; leave it out")
     tokens, unknown = _bert_tokens(own, options)
     return _folder(own, BERT, tokens, (*bert.losses(own.model), *unknown))
 
@@ -190,15 +210,63 @@ def _export_decoder(own: ExportSource, to: str, options: FormOptions) -> Export:
     config_path = own.checkpoint.attachments.get("config.json")
     names = family_of(own.model, None if config_path is None else read_json(config_path).get("model_type"))
     tokens, losses = _special_tokens(own, options)
-    return _folder(own, names, tokens, losses)
+    if options.outtype is None:
+        return _folder(own, names, tokens, losses)
+    linears, unquantised = _linears(names, own.model)
+    shapes = inverted(names.table(own.model)).tensors(own.source.tensors)
+    if (name := undivided(shapes, linears)) is not None:
+        losses += (
+            f"{name}: has sizes {shapes[name][0]} that are not multiples of 128: kernels for fp8 on GPUs read it, but "
+            "transformers' dequantisation, such as on a CPU, takes blocks of other sizes",
+        )
+    return _folder(own, names, tokens, losses, linears, unquantised)
+
+
+OUTTYPE = "fp8"
+"""The value of --outtype that stores matrices in fp8 with one scale per block."""
+
+_LINEAR = re.compile(r"weights/model\.layers\.\d+\..*_proj\.weight")
+"""Matches the project's names of linear layers in blocks. Routers and other gates are not matched, because they need
+the full precision."""
+
+
+def _linears(names: HubFamily, model: ModelConfig) -> tuple[list[str], list[str]]:
+    """Return (names of the matrices to write in fp8, names of the modules with other matrices). Errors: CheckpointError
+    for a family that stores its matrices transposed."""
+    linears, others = [], [names.stored("lm_head.weight")[0]]  # transformers makes a head even if it is tied
+    for target in inverted(names.table(model)).targets:
+        if len(target.shape) != 2:
+            continue
+        fragment = target.fragments[0]
+        if _LINEAR.fullmatch(fragment.source) is None:
+            others.append(target.name)
+        elif fragment.transposed:
+            raise CheckpointError(
+                f"--outtype {OUTTYPE}: {names.words} stores {target.name} transposed, which has no form in fp8; leave "
+                "it out"
+            )
+        else:
+            linears.append(target.name)
+    return linears, list(dict.fromkeys(name.removesuffix(".weight") for name in others))
 
 
 EXPORTS: dict[str, Callable[[ExportSource, str, FormOptions], Export]] = {"bert": _export_bert, "t5": _export_t5}
 """Family -> export function. Families that are not listed are exported as decoders."""
 
 
-def _folder(own: ExportSource, names: Names, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
+def _folder(
+    own: ExportSource,
+    names: Names,
+    tokens: SpecialTokens,
+    losses: tuple[str, ...],
+    linears: Collection[str] = (),
+    unquantised: Collection[str] = (),
+) -> Export:
+    """Plan the files of a folder. linears: names of the matrices to write in fp8. unquantised: modules with other
+    matrices."""
     config = _config(names, own, tokens)
+    if linears:
+        config["quantization_config"] = quantization_config(unquantised)
     files, extra_files = chat_files.written_files(own.checkpoint, config, tokens)
     if names is BERT:  # BERT does not generate text, so it needs no generation files
         files, extra_files = (
@@ -207,7 +275,8 @@ def _folder(own: ExportSource, names: Names, tokens: SpecialTokens, losses: tupl
         )
 
     def fill(folder: Path, table: Table, source: Source) -> int:
-        bytes_written = _write_shards(folder, table, source)
+        weights: Source = Assembled(table, source)
+        bytes_written = _write_shards(folder, Quantised(weights, linears) if linears else weights)
         write_json(folder / "config.json", config)
         write_files(folder, files, extra_files)
         copy_companions(
@@ -283,12 +352,11 @@ def _with_chat_ends(own: ExportSource, config: dict[str, Json], tokens: SpecialT
     return chat_files.with_ends(config, tokens.ends) if converses else config
 
 
-def _write_shards(folder: Path, table: Table, source: Source) -> int:
+def _write_shards(folder: Path, source: Source) -> int:
     """Write model.safetensors, or numbered files of at most `SHARD_BYTES` and an index. Return the number of bytes."""
-    targets = {target.name: target for target in table.targets}
     shards: list[list[Piece]] = [[]]
     room = SHARD_BYTES
-    for name, (shape, dtype) in table.tensors(source.tensors).items():
+    for name, (shape, dtype) in source.tensors.items():
         piece = planned(name, shape, (0,) * len(shape), shape, dtype)  # allocates no memory: `fetch` reads each block
         if piece.bytes > room and shards[-1]:
             shards.append([])
@@ -302,7 +370,7 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
     bytes_written = 0
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
-        return assemble(targets[piece.key], box, source)
+        return source.read(piece.key, box)
 
     for name, pieces in zip(names, shards, strict=True):
         bytes_written += write_container(folder / name, pieces, None, fetch).size
@@ -314,6 +382,12 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
 
 
 # Weights
+
+
+def full_precision(folder: Path) -> Source:
+    """Open the weights of a Hugging Face folder, dequantised if they are in fp8. Errors: CheckpointError."""
+    config = folder / "config.json"
+    return dequantised(weights_of(folder), read_json(config).get("quantization_config"), str(config))
 
 
 def weights_of(folder: Path) -> EntrySource | TorchSource:

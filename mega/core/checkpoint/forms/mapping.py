@@ -265,6 +265,17 @@ def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, 
     return tuple(index), part.T if fragment.transposed else part
 
 
+class Assembled:
+    """A source of the tensors that a table makes from another source."""
+
+    def __init__(self, table: Table, source: Source) -> None:
+        self._targets, self._source = {target.name: target for target in table.targets}, source
+        self.tensors: Tensors = table.tensors(source.tensors)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        return assemble(self._targets[name], box, self._source)
+
+
 # Proof
 
 

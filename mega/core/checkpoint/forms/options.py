@@ -97,8 +97,8 @@ class ConvertOptions(VerbSection):
     to: str | None = option(None, "format to write [mega; hf for a mega checkpoint]", choices=Targets("convert-llama"))
     base: Path | None = option(None, "base weights of a peft adapter; when writing one, the name of its base")
     parts: int = option(1, "number of files of a Meta folder")
-    outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = option(
-        None, "type of the matrices with --to gguf [that of the weights]"
+    outtype: Literal["f32", "f16", "bf16", "q8_0", "fp8"] | None = option(
+        None, "type of the matrices [that of the weights]: fp8 in blocks with --to hf, the others with --to gguf"
     )
     verify: bool = option(
         False, "for decoders of Hugging Face, run both models on random tokens; otherwise read back and compare bits"

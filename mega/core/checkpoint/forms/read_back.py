@@ -9,8 +9,10 @@ the rules of each format. With --verify, both models are run if one side is Hugg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,12 +34,20 @@ class ReadBack:
     tensors: int  # number of tensors in the mega checkpoint
     elements: int  # number of elements of those tensors
     rounded: int = 0  # tensors that the other format stores with lower precision, compared after rounding
+    quantised: int = 0  # tensors that the other format stores in blocks, compared with a bound for each element
+    error: float = 0.0  # |difference| / |weights| of these tensors together
 
     def __str__(self) -> str:
         rounded = f", {self.rounded:,} of them rounded to the file's types" if self.rounded else ""
-        return (
+        line = (
             f"read back: all {self.tensors:,} tensors, {self.elements:,} elements, are bit for bit those of the other "
             f"form{rounded} (places and bytes; no forward pass)"
+        )
+        if not self.quantised:
+            return line
+        return (
+            f"{line}, apart from {self.quantised:,} tensors in blocks: each of their elements is within half a step of "
+            f"the file's type, and their relative error is {self.error:.2%}"
         )
 
 
@@ -52,6 +62,8 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
     vocab = model_of(checkpoint.meta, str(checkpoint.path)).vocab
     state = any(name.startswith("moment1/") for name in checkpoint.tensors)
     foreign_weights = form_at(foreign).open(foreign, FormOptions(layout=ONE, vocab=vocab, heads=heads, optimizer=state))
+    if own_path == other:  # values that were read from the file have its precision already
+        foreign_weights = replace(foreign_weights, rounded=None, bounds=None)
     return compare(foreign_weights, checkpoint)
 
 
@@ -72,26 +84,44 @@ def compare(opened: OpenedForm, checkpoint: Checkpoint) -> ReadBack:
     names = {name for name in checkpoint.tensors if name.partition("/")[0] in kinds}
     if unmatched := names ^ tensors.keys():
         raise CheckpointError(f"--verify: {min(unmatched)}: is in one of the two only")
-    rounded = sum(_compared(target, tensors[target.name], opened, checkpoint) for target in table.targets)
-    return ReadBack(len(tensors), table.elements, rounded)
+    found = [_compared(target, tensors[target.name], opened, checkpoint) for target in table.targets]
+    quantised = [each for each in found if each.difference]
+    difference, total = (sum(each[n] for each in quantised) for n in (1, 2))
+    error = math.sqrt(difference / total) if quantised else 0.0
+    return ReadBack(len(tensors), table.elements, sum(each.rounded for each in found), len(quantised), error)
+
+
+class _Found(NamedTuple):
+    """How a tensor differs. rounded: whether it had to be rounded to be equal. difference, total: the sums of squares
+    of the differences within their bounds, and of the values."""
+
+    rounded: bool = False
+    difference: float = 0.0
+    total: float = 0.0
 
 
 def _compared(
     target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: OpenedForm, checkpoint: Checkpoint
-) -> bool:
-    """Compare a tensor, and return whether it had to be rounded to be equal. Errors: CheckpointError if the tensor
-    differs even after rounding."""
-    name, origin, rounded = target.name, target.fragments[0].source, False
+) -> _Found:
+    """Compare a tensor in blocks of memory. Errors: CheckpointError if the tensor differs by more than the precision of
+    the other format."""
+    name, origin = target.name, target.fragments[0].source
     shape, dtype = expected
     if checkpoint.tensors[name] != expected and (opened.rounded is None or checkpoint.tensors[name][0] != shape):
         raise CheckpointError(f"--verify: {name}: is {checkpoint.tensors[name]}, not {expected}")
+    rounded, difference, total = False, 0.0, 0.0
     for box in blocks(whole_box(shape), dtype.itemsize):
         values, other = read_part(checkpoint, name, box), assemble(target, box, opened.source).contiguous()
-        if not _same(values, other):
+        if opened.bounds is not None:
+            error = (values.double() - other.double()).abs()
+            if not (error <= assemble(target, box, opened.bounds)).all():
+                raise CheckpointError(f"--verify: {name}: is further from {origin} than its precision allows")
+            difference, total = difference + float(error.square().sum()), total + float(values.double().square().sum())
+        elif not _same(values, other):
             if opened.rounded is None or not _same(opened.rounded(origin, values), other):
                 raise CheckpointError(f"--verify: {name}: is not what {origin} holds")
             rounded = True
-    return rounded
+    return _Found(rounded, difference, total)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from mega.core.checkpoint.own.disk import BLOCK, new_file, open_file, read_into, run_concurrently, write_all
-from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, NAMES, Box, CheckpointError, Piece
+from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, FOREIGN_NAMES, Box, CheckpointError, Piece
 
 SMALL_ROW = 16 << 10
 """Rows with fewer stored bytes than this are read whole and sliced in memory, because one read call per row would take
@@ -92,7 +92,7 @@ def write_container(
         def write(job: tuple[Piece, int]) -> Entry:
             piece, offset = job
             digest = _write_entry(descriptor, piece, offset, fetch)
-            return Entry(piece.key, NAMES[piece.tensor.dtype], piece.whole, piece.box, offset, digest)
+            return Entry(piece.key, FOREIGN_NAMES[piece.tensor.dtype], piece.whole, piece.box, offset, digest)
 
         entries = run_concurrently(write, list(zip(ordered, offsets, strict=True)), size)
     return Container(size, len(header), hashlib.sha256(header).hexdigest(), tuple(entries))
@@ -136,7 +136,7 @@ def _header(names: Sequence[str], pieces: Sequence[Piece], description: dict[str
     for name, piece in zip(names, pieces, strict=True):
         end = begin + piece.bytes
         header[name] = {
-            "dtype": NAMES[piece.tensor.dtype],
+            "dtype": FOREIGN_NAMES[piece.tensor.dtype],
             "shape": list(piece.size),
             "data_offsets": [begin, end],
         }

@@ -30,7 +30,10 @@ FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
 """safetensors name -> dtype, for the dtypes that files of other programs may contain."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""dtype -> safetensors name."""
+"""dtype -> safetensors name, for the dtypes that a mega checkpoint may contain."""
+
+FOREIGN_NAMES = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
+"""dtype -> safetensors name, for the dtypes that files of other programs may contain."""
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Tensor name -> (shape, dtype)."""

@@ -46,6 +46,8 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
         import gguf  # noqa: F401 - fails before anything is written
     except ImportError:
         raise CheckpointError("--to gguf: needs gguf; pip install '.[gguf]' in a clone") from None
+    if options.outtype not in (None, *FILE_TYPES):
+        raise ValueError(f"--outtype {options.outtype}: llama.cpp has no such type; valid: {', '.join(FILE_TYPES)}")
     family, metadata = metadata_of_model(own.model)
     dtype = own.source.tensors["weights/model.embed_tokens.weight"][1]
     outtype = options.outtype or DTYPES.get(dtype, "f32")
