@@ -33,6 +33,9 @@ tile."""
 PROGRAMS, MOST_SHARES = 528, 32
 """PROGRAMS: number of programs that fill a device, four on each of 132 multiprocessors. MOST_SHARES: maximum number of
 shares into which the keys of a sequence are divided."""
+AT_ONCE = 8192
+"""Number of partial results that a program loads at once when it combines shares. They fill 64 registers of a thread;
+with fewer at once, a program would wait for memory once per load."""
 
 
 class SingleTokens(NamedTuple):
@@ -68,16 +71,16 @@ class RaggedRuns(NamedTuple):
 def _look(
     q_at, cos_at, sin_at, pool_at, tables_at, lengths_at, part_at, stats_at, out_at, ended_at, q_row, q_head, width,
     scale, window,
-    KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr,
-    HALF: tl.constexpr, OVERLAP: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
+    WINDOW: tl.constexpr, NEW: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to a share of the keys, which yields the weighted sum of values, the largest score, and the sum of
     weights.
 
-    SHARES: 1 or MOST_SHARES, so that few variants are compiled. NEW: the new keys and values follow the queries in
-    memory, and the first share also attends to the new key. Queries and keys are rotated first, in pairs of components
-    that are HALF apart."""
+    SHARES: 1 or MOST_SHARES, so that few variants are compiled. GROUP_BLOCK, QUERIES: size of a group, rounded up for
+    tensor cores and to a power of 2. TOGETHER: number of shares combined at once. NEW: the new keys and values follow
+    the queries in memory, and the first share also attends to the new key. HALF: see `_turned`."""
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
@@ -113,7 +116,7 @@ def _look(
     )
     _put(
         total, largest, sum_, part_at, stats_at, out_at, ended_at, row, kv_head, share, shares, used, KV, GROUP,
-        GROUP_BLOCK, WIDTH, BLOCK, SHARES,
+        GROUP_BLOCK, QUERIES, WIDTH, BLOCK, SHARES, TOGETHER,
     )  # fmt: skip
 
 
@@ -134,8 +137,8 @@ def _borders(length, window, share, shares, KEYS: tl.constexpr, WINDOW: tl.const
 @jit
 def _put(
     total, largest, sum_, part_at, stats_at, out_at, ended_at, row, kv_head, share, shares, used,
-    KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    SHARES: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     query_index, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
     head = kv_head * GROUP + query_index
@@ -150,9 +153,10 @@ def _put(
         tl.store(stats_at + place * 2, largest, query_index < GROUP)
         tl.store(stats_at + place * 2 + 1, sum_, query_index < GROUP)
         if _is_last(ended_at + row * KV + kv_head, used):
-            for query in tl.static_range(GROUP):
-                head_index = kv_head * GROUP + query
-                _add_up(part_at, stats_at, out_at, row, head_index, shares, used, KV * GROUP, SHARES, WIDTH, BLOCK)
+            _add_up(
+                part_at, stats_at, out_at, row, kv_head, shares, used, KV, GROUP, QUERIES, SHARES, TOGETHER, WIDTH,
+                BLOCK,
+            )  # fmt: skip
 
 
 @jit
@@ -294,21 +298,32 @@ def _is_last(ended_at, programs):
 
 @jit
 def _add_up(
-    part_at, stats_at, out_at, row, head, shares, used, HEADS: tl.constexpr, SHARES: tl.constexpr,
+    part_at, stats_at, out_at, row, kv_head, shares, used,
+    KV: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of one head. Loads bypass the L1 cache, which may contain shares of an earlier step."""
-    share, part = tl.arange(0, SHARES), tl.arange(0, BLOCK)
-    place = (row.to(tl.int64) * shares + share) * HEADS + head
-    mask = (share < used)[:, None] & (part < WIDTH)[None, :]
-    largest = tl.load(stats_at + place * 2, share < used, -float("inf"), cache_modifier=".cg")
-    sums = tl.load(stats_at + place * 2 + 1, share < used, 0.0, cache_modifier=".cg")
-    values = tl.load(part_at + place[:, None] * WIDTH + part[None, :], mask, 0.0, cache_modifier=".cg")
-    weights = tl.exp2(largest - tl.max(largest, 0))
-    output = tl.sum(values * weights[:, None], 0) / tl.sum(weights * sums, 0)
-    tl.store(
-        out_at + (row.to(tl.int64) * HEADS + head) * WIDTH + part, output.to(out_at.dtype.element_ty), part < WIDTH
-    )
+    """Combine the shares of the query heads of one key/value head, TOGETHER shares at a time. Loads bypass the L1
+    cache, which may contain shares of an earlier step."""
+    query, part = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
+    head, real = kv_head * GROUP + query, query < GROUP
+    first_share = row.to(tl.int64) * shares * (KV * GROUP) + head
+    share = tl.arange(0, SHARES)[:, None]
+    place, there = first_share[None, :] + share * (KV * GROUP), (share < used) & real[None, :]
+    largest = tl.load(stats_at + place * 2, there, -float("inf"), cache_modifier=".cg")
+    sums = tl.load(stats_at + place * 2 + 1, there, 0.0, cache_modifier=".cg")
+    base = tl.where(real, tl.max(largest, 0), 0.0)
+    sum_ = tl.where(real, tl.sum(tl.exp2(largest - base[None, :]) * sums, 0), 1.0)
+    total = tl.zeros([QUERIES, BLOCK], tl.float32)
+    for begin in range(0, used, TOGETHER):
+        some = begin + tl.arange(0, TOGETHER)[:, None]
+        at, inside = first_share[None, :] + some * (KV * GROUP), (some < used) & real[None, :]
+        weights = tl.exp2(tl.load(stats_at + at * 2, inside, -float("inf"), cache_modifier=".cg") - base[None, :])
+        mask = inside[:, :, None] & (part < WIDTH)[None, None, :]
+        values = tl.load(part_at + at[:, :, None] * WIDTH + part[None, None, :], mask, 0.0, cache_modifier=".cg")
+        total += tl.sum(values * weights[:, :, None], 0)
+    to_at = out_at + (row.to(tl.int64) * (KV * GROUP) + head)[:, None] * WIDTH + part[None, :]
+    output = (total / sum_[:, None]).to(out_at.dtype.element_ty)
+    tl.store(to_at, output, real[:, None] & (part < WIDTH)[None, :])
 
 
 @cache
@@ -420,13 +435,14 @@ def _attend_singles(
         part = torch.empty(rows, shares, heads, d, dtype=torch.float32, device=q.device)
         stats = torch.empty(rows, shares, heads, 2, dtype=torch.float32, device=q.device)
     group = heads // kv_heads
+    queries, width = next_power_of_2(group), max(16, next_power_of_2(d))
     assert q.dtype == pool.dtype
     launch(
         _look, (rows, kv_heads, shares), q, cos, sin, pool, runs.tables, runs.lengths, part, stats, out, runs.ended,
         q.stride(0), q.stride(1), runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads,
-        GROUP=group, GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=max(16, next_power_of_2(d)),
-        SIZE=block, KEYS=KEYS, SHARES=1 if shares == 1 else MOST_SHARES, WINDOW=runs.window is not None, NEW=new,
-        HALF=0 if cos is None else cos.shape[-1], **overlapping(q.device),
+        GROUP=group, GROUP_BLOCK=max(16, queries), QUERIES=queries, WIDTH=d, BLOCK=width, SIZE=block, KEYS=KEYS,
+        SHARES=1 if shares == 1 else MOST_SHARES, TOGETHER=max(1, AT_ONCE // (queries * width)),
+        WINDOW=runs.window is not None, NEW=new, HALF=0 if cos is None else cos.shape[-1], **overlapping(q.device),
     )  # fmt: skip
     return out
 
