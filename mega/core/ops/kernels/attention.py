@@ -65,6 +65,7 @@ class DropoutValues(NamedTuple):
     early: int  # key j has column j + early if j < border, else j + late
     border: int
     late: int
+    zero: float  # 0.0, as a variable: if it were a constant, the compiler would round weights first, and drop halves
 
 
 # -- shared by the kernels
@@ -215,7 +216,7 @@ def _attend(
         shrink = tl.exp2(largest - base)
         sum_ = sum_ * shrink + tl.sum(weights, 1)
         if DROP:
-            weights = tl.where(_kept(dropped, rows, start, COLUMNS, ALIGNED, False), weights, 0.0)
+            weights = tl.where(_kept(dropped, rows, start, COLUMNS, ALIGNED, False), weights, dropped.zero)
         values = _load(v, batch, kv_head, key, seen.t, WIDTH, BLOCK, WHOLE)
         total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None])
         largest = new_largest
@@ -265,16 +266,18 @@ def _attention_forward(
 
 @jit
 def _attention_prepare(
-    out, grad, delta_at, rows_at, seen, dropped, keep, heads,
+    out, grad, lse_at, base_at, delta_at, rows_at, seen, dropped, keep, heads,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Store two values for each query: the row key of dropout, and `keep` times the sum of weight x d(weight), which
-    the gradient of softmax subtracts."""
+    """Store three values for each query: lse in base 2, `keep` times the sum of weight x d(weight), which the gradient
+    of softmax subtracts, and the row key of dropout."""
     head, batch = tl.program_id(1), tl.program_id(2)
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outs = _load(out, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
     grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
     offset = (batch * heads + head).to(tl.int64) * seen.s + query
+    lse = tl.load(lse_at + offset, query < seen.s, 0.0)
+    tl.store(base_at + offset, lse * 1.4426950408889634, query < seen.s)
     tl.store(delta_at + offset, tl.sum(outs * grads, 1) * keep, query < seen.s)
     if DROP:
         keys = tl.load(dropped.keys + batch * dropped.stride + query, query < seen.s, 0)
@@ -284,7 +287,7 @@ def _attention_prepare(
 
 @jit
 def _key_gradients(
-    grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key, column,
+    grad_k, grad_v, keys, values, q, grad, base_at, delta_at, rows_at, seen, dropped, batch, head, heads, key, column,
     first, end, scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
@@ -298,10 +301,10 @@ def _key_gradients(
         queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, WHOLE)
         grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, WHOLE)
         offset = (batch * heads + head).to(tl.int64) * seen.s + query
-        lse = tl.load(lse_at + offset) if WHOLE else tl.load(lse_at + offset, query < seen.s, 0.0)
+        base = tl.load(base_at + offset) if WHOLE else tl.load(base_at + offset, query < seen.s, 0.0)
         delta = tl.load(delta_at + offset) if WHOLE else tl.load(delta_at + offset, query < seen.s, 0.0)
         scores = tl.dot(keys, tl.trans(queries))
-        weights = tl.exp2(scores * scale - (lse * 1.4426950408889634)[None, :])
+        weights = tl.exp2(scores * scale - base[None, :])
         if not WHOLE:
             visible = _visible(seen, batch, query[None, :], key[:, None], CAUSAL, WINDOW, DOCUMENTS)
             weights = tl.where(visible, weights, 0.0)
@@ -311,19 +314,19 @@ def _key_gradients(
         if DROP:
             rows = tl.load(rows_at + offset) if WHOLE else tl.load(rows_at + offset, query < seen.s, 0)
             keep = _kept(dropped, rows.to(tl.uint64, bitcast=True), column, COLUMNS, ALIGNED, True)
-            dropped_weights = tl.where(keep, weights, 0.0)
-            grad_weights = tl.where(keep, grad_weights, 0.0)
+            dropped_weights = tl.where(keep, weights, dropped.zero)
+            grad_scores = dropped_weights * grad_weights - weights * delta[None, :]
         else:
             dropped_weights = weights
+            grad_scores = weights * (grad_weights - delta[None, :])
         grad_v = tl.dot(dropped_weights.to(grads.dtype), grads, grad_v)
-        grad_scores = weights * (grad_weights - delta[None, :])
         grad_k = tl.dot(grad_scores.to(queries.dtype), queries, grad_k)
     return grad_k, grad_v
 
 
 @jit
 def _attention_backward_keys(
-    q, k, v, grad, grad_k_to, grad_v_to, lse_at, delta_at, rows_at, seen, dropped, scale, k_scale, v_scale, heads,
+    q, k, v, grad, grad_k_to, grad_v_to, base_at, delta_at, rows_at, seen, dropped, scale, k_scale, v_scale, heads,
     group,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
@@ -338,17 +341,17 @@ def _attention_backward_keys(
     # Each program sums over all query heads of one key/value head, in a fixed order and without atomics.
     for head in range(kv_head * group, kv_head * group + group):
         grad_k, grad_v = _key_gradients(
-            grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
+            grad_k, grad_v, keys, values, q, grad, base_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
             tile * COLUMNS, first, whole_first, scale,
             WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
         )  # fmt: skip
         grad_k, grad_v = _key_gradients(
-            grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
+            grad_k, grad_v, keys, values, q, grad, base_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
             tile * COLUMNS, whole_first, whole_end, scale,
             WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, True,
         )  # fmt: skip
         grad_k, grad_v = _key_gradients(
-            grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
+            grad_k, grad_v, keys, values, q, grad, base_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
             tile * COLUMNS, whole_end, end, scale,
             WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
         )  # fmt: skip
@@ -358,7 +361,7 @@ def _attention_backward_keys(
 
 @jit
 def _query_gradient(
-    grad_q, q, grads, lse, delta, rows, k, v, seen, dropped, batch, kv_head, query, first, end, scale,
+    grad_q, q, grads, base, delta, rows, k, v, seen, dropped, batch, kv_head, query, first, end, scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -369,7 +372,7 @@ def _query_gradient(
         keys = _load(k, batch, kv_head, key, seen.t, WIDTH, BLOCK, WHOLE)
         values = _load(v, batch, kv_head, key, seen.t, WIDTH, BLOCK, WHOLE)
         scores = tl.dot(q, tl.trans(keys))
-        weights = tl.exp2(scores * scale - lse[:, None])
+        weights = tl.exp2(scores * scale - base[:, None])
         if not WHOLE:
             visible = _visible(seen, batch, query[:, None], key[None, :], CAUSAL, WINDOW, DOCUMENTS)
             weights = tl.where(visible, weights, 0.0)
@@ -383,7 +386,7 @@ def _query_gradient(
 
 @jit
 def _attention_backward_queries(
-    q, k, v, grad, grad_q_to, lse_at, delta_at, rows_at, seen, dropped, scale, q_scale, heads, group,
+    q, k, v, grad, grad_q_to, base_at, delta_at, rows_at, seen, dropped, scale, q_scale, heads, group,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -393,7 +396,7 @@ def _attention_backward_queries(
     queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, False)
     grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, False)
     offset = (batch * heads + head).to(tl.int64) * seen.s + query
-    lse = tl.load(lse_at + offset, query < seen.s, 0.0) * 1.4426950408889634
+    base = tl.load(base_at + offset, query < seen.s, 0.0)
     delta = tl.load(delta_at + offset, query < seen.s, 0.0)
     rows = query.to(tl.uint64)
     if DROP:
@@ -402,15 +405,15 @@ def _attention_backward_queries(
     grad_q = tl.zeros([ROWS, BLOCK], tl.float32)
     if WINDOW or DOCUMENTS:
         grad_q = _query_gradient(
-            grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, first,
+            grad_q, queries, grads, base, delta, rows, k, v, seen, dropped, batch, head // group, query, first,
             whole_first, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
         )  # fmt: skip
     grad_q = _query_gradient(
-        grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, whole_first,
+        grad_q, queries, grads, base, delta, rows, k, v, seen, dropped, batch, head // group, query, whole_first,
         whole_end, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, True,
     )  # fmt: skip
     grad_q = _query_gradient(
-        grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, whole_end,
+        grad_q, queries, grads, base, delta, rows, k, v, seen, dropped, batch, head // group, query, whole_end,
         end, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
     )  # fmt: skip
     _store(grad_q_to, batch, head, query, seen.s, grad_q * q_scale, WIDTH, BLOCK)
@@ -543,7 +546,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePl
         early, border, late = drop.shifts()
         keys = _last(drop.keys)
         dropped = DropoutValues(
-            keys, keys.stride(0), drop.site, drop.first_head, drop.threshold << 16, early, border, late
+            keys, keys.stride(0), drop.site, drop.first_head, drop.threshold << 16, early, border, late, 0.0
         )
         aligned = early % 16 == late % 16 == 0 and (border >= t or all(border % tiles.columns == 0 for tiles in plan))
         keep = drop.keep
@@ -597,25 +600,25 @@ def backward(
     plan = PLANS[max(64, _block(width))]
     problem, scale = _problem(q, k, mask, plan), LOG2E / math.sqrt(width)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    delta = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
+    base, delta = (torch.empty(b, heads, s, dtype=torch.float32, device=q.device) for _ in range(2))
     rows = torch.empty(b, heads, s, dtype=torch.int64, device=q.device) if problem.dropped else None
     if q.is_meta:
         observe.attention("ours", q, k, mask, backward=True)
         return grads[0], grads[1], grads[2]
     _attention_prepare[cdiv(s, 64), heads, b](
-        _heads(out), _heads(grad), delta, rows, problem.seen, problem.dropped, problem.keep, heads,
+        _heads(out), _heads(grad), lse, base, delta, rows, problem.seen, problem.dropped, problem.keep, heads,
         ROWS=64, **{name: problem.flags[name] for name in ("WIDTH", "BLOCK", "DROP")},
     )  # fmt: skip
     views = _heads(q), _heads(k), _heads(v), _heads(grad)
     tiles = plan.backward_keys
     _attention_backward_keys[cdiv(k.shape[1], tiles.columns), k.shape[2], b](
-        *views, _heads(grads[1]), _heads(grads[2]), lse, delta, rows, problem.bounded(tiles, keys=True),
+        *views, _heads(grads[1]), _heads(grads[2]), base, delta, rows, problem.bounded(tiles, keys=True),
         problem.dropped, scale, 1 / problem.keep / math.sqrt(width), 1 / problem.keep, heads, heads // k.shape[2],
         ROWS=tiles.rows, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages, **problem.flags,
     )  # fmt: skip
     tiles = plan.backward_queries
     _attention_backward_queries[cdiv(s, tiles.rows), heads, b](
-        *views, _heads(grads[0]), lse, delta, rows, problem.bounded(tiles, keys=False), problem.dropped,
+        *views, _heads(grads[0]), base, delta, rows, problem.bounded(tiles, keys=False), problem.dropped,
         scale, 1 / problem.keep / math.sqrt(width), heads, heads // k.shape[2],
         ROWS=tiles.rows, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages, **problem.flags,
     )  # fmt: skip

@@ -6,7 +6,13 @@ are eight apart, so one draw is enough for two scores, in either orientation of 
 
 from __future__ import annotations
 
-from mega.core.ops.kernels.language import jit, tl
+from mega.core.ops.kernels.language import COMPILED, jit, tl
+
+FOLD = tl and tl.constexpr(
+    "{ .reg .b64 product; .reg .b32 low, high; mul.wide.u32 product, $1, $2; mov.b64 {low, high}, product;"
+    " xor.b32 $0, low, high; }"
+)
+"""Assembly that returns the exclusive or of the two halves of the product of two 32-bit numbers."""
 
 
 @jit
@@ -20,6 +26,8 @@ def row_keys(keys, site, number):
 
 @jit
 def _fold(x, factor):
+    if COMPILED:  # from this, the compiler would make a product of 64-bit numbers
+        return tl.inline_asm_elementwise(FOLD, "=r,r,r", [x, factor], dtype=tl.uint32, is_pure=True, pack=1)
     bits64 = x.to(tl.uint64) * factor
     return (bits64 >> 32).to(tl.uint32) ^ bits64.to(tl.uint32)
 

@@ -14,9 +14,12 @@ from mega.core.ops import observe
 
 try:
     import triton.language as tl
-    from triton import jit
+    from triton import jit, knobs
+
+    COMPILED = tl.constexpr(not knobs.runtime.interpret)
+    """Whether kernels are compiled for a device. Triton's interpreter does not run inline assembly."""
 except ImportError:
-    tl = None
+    tl = COMPILED = None
 
     def jit(function: Any = None, **options: Any) -> Any:
         return jit if function is None else function
@@ -122,4 +125,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["after_kernel", "before_next", "cdiv", "in_turn", "jit", "launch", "next_power_of_2", "overlapping", "tl"]
+__all__ = [
+    "COMPILED",
+    "after_kernel",
+    "before_next",
+    "cdiv",
+    "in_turn",
+    "jit",
+    "launch",
+    "next_power_of_2",
+    "overlapping",
+    "tl",
+]
