@@ -19,11 +19,17 @@ from mega.core.inference.options import DecodingLayout, EngineOptions, Retrieval
 from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:
+    from mega.core.bench.simulated import ServingSpeed
+    from mega.core.config.sections import ModelConfig
     from mega.core.estimate.duration import Interruptions
     from mega.core.estimate.hardware import Hardware
+    from mega.core.inference.request import Limits
 
 SERVED = {"serve", "json", "gpu", "max_length"}
 """Options that have an effect with --serve."""
+
+LOAD = {"prompt_tokens", "new_tokens", "rate"}
+"""Options of the load for which a server's speed is predicted, with --serve and --gpu."""
 
 
 def run(
@@ -39,12 +45,14 @@ def run(
     """
     if estimate.serve:
         for name in changed(estimate):
-            if name not in SERVED:
+            if name not in SERVED | LOAD:
                 raise ValueError(f"{_typed(name, getattr(estimate, name))}: excludes --serve, which trains nothing")
+            if name in LOAD and estimate.gpu is None:
+                raise ValueError(f"{_typed(name, getattr(estimate, name))}: needs --gpu, whose speed is predicted")
         return _serving(options, estimate, engine, replace(retrieval, retro=options.data.retro))
     for section in (engine, retrieval, estimate):
         for name in changed(section):
-            if section is not estimate or name == "max_length":
+            if section is not estimate or name in {"max_length"} | LOAD:
                 raise ValueError(f"{_typed(name, getattr(section, name))}: needs --serve")
     return _training(options, estimate)
 
@@ -92,7 +100,8 @@ def _typed(name: str, value: object) -> str:
 
 
 def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions, retrieval: RetrievalOptions) -> int:
-    """Print the capacity that `mega serve` would report at startup, for a device or for this machine's CPU."""
+    """Print the capacity that `mega serve` would report at startup, for a device or for this machine's CPU; for a
+    device also the predicted speed."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import size_words
     from mega.core.config.check import check_ranges
@@ -113,7 +122,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions,
     elif retrieval.retro is not None:
         raise ValueError(f"--retro {retrieval.retro}: needs --retriever, a model that reads neighbours")
     if gpu is None:
-        kind, room = "cpu", Device.choose("cpu").room()
+        kind, room, device = "cpu", Device.choose("cpu").room(), None
     else:
         # Each rank has a tensor-parallel group, a group of all ranks, and links to the adjacent stages.
         device, groups = hardware(gpu), (tp > 1) + (tp * pp > 1) + 2 * (pp > 1)
@@ -123,19 +132,50 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions,
         expected, requests=engine.max_requests, cache_tokens=engine.cache_tokens, fp8_weights=fp8_weights
     )
     capacity = capacity_of(model, size, room, kind, tp=tp, pp=pp, retriever=device_bytes(retrieval, kind))
+    speed = None if device is None else _speed(options, estimate, engine, model, device, capacity.limits)
     if estimate.json:
         import dataclasses
         import json
 
-        print_whole(json.dumps({**dataclasses.asdict(capacity), "lines": capacity.lines(estimate.max_length)}) + "\n")
+        timed = {} if speed is None else {"speed": speed.fields()}
+        document = {**dataclasses.asdict(capacity), "lines": capacity.lines(estimate.max_length), **timed}
+        print_whole(json.dumps(document) + "\n")
     else:
         ranks = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
         precision = options.precision.dtype + ", weights in fp8" * fp8_weights
         print(f"{size_words(architecture(model))}, {precision} on {ranks}")
-        print("\n".join(capacity.lines(estimate.max_length)))
+        print("\n".join([*capacity.lines(estimate.max_length), *([] if speed is None else speed.lines())]))
         if model.retriever and retrieval.retro is None:
             print("not counted: the embedder and the vectors; give --retro and --embedder")
     return 0
+
+
+def _speed(
+    options: Options,
+    estimate: EstimateOptions,
+    engine: EngineOptions,
+    model: ModelConfig,
+    device: Hardware,
+    limits: Limits,
+) -> ServingSpeed | None:
+    """Predict the speed of a server; None for a model with a retriever. Errors: ValueError if a request does not
+    fit."""
+    from mega.core.bench.load import Load
+    from mega.core.bench.simulated import RATE_REQUESTS, speed
+    from mega.core.estimate.serving import ServingTimes
+
+    if model.retriever:
+        if typed := sorted(LOAD.intersection(changed(estimate))):
+            raise ValueError(f"{_typed(typed[0], getattr(estimate, typed[0]))}: excludes --retriever")
+        return None
+    # The default lengths are shortened to fit into a small model.
+    longest = min(limits.longest, limits.cache)
+    new = estimate.new_tokens or min(128, max(longest // 4, 1))
+    prompt = estimate.prompt_tokens or max(min(512, longest - new), 1)
+    served = ServingTimes(
+        model, options.precision.dtype, device, options.parallel.tp, options.parallel.pp, engine.fp8_weights
+    )
+    return speed(served, limits, Load(estimate.rate or 0.0, RATE_REQUESTS, prompt, new))
 
 
 def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:

@@ -153,7 +153,7 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     """Every line under an example; the page may leave lines out."""
     page = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
     examples = re.findall(r"^mega (memory-estimate [^\n]*)\n```\n\n```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for line, shown in examples:
         assert cli.main(line.split()) == 0
         printed = iter(capsys.readouterr().out.splitlines())

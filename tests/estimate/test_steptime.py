@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mega import cli
 from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
@@ -285,6 +287,18 @@ def test_a_device_that_is_faster_than_its_host_waits() -> None:
     for host, measured in ((1840.0, 0.353), (2090.0, 0.401)):
         assert seconds(replace(on, host=host), **small) == pytest.approx(measured, rel=0.02)
     assert seconds(on) == seconds(replace(on, host=1.0))
+
+
+def test_a_step_that_its_host_limits_is_host_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """The share of the passes in which devices wait, in the text and in the JSON."""
+    words = "memory-estimate --model gpt2-345m --bf16 --micro-batch 1 --global-batch 8 --gpu h100".split()
+    for graph, limited in (("--no-cuda-graph", True), ("--cuda-graph", False)):
+        assert cli.main([*words, graph, "--json"]) == 0
+        step = json.loads(capsys.readouterr().out)["step"]
+        assert step["host_bound"] is limited and (step["waiting"] > 0.8 if limited else step["waiting"] == 0)
+        assert cli.main([*words, graph]) == 0
+        said = f"h100: host-bound: devices wait {step['waiting']:.0%} of the passes for launches; with --cuda-graph 0."
+        assert (said in capsys.readouterr().out) is limited
 
 
 def test_a_graph_spares_the_host_all_but_the_last_of_several_microbatches() -> None:

@@ -77,7 +77,7 @@ def measure(arguments: Sequence[str]) -> int:
 
     opened = time.perf_counter() - began
     warm = engine.warm_up()
-    report("ready", opened=opened, warm=warm, seconds={str(tuple(k)): v for k, v in engine._chunks._seconds.items()})
+    report("ready", opened=opened, warm=warm, seconds={str(tuple(k)): v for k, v in engine.chunks._seconds.items()})
     per_second = 0.0
     scale = 1 if device.is_cuda else 16
     for name in given.rows:

@@ -4,5 +4,6 @@ training, rows    times and profiles a training step; the named rows (benchmark 
 calibrate         measures this machine, as input of the estimate
 preflight         checks before a run that all hosts of a fleet are equal and fast
 serving, load     measures an engine or a server under load; generates requests and records times
+simulated         predicts these times, with the engine's scheduler on a simulated clock
 options           the sections of `mega bench` and `mega preflight`
 """

@@ -133,8 +133,13 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 # -- an engine
 
 
-def run_on_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.perf_counter) -> list[Timing]:
-    """Run the requests of a load on an idle engine.
+def run_on_engine(
+    engine: Engine,
+    load: Load,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Timing]:
+    """Run the requests of a load on an idle engine. clock, sleep: of the engine's time, which may be simulated.
 
     Errors: ValueError if a request does not fit.
     """
@@ -153,7 +158,7 @@ def run_on_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.
             next_prompt += 1
         # An idle engine has no step to run before the next request arrives; sleep briefly instead of polling.
         if engine.idle:
-            time.sleep(min(max(arrivals[next_prompt] - seconds, 0.0), 0.001))
+            sleep(min(max(arrivals[next_prompt] - seconds, 0.0), 0.001))
             continue
         events = engine.step()
         seconds = clock() - begin

@@ -47,5 +47,15 @@ class EstimateOptions(VerbSection):
     megatron: bool = option(False, "also show Megatron-LM's own estimate")
     draw: Path | None = option(None, "write the memory bars to a .svg or .png file")
     draw_schedule: Path | None = option(None, "write the pipeline's timeline to a .svg or .png file; - prints it")
-    serve: bool = option(False, "print what mega serve will report for the model on --tp x --pp ranks of --gpu")
+    serve: bool = option(
+        False,
+        "print what mega serve will report for the model on --tp x --pp ranks of --gpu, and how fast it will answer",
+    )
     max_length: int | None = option(None, "with --serve: tokens of prompt and answer [the model's]", within=COUNT)
+    prompt_tokens: int | None = option(None, "with --serve --gpu: tokens in each prompt [512]", within=COUNT)
+    new_tokens: int | None = option(None, "with --serve --gpu: tokens in each answer [128]", within=COUNT)
+    rate: float | None = option(
+        None,
+        "with --serve --gpu: also predict this number of requests per second, which arrive at random",
+        within=Range("above 0, to 1e6", lambda value: 0 < value < 1e6),
+    )

@@ -35,10 +35,6 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 """The tuple (heading, attribute of `StageMemory` or `Weights`, colour) for each part of a bar, from the bottom up."""
 
 
-LATE = 0.95
-"""The host is reported as too slow if a step with --cuda-graph takes at most this fraction of the step time without
-it."""
-
 SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
 """Headings for narrow columns."""
 
@@ -246,12 +242,10 @@ def notes(run: RunConfig, world: int, memory: Memory, device: Hardware | None, m
             f"pipeline {step.pipeline:.3f} s of which {step.bubble:.1%} bubble, gradients {step.reduction:.3f} s, "
             f"update {step.update:.3f} s"
         )
-        recorded = _recorded(run, world, device)
-        if recorded is not None and recorded < LATE * step.seconds:
-            yield (
-                f"{device.name}: it is done with a block before its host has asked for the next; with --cuda-graph "
-                f"{recorded:.3f} s a step"
-            )
+        if step.host_bound:
+            faster = _recorded(run, world, device)
+            graph_note = "" if faster is None else f"; with --cuda-graph {faster:.3f} s a step"
+            yield f"{device.name}: host-bound: devices wait {step.waiting:.0%} of the passes for launches{graph_note}"
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
     if megatron and not run.model.experts:  # Megatron-LM's formula is valid only for dense models

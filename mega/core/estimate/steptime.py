@@ -32,6 +32,9 @@ performs Adam's update."""
 MOMENTUM = 4.5
 """Additional number of values per parameter that SGD reads and writes if it has momentum."""
 
+HOST_BOUND = 0.05
+"""Fraction of the passes from which a step is reported as host-bound."""
+
 HIDES, LAST = 0.8, 0.1
 """HIDES: fraction of a pass that can overlap with an exchange between data ranks. LAST: fraction of the exchange that
 cannot overlap, namely the last gradient reduction or the first parameter gather."""
@@ -48,6 +51,8 @@ class StepTime:
     update: float  # Time of the optimizer update and the exposed weight gather
     tflops: float  # Model TFLOP/s per device
     mfu: float  # Model FLOPs utilization: `tflops` divided by the peak of a device
+    waiting: float  # Fraction of the passes in which devices wait for the host to launch operations
+    host_bound: bool  # Whether the host limits the step: `waiting` is at least HOST_BOUND
 
 
 def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True) -> StepTime:
@@ -61,6 +66,8 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
     stages = stage_chunks(run)
     chunks, hop_seconds = times.pipeline(), times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop_seconds) if play else _bound(run, chunks, count)
+    device_only = Times(run, device, recorded=True, rough=not play)
+    waited = busy - count * sum(chunk.all for chunk in device_only.pipeline())
     # The stages reduce and update in parallel, but the gradient norm and the next step wait for the slowest stage.
     stage_weights_of = {stage: stage_weights(run, dp, stage) for stage in set(stages)}
     reductions = [times.reduction(dp, stage_weights_of[stage]) for stage in stages]
@@ -74,6 +81,7 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
         if eager_microbatches(dp * parallel.cp, count):
             eager_chunk = Times(run, device, recorded=False, rough=not play).chunk(stages[0][0])
             pipeline += eager_chunk.all - chunks[0].all
+            waited += eager_chunk.all - chunks[0].all
         else:
             reduction = max(reductions)
     forwards = [sum(chunk.forward for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp)]
@@ -83,6 +91,7 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
     seconds = pipeline + reduction + update
     flops = model_flops_per_token(run) * sum(text_lengths(run)) * run.batch.global_batch
     rate = flops / seconds / world / 1e12
+    waiting = waited / max(busy, pipeline)
     return StepTime(
         seconds=seconds,
         pipeline=pipeline,
@@ -91,6 +100,8 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
         update=update,
         tflops=rate,
         mfu=rate / device.peak[run.precision.dtype],
+        waiting=waiting,
+        host_bound=waiting >= HOST_BOUND,
     )
 
 

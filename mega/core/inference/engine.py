@@ -53,12 +53,12 @@ class BatchingEngine:
         self._drafter = drafter
         self._launched: deque[Launched] = deque()
         self._last: Launched | None = None
-        self._chunks = Chunks(chunk, recorded=() if worker.graphs is None else worker.graphs.many)
+        self.chunks = Chunks(chunk, recorded=() if worker.graphs is None else worker.graphs.many)
         names = () if worker.adapters is None else worker.adapters.names
         self._scheduler = Scheduler(
             blocks,
             limits,
-            self._chunks,
+            self.chunks,
             in_order=worker.tile is not None,
             adapters=names,
             groups=groups,
@@ -129,8 +129,8 @@ class BatchingEngine:
         size = self._scheduler.blocks.size
         if graphs is None:
             for step in (
-                scratch_step([1] * rows + [min(self._chunks(rows), longest)], size, vocab),
-                scratch_step([min(self._chunks(0), longest - 1)], size, vocab, before=1),
+                scratch_step([1] * rows + [min(self.chunks(rows), longest)], size, vocab),
+                scratch_step([min(self.chunks(0), longest - 1)], size, vocab, before=1),
                 *(scratch_step([1] * each, size, vocab) for each in sorted(rows_of_graphs(rows), reverse=True)),
             ):
                 self._given(step).choices()
@@ -141,7 +141,7 @@ class BatchingEngine:
                 # The first run of a shape has captured the graph; the second run is timed.
                 start = time.monotonic()
                 self._given(step).choices()
-                self._chunks.note_duration(shape, time.monotonic() - start)
+                self.chunks.note_duration(shape, time.monotonic() - start)
         gc.collect()
         gc.freeze()
         return time.monotonic() - warm_up_start
