@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _NAMED = 8
-"""Number of ranks that a message names; the remaining ranks are only counted."""
+"""Number of ranks or hosts that a message names; the rest is only counted."""
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message.
+def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str] | None = None) -> str:
+    """Format ranks for a message, with their hosts if `hosts` contains any.
 
     >>> name_ranks([3]), name_ranks(range(1, 11))
     ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more')
+    >>> name_ranks([2, 5], {2: "b", 5: "c"}), name_ranks([2, 3], {2: "b", 3: "b"})
+    ('ranks 2, 5 on hosts b, c', 'ranks 2, 3 on host b')
     """
-    rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{rest}"
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts)) if hosts else []
+    return f"rank{_listed(list(map(str, ranks)))}{f' on host{_listed(names)}' if names else ''}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Format the end of a noun and the names that follow it."""
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{'s' if len(names) > 1 else ''} {', '.join(names[:_NAMED])}{rest}"
 
 
 def count_words(count: float) -> str:

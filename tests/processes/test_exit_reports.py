@@ -316,7 +316,8 @@ def test_a_rank_that_answers_but_keeps_others_waiting_in_a_step_is_named(
 
 def test_a_rank_that_never_comes_is_named(outcomes: dict[str, tuple[int, list[str]]]) -> None:
     code, (line, own) = outcomes["_never_came"]  # a world of four is taken for one of several hosts
-    assert code == 1 and line.startswith("mega: ranks 0, 1, 2: waited 3 seconds (--timeout-minutes) at 127.0.0.1:")
+    who = f"mega: ranks 0, 1, 2 on host {socket.gethostname()}"
+    assert code == 1 and line.startswith(f"{who}: waited 3 seconds (--timeout-minutes) at 127.0.0.1:")
     assert " for rank 3 of 4, which did not come; " in line
     assert re.fullmatch(r"mega: rank \d, on host .+, was at: starting", own)
 
@@ -414,7 +415,7 @@ def test_every_host_has_the_reason_in_its_log(
     for thread in ranks:
         thread.join()
     lines = capsys.readouterr().err.splitlines()
-    assert lines.count("mega: rank 1: disk full") == 2 and len(lines) == 4
+    assert lines.count("mega: rank 1 on host hosta: disk full") == 2 and len(lines) == 4
     places = sorted(re.sub(r"rank \d", "rank", line) for line in lines if "was at" in line)
     assert places == [f"mega: rank, on host host{host}, was at: saving, step 8" for host in "ab"]
 

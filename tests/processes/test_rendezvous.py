@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mega.core.processes import connect, exit_reports, launch, rendezvous, roll_call
 from mega.core.processes.exit_reports import ExitReport, report_of
+from mega.core.processes.launch import rank_environment
 from mega.core.processes.rendezvous import meet
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World
 
@@ -65,6 +66,72 @@ def test_missing_ranks_are_named_by_all_that_wait(port: int) -> None:
     first, second = _come((0, 4), (2, 4))
     assert first == second
     assert first.startswith(f"waited 1.2 seconds (--timeout-minutes) at 127.0.0.1:{port} for ranks 1, 3 of 4, none of")
+
+
+def _fail(rank: int, size: int, text: str) -> None:
+    """The end of a rank that fails before it meets the others."""
+    world = World(rank, size, rank, size, "torchrun")
+    exit_reports._report_together(ExitReport(2, text), world, threading.Event(), threading.Event())
+
+
+@pytest.mark.parametrize("file", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_it_comes_ends_those_that_wait(
+    failing: int, file: bool, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Long before the time is over, and with its host and its reason; also where that rank hosts the store."""
+    monkeypatch.setattr(exit_reports, "GRACE", 0.5)
+    if file:
+        monkeypatch.setenv(MEETING_FILE, str(tmp_path / "meeting"))
+    began, others = time.monotonic(), [(rank, 3) for rank in range(3) if rank != failing]
+    with ThreadPoolExecutor(1) as thread:
+        failed = thread.submit(_fail, failing, 3, "Traceback\n  of this\n--data-path bad: damaged\n")
+        said = _come(*others, minutes=1)
+        if failing == 0 and not file:
+            for rank, _ in others:
+                _fail(rank, 3, "lost")  # as ranks do; the host of the store waits for them
+        failed.result()
+    line = f"rank {failing} on host {socket.gethostname()} failed before all ranks had joined: --data-path bad: damaged"
+    assert said == [line, line] and time.monotonic() < began + 30
+
+
+def test_ranks_that_torchrun_will_restart_do_not_hear_of_failures(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store is kept, and each of its agents has a count of its own: the failure may be that of another attempt."""
+    agent = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    rendezvous.publish_failure(rendezvous.attempt_store(agent), 1, "disk full")
+    assert _come((0, 2), (1, 2), minutes=1) == ["met", "met"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert _come((0, 2), (1, 2), minutes=1) == ["met", "met"]
+    rendezvous.publish_failure(rendezvous.attempt_store(agent), 1, "disk full")
+    assert _come((0, 2))[0].endswith("failed before all ranks had joined: disk full")
+
+
+def test_ranks_answer_before_their_process_group_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that fails to build it ends the others, which wait for it there."""
+    store = dist.HashStore()
+    for name, value in rank_environment(1, 2, str(tmp_path), "meeting").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(connect, "meet", lambda world, minutes: store)
+    monkeypatch.setattr(exit_reports, "_store", lambda world: store)
+    monkeypatch.setattr(exit_reports, "GRACE", 0.1)
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("Unable to find address for: eth7")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    try:
+        with pytest.raises(ValueError, match="eth7") as failed:
+            connect.connect("cpu")
+        assert exit_reports.report_exit(report_of(failed.value)) == 2
+    finally:
+        connect.disconnect()
+    other = roll_call.RollCall(dist.PrefixStore("roll-call", store), 0, 2, 1.0)
+    assert other.questions.absent([0]) == ([], f"rank 1 has ended: {failed.value}")
+    assert capsys.readouterr().err == f"mega: rank 1: {failed.value}\n"
 
 
 def test_ranks_of_worlds_of_different_sizes_do_not_wait(port: int) -> None:

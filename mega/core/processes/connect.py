@@ -57,12 +57,13 @@ def connect(
             _check_interfaces()
         flight.record()  # before any group exists
         store = meet(world, timeout_minutes)
+        # Answer before the process group exists, so that ranks that fail to build it do not keep the others waiting.
+        _answer_others(store, world, timeout_minutes, phase_timeout_minutes)
         choose_interface(store, world)
         with _naming_interface():
             dist.init_process_group(
                 device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
             )
-        _answer_others(store, world, timeout_minutes, phase_timeout_minutes)
     extra_minutes = timeout_minutes / 4 if phase_timeout_minutes is None else phase_timeout_minutes
     return world, device, Groups(device.backend, timeout + timedelta(minutes=extra_minutes))
 

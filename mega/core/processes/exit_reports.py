@@ -1,7 +1,7 @@
 """Report why ranks failed, so that each reason is printed only once, with any launcher.
 
     1 every failed rank publishes its report         in the store of the rendezvous, even if the rendezvous is not
-                                                     complete
+                                                     complete; ranks that wait there then end
     2 the first such rank waits for the others       until all have reported, GRACE seconds are over, or a SIGTERM shows
                                                      that the launcher has already detected the failure
     3 it prints                                      each reason once, with the numbers of the ranks unless all ranks
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mega.core.activity import ACTIVITY
-from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World, restart_count, world_from_env
+from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World, world_from_env
 from mega.core.terminal import discard_output
 from mega.core.words import name_ranks
 
@@ -185,14 +185,16 @@ def exit_notes(prefix: str) -> dict[int, ExitReport]:
     return reports
 
 
-def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
-    """Format the reports of some ranks of `world` for the user.
+def format_exits(by_rank: Mapping[int, ExitReport], world: int, hosts: Mapping[int, str] | None = None) -> str:
+    """Format the reports of some ranks of `world` for the user. hosts: rank -> its host, if there are several hosts.
 
     >>> print(format_exits({0: ExitReport(2, "no such file"), 1: ExitReport(2, "no such file")}, 2), end="")
     mega: no such file
     >>> full, lost = ExitReport(1, "disk full"), ExitReport(1, "lost", "consequence")
     >>> print(format_exits({3: full, 2: lost, 1: full}, 4), end="")
     mega: ranks 1, 3: disk full
+    >>> print(format_exits({3: full, 2: lost}, 4, {2: "a", 3: "b"}), end="")
+    mega: rank 3 on host b: disk full
     """
     causes = {rank: each for rank, each in by_rank.items() if each.kind != "consequence"} or dict(
         [min(by_rank.items())]
@@ -202,7 +204,7 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
         ranks.setdefault(each, []).append(rank)
     lines = []
     for each, same in ranks.items():
-        name = "" if len(same) == world or each.kind == "verdict" else name_ranks(same) + ": "
+        name = "" if len(same) == world or each.kind == "verdict" else name_ranks(same, hosts) + ": "
         if each.kind == "trace":
             lines += [f"mega: {name}", *each.text.splitlines()] if name else each.text.splitlines()
         else:
@@ -240,9 +242,14 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
     Errors: any error of the store."""
     import torch.distributed as dist
 
-    store = dist.PrefixStore("exit-reports", _store(world))
+    from mega.core.processes.rendezvous import publish_failure
+
+    shared = _store(world)
+    store = dist.PrefixStore("exit-reports", shared)
     # 1 publish
-    store.set(str(world.rank), json.dumps(asdict(report)))
+    store.set(str(world.rank), json.dumps({"host": socket.gethostname(), "report": asdict(report)}))
+    if not dist.is_initialized():
+        publish_failure(shared, world.rank, report.text)
     answered.set()
     for group in _EXPLANATIONS if report.kind in ("line", "trace", "diverged") else ():
         group.close(report.text)
@@ -250,10 +257,12 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
         # 2 the first rank waits
         _wait(lambda: stopped.is_set() or store.add("count", 0) >= world.size, GRACE)
         present = [rank for rank in range(world.size) if store.check([str(rank)])]
-        reports = {rank: ExitReport(**json.loads(store.get(str(rank)))) for rank in present}
+        published = {rank: json.loads(store.get(str(rank))) for rank in present}
+        reports = {rank: ExitReport(**each["report"]) for rank, each in published.items()}
+        hosts = {rank: each["host"] for rank, each in published.items() if world.size > world.local_size}
         causes = [each for each in reports.values() if each.kind != "consequence"]
         # 3 it prints
-        text = format_exits(reports, world.size) if causes or not stopped.is_set() else ""
+        text = format_exits(reports, world.size, hosts) if causes or not stopped.is_set() else ""
         write_error(text + _of_host(world, text))
         store.add(f"host/{socket.gethostname()}", 1)
         verdict = {"code": causes[0].code if causes else report.code, "texts": [each.text for each in causes]}
@@ -316,16 +325,13 @@ def _store(world: World) -> Store:
     """Return the store of the process group; before the group exists, the store of the rendezvous."""
     import torch.distributed as dist
 
-    from mega.core.processes.rendezvous import open_store, reach
+    from mega.core.processes.rendezvous import attempt_store, open_store, reach
 
     if dist.is_initialized():
         if MEETING_FILE not in os.environ:
             reach(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 0.0)
         return dist.distributed_c10d._get_default_store()
-    store = open_store(world, time.monotonic() + COMING)
-    if MEETING_FILE in os.environ:
-        return store
-    return dist.PrefixStore(str(restart_count()), store)
+    return attempt_store(open_store(world, time.monotonic() + COMING))
 
 
 def _hosting(world: World) -> bool:

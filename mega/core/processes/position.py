@@ -105,7 +105,7 @@ def silence(silent: list[int], minutes: float, hosts: Mapping[int, str] | None =
     have, reason = "have", "they are stopped, or their hosts cannot be reached"
     if len(silent) == 1:
         have, reason = "has", "it is stopped, or its host cannot be reached"
-    return f"{named(silent, hosts or {})} {have} not answered for {duration(minutes)} (--timeout-minutes): {reason}"
+    return f"{name_ranks(silent, hosts)} {have} not answered for {duration(minutes)} (--timeout-minutes): {reason}"
 
 
 def store_silence(minutes: float) -> str:
@@ -132,28 +132,17 @@ ranks 0, 1: training, step 3, at a.py:1 (f)'
         return f"an exchange of ranks has not ended within {limit}, though all answer: {_listed(positions, hosts)}"
     clause = "which answers: " if len(busy) == 1 else "which answer: "
     if len({_words(each) for each in busy.values()}) == 1:
-        return f"the other ranks have waited {limit} for {named(sorted(busy), hosts or {})}, {clause}" + _words(
+        return f"the other ranks have waited {limit} for {name_ranks(sorted(busy), hosts)}, {clause}" + _words(
             next(iter(busy.values()))
         )
     return f"the other ranks have waited {limit} for ranks that answer: {_listed(busy, hosts)}"
-
-
-def named(ranks: list[int], hosts: Mapping[int, str]) -> str:
-    """Name ranks, with their hosts if `hosts` is not empty.
-
-    >>> named([2, 5], {}), named([2, 5], {2: "b", 5: "c"}), named([2, 3], {2: "b", 3: "b"})
-    ('ranks 2, 5', 'ranks 2, 5 on hosts b, c', 'ranks 2, 3 on host b')
-    """
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
-    on_hosts = f" on host{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
-    return name_ranks(ranks) + on_hosts
 
 
 def _listed(positions: Mapping[int, Position], hosts: Mapping[int, str] | None) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, position in sorted(positions.items()):
         ranks.setdefault(_words(position), []).append(rank)
-    return "; ".join(f"{named(same, hosts or {})}: {words}" for words, same in ranks.items())
+    return "; ".join(f"{name_ranks(same, hosts)}: {words}" for words, same in ranks.items())
 
 
 def _words(position: Position) -> str:

@@ -8,10 +8,13 @@
     4 every listed rank           acknowledges the list, which proves that the rank is alive
     5 rank 0 decides              to start or to fail; any rank whose time is over decides to fail. The first decision
                                   counts
+    6 a rank that has failed      before all ranks have joined writes its failure to the store (exit_reports.py), and
+                                  every waiting rank ends
 
 All later keys have a prefix that is unique to this rendezvous, so ranks never read keys of another rendezvous in the
 same store. No rank waits longer than --timeout-minutes; after that time, all ranks report the same message with the
-missing ranks. This module does not depend on process groups.
+missing ranks. A rank that was killed writes nothing, so only its launcher can end the others early. This module does
+not depend on process groups.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mega.core.processes.world import MEETING_FILE, World, check_address, point_to_first_host
+from mega.core.processes.world import MEETING_FILE, World, check_address, point_to_first_host, restart_count
 from mega.core.words import name_ranks
 
 HANDSHAKE = 15.0
@@ -55,21 +58,58 @@ class StoreLost(ConnectionError):
     elsewhere = True
 
 
+class RankFailed(ConnectionError):
+    """Another rank failed before all ranks had joined."""
+
+    elsewhere = True
+
+
+_FAILED = "failed"
+"""Key of the failure of the first rank that failed before it had joined: its number, its host, and the reason."""
+
+
+def publish_failure(store: dist.Store, rank: int, reason: str) -> None:
+    """Write that a rank failed before all ranks had joined, so that waiting ranks end. store: see `attempt_store`."""
+    line = (reason.rstrip().splitlines() or [""])[-1]
+    store.compare_set(_FAILED, "", json.dumps([rank, socket.gethostname(), line]))
+
+
+def _failure(store: dist.Store) -> RankFailed | None:
+    """Return the failure that a rank has written, as an error of the ranks that wait for it."""
+    if _restarts_left() or (failure := _read(store, _FAILED)) is None:
+        return None
+    rank, host, line = failure
+    return RankFailed(f"rank {rank} on host {host} failed before all ranks had joined: {line}")
+
+
+def _restarts_left() -> bool:
+    """Whether torchrun will restart all ranks after a failure. Ranks must then ignore written failures: the agents of
+    torchrun end them, and the agent of each host has its own count, so the failure may be of an earlier attempt."""
+    return restart_count() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+
+
+def attempt_store(store: dist.Store) -> dist.Store:
+    """Return the part of a launcher's store that this attempt uses. The store of a file is new for each attempt."""
+    return store if MEETING_FILE in os.environ else dist.PrefixStore(str(restart_count()), store)
+
+
 def meet(world: World, minutes: float) -> dist.Store:
     """Wait for all ranks, and return a store for the ranks of this attempt only.
 
-    Errors: ValueError if ranks disagree about the world size; TimeoutError naming the missing ranks; OSError.
+    Errors: ValueError if ranks disagree about the world size; TimeoutError naming the missing ranks; RankFailed naming
+        a rank that failed, with its host and its reason; OSError.
     """
     deadline = time.monotonic() + 60 * minutes
-    store = dist.PrefixStore("meeting", open_store(world, deadline, minutes))
+    opened = open_store(world, deadline, minutes)
+    store = dist.PrefixStore("meeting", opened)
     try:
-        return _meet(store, world, minutes, deadline)
+        return _meet(store, attempt_store(opened), world, minutes, deadline)
     except RuntimeError as error:
         reason = (str(error).splitlines() or [""])[0]
         raise StoreLost(f"rank 0 or its host ended before all ranks had come: {reason}") from None
 
 
-def _meet(store: dist.Store, world: World, minutes: float, deadline: float) -> dist.Store:
+def _meet(store: dist.Store, attempt: dist.Store, world: World, minutes: float, deadline: float) -> dist.Store:
     token, pause = uuid.uuid4().hex, _POLL[0]
     # 2 enter
     store.set(f"enter/{world.rank}", json.dumps([token, world.size]))
@@ -86,9 +126,13 @@ def _meet(store: dist.Store, world: World, minutes: float, deadline: float) -> d
             store.set(f"here/{acknowledged['name']}/{world.rank}", token)
         if _read(store, f"enter/{world.rank}")[0] != token:
             raise ValueError(f"RANK {world.rank}: another process has come as this rank; each needs its own number")
-        # 5 the decision
+        # 5 the decision. A rank may fail because of it, so read failures first
+        failure = _failure(attempt)
         if acknowledged and (word := _read(store, f"word/{acknowledged['name']}")) is not None:
             break
+        # 6 a failure
+        if failure is not None:
+            raise failure
         if time.monotonic() > deadline:
             problem = _missing(store, world, acknowledged, minutes)
             if not acknowledged:

@@ -34,10 +34,11 @@ from typing import TYPE_CHECKING, TypeVar
 from mega.core.activity import ACTIVITY
 from mega.core.processes.exit_reports import LIMIT, ExitReport, report_exit
 from mega.core.processes.flight import missing
-from mega.core.processes.position import Position, named, own_place, own_position, silence, standstill, store_silence
+from mega.core.processes.position import Position, own_place, own_position, silence, standstill, store_silence
 from mega.core.processes.questions import Questions
 from mega.core.processes.rendezvous import duration
 from mega.core.processes.world import LAUNCHER_FILE
+from mega.core.words import name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -158,7 +159,7 @@ class RollCall:
         def ask() -> str | None:
             ranks = questions.lost(str(error), PEERS)
             end = f"which {'has' if len(ranks) == 1 else 'have'} ended or cannot be reached"
-            return f"lost {named(ranks, questions.hosts())}, {end}" if ranks else None
+            return f"lost {name_ranks(ranks, questions.hosts())}, {end}" if ranks else None
 
         try:
             return self._in_time(ask, 2 * PEERS + SILENT)
@@ -166,7 +167,7 @@ class RollCall:
             return None
         except RuntimeError:
             if self._hosted and self._rank:
-                return f"lost {named([0], self._first)}, which has ended or cannot be reached"
+                return f"lost {name_ranks([0], self._first)}, which has ended or cannot be reached"
             raise
 
     # -- the thread
@@ -198,7 +199,7 @@ class RollCall:
         except Exception:
             # The store is lost. Usually all exchanges fail as well, but a device may wait in an exchange forever.
             if not self._closed.wait(60 * self.minutes):
-                reason = f"{named([0], self._first)}, or its host, has ended"
+                reason = f"{name_ranks([0], self._first)}, or its host, has ended"
                 self._end(reason if self._hosted else "the launcher's store has gone")
 
     def _answer(self) -> str:
