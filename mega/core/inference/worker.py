@@ -37,7 +37,7 @@ from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import INVARIANT, softcapped, trusted
 from mega.core.ops.rotary import spread
 from mega.core.parallel.collectives import first_problem
-from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.mesh import SINGLE, Axis, Mesh
 from mega.core.parallel.one_shot import exchange_over
 
 Watch: TypeAlias = Callable[[Step, torch.Tensor], None]
@@ -80,7 +80,7 @@ class Worker:
         layers = [unit for unit in stage.units if isinstance(unit, int)]
         windows = [model.layers[layer].attention.window for layer in layers]
         pool = (blocks, block), layers[0] if layers else 0
-        self.cache = paged_cache(stage, windows, device, *pool, tp=mesh.tp.size, invariant=bool(tile))
+        self.cache = paged_cache(stage, windows, device, *pool, tp=mesh.tp, invariant=bool(tile))
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
         self._decode = DecodeStep(stage, self._exchange.sum)
         self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row is for padding
@@ -292,20 +292,22 @@ def paged_cache(
     blocks: tuple[int, int],
     first: int,
     *,
-    tp: int = 1,
+    tp: Axis = SINGLE,
     invariant: bool = False,
 ) -> PagedCache:
     """Return an empty cache for layers of a stage. windows: for each layer, the maximum number of keys that a token
-    attends to. blocks: number of blocks, and of tokens in a block. first: index of the first layer."""
+    attends to. blocks: number of blocks, and of tokens in a block. first: index of the first layer. tp: the ranks that
+    share the heads, which must call this together."""
     size = stage.architecture.cached
-    shape = (len(windows), *blocks, 2, size.kv_heads // tp, size.head_dim)
+    shape = (len(windows), *blocks, 2, size.kv_heads // tp.size, size.head_dim)
     tables = _tables(stage.architecture, stage.dtype, device)
     pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
     capped = size.softcap is not None
     keeps = stage.ops.spread and not (invariant or any(windows) or capped) and pool.element_size() >= 4
-    attention = stage.ops.paged_attention
+    # The ranks agree on the attention, because graphs are recorded only with some implementations, and on all ranks.
+    attention, agree = stage.ops.paged_attention, partial(first_problem, axis=tp, device=device)
     for window in dict.fromkeys(windows):
-        attention = INVARIANT if invariant else trusted(attention, pool[0], repeats, window)
+        attention = INVARIANT if invariant else trusted(attention, pool[0], repeats, window, agree)
     if size.softcap is not None:
         attention = softcapped(size.softcap, invariant=invariant)
     spread_tables = {rope: spread(*table) for rope, table in tables.items()} if stage.ops.spread else tables

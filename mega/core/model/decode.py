@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -33,6 +34,7 @@ from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import factor_of, rms_norm_by
 from mega.core.ops.rotary import rotate
+from mega.core.parallel.collectives import first_problem
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import SINGLE
 from mega.core.parallel.one_shot import Sum, by_group
@@ -146,16 +148,17 @@ def decode_context(
 
 def _verified_kernels(stage: DecoderStage) -> tuple[FewRows | None, FewExperts | None]:
     """Return the kernels for few rows, and the kernels for mixture-of-experts layers with few tokens. Kernels that fail
-    a test on this device are replaced with None."""
+    a test on the device of any tensor rank are replaced with None on all tensor ranks."""
     widths = {
         module.weight.shape[1]: None
         for module in stage.layers.modules()
         if isinstance(module, ColumnLinear | RowLinear)
     }
     device, experts = next(stage.parameters()).device, None
+    agree = partial(first_problem, axis=stage.region.axis, device=device)
     if any(isinstance(module, ExpertLayer) for module in stage.layers.modules()):
-        experts = few_experts.trusted(stage.ops.few_experts, stage.dtype, device, stage.architecture.hidden)
-    return trusted(stage.ops.few_rows, stage.dtype, device, list(widths)), experts
+        experts = few_experts.trusted(stage.ops.few_experts, stage.dtype, device, stage.architecture.hidden, agree)
+    return trusted(stage.ops.few_rows, stage.dtype, device, list(widths), agree), experts
 
 
 class DecodeParts(NamedTuple):

@@ -5,6 +5,12 @@
 `Ops.few_experts` is an implementation or None; the implementation for CUDA is in kernels/few_experts.py. The reference
 is `plain_experts`. A rank may hold some of the experts, or a shard of each expert; the result is then a partial sum.
 This module does not depend on layers, sequences or ranks.
+
+Logits and factors are fp32 here. Training, prefill and decoding without these kernels (model/router.py) round logits
+and factors to the dtype of x, unless the router has the dtype fp32. So for a router without a dtype, a token for which
+the logits of the last chosen expert and of the next one round to the same number, or to neighbours, may get the other
+of the two experts here. To round here would not remove this difference, because the kernels for one token do not round
+the norm that precedes the router either.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from mega.core.ops.activation import activate
 from mega.core.ops.few_rows import NormOf
 from mega.core.ops.norm import add_norm
 from mega.core.ops.routing import accurate, route
-from mega.core.ops.trial import error_of, passes
+from mega.core.ops.trial import Agree, alone, error_of, passes
 
 
 class ExpertWeights(NamedTuple):
@@ -76,16 +82,15 @@ def plain_experts(
     return y.to(x.dtype) if into is None else into.add_(y)
 
 
-def trusted(few: FewExperts | None, dtype: torch.dtype, device: torch.device, width: int) -> FewExperts | None:
-    """Return `few` if its results agree with `plain_experts` on this device; otherwise log a warning and return
-    None."""
+def trusted(
+    few: FewExperts | None, dtype: torch.dtype, device: torch.device, width: int, agree: Agree = alone
+) -> FewExperts | None:
+    """Return `few` if its results equal those of `plain_experts` on the devices of all ranks that agree; otherwise log
+    a warning and return None."""
     if few is None or dtype.itemsize != 2:
         return None
-    kernels = few
-    is_right = passes(
-        lambda: _trial_error(kernels, dtype, device, width), dtype, "steps of few tokens take grouped GEMMs: ours"
-    )
-    return few if is_right else None
+    kernels, instead = few, "steps of few tokens take grouped GEMMs: ours"
+    return few if passes(lambda: _trial_error(kernels, dtype, device, width), dtype, instead, agree) else None
 
 
 def _trial_error(few: FewExperts, dtype: torch.dtype, device: torch.device, width: int) -> float:

@@ -26,7 +26,7 @@ from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import USUAL, NormForm, add_norm
 from mega.core.ops.rotary import rotate
-from mega.core.ops.trial import error_of, passes
+from mega.core.ops.trial import Agree, alone, error_of, passes
 
 
 class NormOf(NamedTuple):
@@ -100,15 +100,18 @@ def plain_norm_heads(fused: torch.Tensor, q: NormOf, k: NormOf, heads: int) -> N
 PLAIN = FewRows(lambda rows, factor: True, plain_linear, plain_place, plain_norm_heads)
 
 
-def trusted(few: FewRows | None, dtype: torch.dtype, device: torch.device, widths: Sequence[int]) -> FewRows | None:
-    """Return `few` if it agrees with PLAIN for inputs of the given widths; otherwise log a warning and return None."""
+def trusted(
+    few: FewRows | None, dtype: torch.dtype, device: torch.device, widths: Sequence[int], agree: Agree = alone
+) -> FewRows | None:
+    """Return `few` if its results equal those of PLAIN for inputs of the given widths, on the devices of all ranks that
+    agree; otherwise log a warning and return None."""
     if few is None:
         return None
 
     def error() -> float:
         return max(_trial_error(few, width, dtype, device, narrow) for width in widths for narrow in (False, True))
 
-    return few if passes(error, dtype, "steps of few tokens take the plain kernels: ours") else None
+    return few if passes(error, dtype, "steps of few tokens take the plain kernels: ours", agree) else None
 
 
 def _trial_error(few: FewRows, width: int, dtype: torch.dtype, device: torch.device, narrow: bool) -> float:

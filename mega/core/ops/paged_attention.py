@@ -35,7 +35,7 @@ from mega.core.device import sent
 from mega.core.ops.few_rows import plain_place
 from mega.core.ops.heads import Rotary
 from mega.core.ops.norm import accurate
-from mega.core.ops.trial import error_of, passes
+from mega.core.ops.trial import Agree, alone, error_of, passes
 
 SPLIT = 256
 """Number of keys in one split of INVARIANT; a multiple of every block size."""
@@ -290,9 +290,11 @@ def softcapped(softcap: float, *, invariant: bool) -> PagedAttention:
     return PagedAttention(padded_pages, partial(padded_attention, softcap=softcap))
 
 
-def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window: int | None) -> PagedAttention:
-    """Return `attention` if its results agree with PLAIN on a small pool with the shape and dtype of `pool`; otherwise
-    log a warning and return PLAIN."""
+def trusted(
+    attention: PagedAttention, pool: torch.Tensor, repeats: int, window: int | None, agree: Agree = alone
+) -> PagedAttention:
+    """Return `attention` if its results equal those of PLAIN on a small pool with the shape and dtype of `pool`, on the
+    devices of all ranks that agree; otherwise log a warning and return PLAIN."""
     if attention is PLAIN:
         return attention
     block, numbers = pool.shape[1], torch.arange(4 * pool[0].numel(), device=pool.device, dtype=torch.float32)
@@ -320,4 +322,5 @@ def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window:
     def error() -> float:
         return error_of(done(attention), done(PLAIN))
 
-    return attention if passes(error, pool.dtype, "attention to the cache takes torch's kernels: ours") else PLAIN
+    instead = "attention to the cache takes torch's kernels: ours"
+    return attention if passes(error, pool.dtype, instead, agree) else PLAIN

@@ -1,6 +1,8 @@
 """Tests kernels before they are used, by comparing a kernel with its reference in a small case on the device.
 
-A kernel that was compiled incorrectly for the device would otherwise corrupt the results of the model.
+A kernel that was compiled incorrectly for the device would otherwise corrupt the results of the model. Ranks that
+compute a layer together must decide alike: with other kernels they may exchange other tensors, and then wait forever,
+or choose other experts for a token. This module knows no ranks; it is given a function by which they agree.
 """
 
 from __future__ import annotations
@@ -16,14 +18,23 @@ ROUNDINGS = 8
 
 log = logging.getLogger(__name__)
 
+Agree = Callable[[str | None], str | None]
+"""Function of this rank's problem, or None, that returns the problem of the first rank that has one, on all ranks. All
+ranks must call it together."""
 
-def passes(error: Callable[[], float], dtype: torch.dtype, instead: str) -> bool:
-    """Return whether a kernel passes its trial. If not, log a warning that begins with `instead` and states the
-    reason."""
+
+def alone(problem: str | None) -> str | None:
+    """Implement `Agree` for a rank that decides alone."""
+    return problem
+
+
+def passes(error: Callable[[], float], dtype: torch.dtype, instead: str, agree: Agree = alone) -> bool:
+    """Return whether a kernel passes its trial on all ranks that agree. If it fails on this rank, log a warning that
+    begins with `instead` and states the reason."""
     problem = problem_of(error, dtype)
     if problem is not None:
         log.warning("%s fail on this device (%s)", instead, problem)
-    return problem is None
+    return agree(problem) is None
 
 
 def problem_of(error: Callable[[], float], dtype: torch.dtype) -> str | None:
