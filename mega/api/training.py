@@ -122,13 +122,28 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
         note(line)
     options = updated(options, stored_options)
     if options.tokenizer == TokenizerConfig() and _carries_none(source):
-        return _with_tokenizer_of_data(options, note)
+        return _with_tokenizer_of_data(options, note, _resumed_vocab(options, path, source))
     return options
 
 
-def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
+def _resumed_vocab(options: Options, place: str, source: StoredWeights) -> int | None:
+    """Return the size of the vocabulary of the run that resumes from the weights at `place`; None if another run made
+    these weights."""
+    from mega.core.checkpoint.own.model import model_of
+
+    checkpoint = options.checkpoint
+    if place != (checkpoint.save if checkpoint.resume == "auto" else checkpoint.resume):
+        return None
+    return min(filter(None, (options.model.vocab, model_of(source.meta, place).vocab)))
+
+
+def _with_tokenizer_of_data(options: Options, note: Note, resumed_vocab: int | None = None) -> Options:
     """Add options for the tokenizer recorded with the token files, if flags set none. If the size of the vocabulary is
-    known without the tokenizer, a tokenizer that cannot be opened is reported and omitted. Errors: ValueError."""
+    known without the tokenizer, a tokenizer that cannot be opened is reported and omitted.
+
+    resumed_vocab: size of the vocabulary of a run that resumes and has no tokenizer. The run keeps having none if it
+    was begun with a smaller vocabulary, which earlier versions accepted. Errors: ValueError.
+    """
     data, typed_options = options.data, dataclasses.asdict(options.tokenizer)
     words = data.data_path or data.train_data
     if not words or typed_options != _UNSET:
@@ -136,6 +151,7 @@ def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
     from mega.core.config.corpora import expand, is_number
     from mega.core.data.indexed import exists, noted_tokenizer
     from mega.core.text.build import build, missing_file
+    from mega.core.text.tokenizer import least_vocab
 
     # All files of a blend must have the same tokenizer, which is checked later, so the first file is enough here.
     prefix = next((word for word in expand(words, data.corpora) if not is_number(word) and exists(word)), None)
@@ -149,9 +165,13 @@ def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
     with_tokenizer = updated(options, noted)
     if options.model.vocab is not None or options.checkpoint.use_checkpoint_config:
         try:
-            build(**dataclasses.asdict(implied_tokenizer(with_tokenizer.tokenizer, options.model.family)))
+            tokenizer = build(**dataclasses.asdict(implied_tokenizer(with_tokenizer.tokenizer, options.model.family)))
         except ValueError as error:
             note(f"{prefix}: its tokenizer cannot be opened, so checkpoints carry none: {error}")
+            return options
+        if resumed_vocab is not None and resumed_vocab < least_vocab(tokenizer, options.model.family):
+            sizes = f"has {tokenizer.vocab_size} tokens, and the run that resumes a vocabulary of {resumed_vocab}"
+            note(f"{prefix}: its tokenizer {sizes}, so checkpoints carry none")
             return options
     note(f"{prefix}: its tokenizer is taken, {kind}")
     return with_tokenizer

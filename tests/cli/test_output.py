@@ -99,6 +99,24 @@ def test_the_tokenizer_of_token_files_must_fit_and_may_be_broken(
     assert f"mega: {tokens}: its tokenizer cannot be opened, so checkpoints carry none: " in capsys.readouterr().err
 
 
+def test_a_run_begun_with_a_smaller_vocabulary_resumes(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As earlier versions began it: without the tokenizer of its token files."""
+    Path("b.txt").write_text("zyx zyx zyx\n" * 60)
+    made = "preprocess --input b.txt --text-lines --output-prefix b --tokenizer GPT2BPETokenizer".split()
+    assert cli.main([*made, "--vocab-file", "tokenizer/vocab.json", "--merge-file", "tokenizer/merges.txt"]) == 0
+    run = [*RUN, "--data-path", "b_text_document", "--save", "run", "--vocab", "256", "--resume", "auto"]
+    note = Path("b_text_document.json")
+    note.rename("away")
+    assert cli.main(run) == 0
+    Path("away").rename(note)
+    capsys.readouterr()
+    assert cli.main([*run, "--steps", "3", "--override-schedule"]) == 0
+    words = "its tokenizer has 260 tokens, and the run that resumes a vocabulary of 256, so checkpoints carry none"
+    said = capsys.readouterr()
+    assert f"mega: b_text_document: {words}\n" in said.err and "step 3/3" in said.out
+    assert cli.main([*run, "--vocab", "255", "--steps", "4"]) == 2
+
+
 def test_what_made_token_files_may_be_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for suffix, text in (("idx", ""), ("bin", ""), ("json", '{"tokenizer_options": {"vocab_file": "/no/where"}}')):
         (tmp_path / f"a.{suffix}").write_text(text)
