@@ -110,6 +110,24 @@ def test_a_schedule_of_another_style_is_reported_in_one_line(tmp_path: Path, run
     assert "--lr-decay linear: the checkpoint" in printed and "None" not in printed
 
 
+def test_steps_after_the_end_of_the_decay_are_reported(tmp_path: Path, run_cli: RunCli) -> None:
+    """Before the first of them; where none would change the weights, nothing is trained."""
+    to_zero, above = (["--save", str(tmp_path / name), "--lr-decay", "linear"] for name in ("to-zero", "above"))
+    code, printed = run_cli(*to_zero, "--steps", "4", "--lr-decay-steps", "2", "--exit-interval", "3")
+    assert code == 0 and printed.index(
+        "--lr-decay-steps 2: the learning rate has decayed by sample 2, so steps 3 to 4 train at 0 (--min-lr)\n"
+    ) < printed.index("step 1/4")
+    for more in (["--steps", "9", "--use-checkpoint-schedule"], ["--steps", "4", "--lr-decay-steps", "2"]):
+        code, printed = run_cli(*to_zero, *more, "--resume", "auto")
+        line = "the learning rate has decayed to 0 by sample 2, and the run is at sample 3, so no step would change"
+        assert code == 2 and f"mega: {more[-1] if len(more) == 3 else '--lr-decay-steps 2'}: {line}" in printed
+    assert run_cli(*above, "--steps", "2", "--min-lr", "1e-5")[0] == 0
+    code, printed = run_cli(*above, "--steps", "3", "--resume", "auto", "--use-checkpoint-schedule")
+    line = "--use-checkpoint-schedule: the learning rate has decayed by sample 2, so step 3 trains at 1e-05 (--min-lr)"
+    assert code == 0 and printed.count(line) == 1
+    assert run_cli(*above, "--steps", "3", "--resume", "auto", "--use-checkpoint-schedule")[1].count(line) == 0
+
+
 def test_samples_for_less_than_a_step_are_refused(run_cli: RunCli) -> None:
     assert run_cli("--samples", "3", "--global-batch", "4") == (
         2,

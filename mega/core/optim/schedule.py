@@ -14,6 +14,9 @@ _REMAINING: dict[str, Callable[[float], float]] = {
 }
 """Curve -> function of a decay's progress (0 to 1) that returns the remaining fraction of the rate's total change."""
 
+_ENDLESS = "constant", "range-test", "range-exponential"
+"""Styles that do not decay to a final rate."""
+
 
 @dataclass(frozen=True)
 class LearningRate:
@@ -50,6 +53,15 @@ class LearningRate:
     """Number of samples over which "wsd" decays."""
     anneal_style: str = "exponential"
     """The curve of the decay of "wsd"."""
+
+    def has_ended(self, samples: int) -> bool:
+        """Whether the decay has ended, so that the rate is `least` from now on.
+
+        >>> rate = LearningRate(peak=1.5e-4, least=1e-5, warmup=100, decay=1000, style="linear")
+        >>> rate.has_ended(999), rate.has_ended(1000)
+        (False, True)
+        """
+        return self.style not in _ENDLESS and samples >= self.decay and self(samples) == self.least
 
     def __call__(self, samples: int) -> float:
         if self.warmup > 0 and samples <= self.warmup:

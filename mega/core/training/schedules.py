@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
 
 from mega.core.checkpoint.own.pieces import CheckpointError
-from mega.core.config.resolve import lengths
-from mega.core.config.run import RunConfig, entries
+from mega.core.config.resolve import global_batch_at, lengths
+from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.optim.schedule import LearningRate, WeightDecay
+from mega.core.training.state import Progress
 from mega.core.untrusted import Json, below
 
 Part = TypeVar("Part", LearningRate, WeightDecay)
@@ -121,6 +122,35 @@ def _effective(schedules: Schedules) -> dict[str, object]:
     if schedules.weight_decay.style == "constant":
         ignored |= {"weight_decay.start", "weight_decay.total"}
     return {name: value for name, value in values.items() if name not in ignored}
+
+
+def check_end(run: RunConfig, rate: LearningRate, progress: Progress, steps: int) -> str | None:
+    """Return a message about the remaining steps that begin after the learning rate has decayed to its final value. The
+    result is None if there are none, or if flags of this run chose a final rate above 0 for them.
+
+    steps: index of the last step. Errors: ValueError if no remaining step has a learning rate above 0.
+    """
+    stored, batch, step = run.checkpoint.use_checkpoint_schedule, run.batch, progress.step
+    begin = samples = progress.consumed - progress.skipped_samples
+    at_most = begin + (steps - 1 - step) * batch.global_batch  # consumed before the last step; less in a ramp-up
+    if step >= steps or (rate.least and not stored) or not rate.has_ended(at_most):
+        return None
+    while step < steps and not rate.has_ended(samples):
+        size = global_batch_at(batch, samples + progress.skipped_samples)
+        step, samples = step + 1, samples + size
+    unit = "steps" if batch.samples is None else "samples"
+    typed = next(name for name in (f"lr_decay_{unit}", unit) if value_of(run, name) is not None)
+    flag = "--use-checkpoint-schedule" if stored else f"{flag_of(typed)} {value_of(run, typed)}"
+    if samples == begin and not rate.least:
+        raise ValueError(
+            f"{flag}: the learning rate has decayed to 0 by sample {rate.decay:,}, and the run is at sample {begin:,}, "
+            f"so no step would change the weights; give --override-schedule and a --lr-decay-{unit} that ends later, "
+            "or a --min-lr above 0"
+        )
+    if step == steps:
+        return None
+    which = f"step {steps:,} trains" if step + 1 == steps else f"steps {step + 1:,} to {steps:,} train"
+    return f"{flag}: the learning rate has decayed by sample {rate.decay:,}, so {which} at {rate.least:g} (--min-lr)"
 
 
 def resumed_schedules(run: RunConfig, meta: Mapping[str, Json], source: str) -> Schedules:

@@ -45,7 +45,7 @@ from mega.core.training.saves.memory import PeerCopies, peer_copies
 from mega.core.training.saves.place import check_no_newer, check_shared, lock
 from mega.core.training.saves.resume import ResumePoint, check_corpora, find_resume_point, restore, sidecar_files
 from mega.core.training.saves.saver import Saver
-from mega.core.training.schedules import Schedules, resumed_schedules
+from mega.core.training.schedules import Schedules, check_end, resumed_schedules
 from mega.core.training.start.consistency import check_consistent, comparable
 from mega.core.training.start.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.start.introduce import introduce
@@ -198,7 +198,10 @@ def begin(
     if not evaluated.skip_train:
         check_no_newer(run, state.progress.step, exchange)
         _check_length(run, inputs.datasets.train, state.progress, steps)
-    task, schedules = kind.task(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
+    schedules = _schedules(run, point)
+    if not evaluated.skip_train and (line := check_end(run, schedules.lr, state.progress, steps)):
+        report(line)
+    task = kind.task(run, inputs.datasets, inputs.tokenizer, mesh)
     return StartedRun(inputs, state, task, schedules, point, saved, copies, steps)
 
 
