@@ -212,6 +212,17 @@ def test_a_step_is_validated_once(tmp_path: Path, run_cli: RunCli) -> None:
         assert any("test_loss" in row for row in rows) == (end == 6)
 
 
+def test_a_finished_run_that_starts_again_adds_no_rows(tmp_path: Path, run_cli: RunCli) -> None:
+    """What it measures again is in the file already; other results of the same step take the place of those."""
+    run = ["--save", str(tmp_path), "--steps", "2", "--resume", "auto", "--eval-iters"]
+    assert run_cli(*run, "2")[0] == 0
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert "valid at step 2" in run_cli(*run, "2")[1] and (tmp_path / "metrics.jsonl").read_text() == before
+    assert run_cli(*run, "1")[0] == 0
+    after = (tmp_path / "metrics.jsonl").read_text()
+    assert after != before and len(after.splitlines()) == len(before.splitlines())
+
+
 def test_other_validations_read_what_there_is(tmp_path: Path, run_cli: RunCli) -> None:
     """The run before validated more often than this one has samples laid out for."""
     save = ["--save", str(tmp_path), "--resume", "auto", "--steps", "10", "--eval-iters", "2"]

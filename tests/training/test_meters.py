@@ -13,7 +13,8 @@ import pytest
 
 from mega.cli import main
 from mega.core.config.sections import LogConfig
-from mega.core.training.metrics.meters import Meters, _open_rows
+from mega.core.training.metrics.file import open_rows
+from mega.core.training.metrics.meters import Meters
 
 
 def write(path: Path, start: int, *steps: int, norm: float = 1.0) -> None:
@@ -153,7 +154,7 @@ def test_metrics_by_a_link_to_another_disk(tmp_path: Path) -> None:
     link, there = tmp_path / "metrics.jsonl", tmp_path / "scratch" / "m.jsonl"
     link.symlink_to(there)
     for start in (0, 1):
-        with _open_rows(link, start, bool(start)) as rows:
+        with open_rows(link, start, bool(start)) as rows:
             rows.write(json.dumps({"step": start + 1}) + "\n")
         with there.open("ab") as torn:
             torn.write(b"\xff\xfe\n")

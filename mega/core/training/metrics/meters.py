@@ -1,10 +1,9 @@
 """Report the progress of a run: one row of numbers per step, log lines, and a progress bar on a terminal. This module
 does not depend on ranks.
 
-Rows are always written to a JSON-lines file; flags also send them to TensorBoard, Weights & Biases and MLflow. A run
-that resumes from a step removes the rows of later steps, so the file has each step once. Events between steps are
-written to a second file, from which nothing is removed. A run that does not resume renames the files of an earlier run,
-except after a restart by the same launcher before the first save.
+Rows are always written to a JSON-lines file (file.py); flags also send them to TensorBoard, Weights & Biases and
+MLflow. Events between steps are written to a second file, from which nothing is removed. A run that does not resume
+renames the files of an earlier run, except after a restart by the same launcher before the first save.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from mega.core.activity import ACTIVITY
 from mega.core.config.sections import LogConfig
-from mega.core.files import whole_file
 from mega.core.processes.world import restart_count
 from mega.core.terminal import stderr_console
+from mega.core.training.metrics.file import MetricsFile
 from mega.core.training.metrics.output import print_line, warn
 from mega.core.training.metrics.trackers import Trackers, held_out_values, training_values
 
@@ -93,8 +92,7 @@ class Meters:
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
         resumes = bool(start) or _started_again(Path(options.metrics))
         lost_rows = _before(Path(options.metrics), start) if resumes else {}
-        self._fail, self._lines = fail, lines
-        self._rows: TextIO | None = _open_rows(Path(options.metrics), start, resumes)
+        self._lines, self._rows = lines, MetricsFile(options.metrics, start, resumes, fail)
         self._events = _open_events(Path(options.metrics), resumes)
         self._board = _board(options.tensorboard_dir, start, resumes)
         # No bar if stdout or stderr is a file or a pipe, because control characters would mix with the lines.
@@ -123,7 +121,7 @@ class Meters:
         self._steps += 1
         self._tokens += tokens
         self._seconds += row["seconds"]
-        self._write({"step": step, **row})
+        self._rows.write({"step": step, **row})
         if self._exporter is not None:
             self._exporter.step(step, row, self._figures(tokens, row["seconds"], memory))
             if self.slowest is not None:
@@ -153,7 +151,7 @@ class Meters:
         seconds."""
         rate, tflops = self._speed(self._tokens, self._seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory}
-        self._write({"step": step, **speed})
+        self._rows.write({"step": step, **speed})
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
 
     def _speed(self, tokens: int, seconds: float) -> tuple[float, float]:
@@ -194,9 +192,11 @@ class Meters:
         # The perplexity of the language-modelling term alone; a loss of labels has no perplexity.
         perplexity = {} if "class" in measured else {"perplexity": _perplexity(measured.get("lm", loss))}
         values = {"loss": loss, **perplexity, **metrics}
-        self._write({"step": step, **{f"{split}_{name}": value for name, value in values.items()}})
-        self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
-        self._trackers.log(step, held_out_values(split, measured))
+        row = {"step": step, **{f"{split}_{name}": value for name, value in values.items()}}
+        # A finished run that is started again evaluates its last step again.
+        if self._rows.replace(row) if step == self._start == self._last else self._rows.write(row):
+            self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
+            self._trackers.log(step, held_out_values(split, measured))
         if self._exporter is not None:
             self._exporter.evaluation(split, measured)
         text = "".join(f" | {name} {value:{'.3f' if value < LARGE else '.4g'}}" for name, value in perplexity.items())
@@ -214,7 +214,7 @@ class Meters:
 
     def text(self, step: int, name: str, text: str) -> None:
         """Write a text that the model has generated."""
-        self._write({"step": step, name: text})
+        self._rows.write({"step": step, name: text})
 
     def report(self, line: str) -> None:
         """Print a line on stdout, above the bar if there is one."""
@@ -225,7 +225,7 @@ class Meters:
 
     def close(self) -> None:
         self.event(self._last, "end")
-        self._close_rows()
+        self._rows.close()
         self._trackers.close()
         if self._exporter is not None:
             self._exporter.close()
@@ -234,25 +234,6 @@ class Meters:
         if self._board is not None:
             board, self._board = self._board, None
             self._plotting(board.close)
-
-    def _write(self, row: Mapping[str, float | str]) -> None:
-        if self._rows is None:
-            return
-        try:
-            self._rows.write(json.dumps({name: _plain(value) for name, value in row.items()}) + "\n")
-            self._rows.flush()
-        except OSError as error:
-            failure = OSError(f"--metrics {self.options.metrics}: {error.strerror or error}")
-            self._close_rows()
-            if self._fail is None:
-                raise failure from None
-            self._fail(failure)
-
-    def _close_rows(self) -> None:
-        rows, self._rows = self._rows, None
-        if rows is not None:
-            with contextlib.suppress(OSError):  # every row was flushed, or an error was reported
-                rows.close()
 
     def _plot(self, values: Mapping[str, float], step: int) -> None:
         """Write scalars to TensorBoard, if TensorBoard is on."""
@@ -307,11 +288,6 @@ def _extras(row: Mapping[str, float]) -> list[tuple[float, str]]:
 def _perplexity(loss: float) -> float:
     """Return exp(loss), or infinity if it overflows."""
     return math.exp(loss) if not loss > MOST_LOSS else math.inf
-
-
-def _plain(value: float | str) -> float | str | None:
-    """Return a value that JSON can represent: None for NaN or infinity, such as the gradient norm of a skipped step."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _clock(seconds: int) -> str:
@@ -369,28 +345,6 @@ def _open_events(metrics: Path, resumes: bool) -> Path | None:
     if not resumes and events.is_file():
         os.replace(events, events.with_suffix(events.suffix + ".previous"))
     return events
-
-
-def _open_rows(path: Path, start: int, resumes: bool) -> TextIO:
-    """Open the metrics file, and remove the rows after step `start` and a partial last row that a killed process left.
-
-    The file of an earlier run is renamed to `.previous`. If `path` is a symbolic link, its target is rewritten and the
-    link is kept.
-    """
-    if path.is_file() or not path.exists():
-        path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file() and not resumes:
-        os.replace(path, path.with_suffix(path.suffix + ".previous"))
-    elif path.is_file():
-        rows = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                if json.loads(line)["step"] <= start:
-                    rows.append(line)
-        with whole_file(path) as out:
-            out.write("".join(f"{line}\n" for line in rows).encode())
-    return path.open("a", encoding="utf-8")
 
 
 def _last_step(path: Path) -> int:
