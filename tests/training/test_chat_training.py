@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mega.api.training import from_weights, with_stored_options
 from mega.cli import main
 from mega.core.batch import DecoderBatch
+from mega.core.checkpoint.forms.open import open_weights
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import locate
 from mega.core.config.run import Options, RunConfig, updated
@@ -26,6 +28,7 @@ from mega.core.processes.pool import Pool
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
 from mega.core.text.build import build
 from mega.core.text.chat.templates import template_text
+from mega.core.training.start.untrained import untrained_tokens
 from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state
 from tests.data.test_chat import with_im
@@ -127,6 +130,65 @@ def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture
                 break
         ended += prompt[-1] == end
     assert ended >= 0.95 * len(talks[::4]), f"{ended} of {len(talks[::4])}"
+
+
+def base_of(place: Path, rows: dict[str, torch.Tensor], head: dict[str, torch.Tensor] | None = None) -> str:
+    """A model of Hugging Face's form with the tokenizer of `with_im`, and given rows in its embedding and its head."""
+    tokenizer = with_im(place)
+    golden = Path(__file__).resolve().parents[1] / "golden" / "hf"
+    tensors, config = load_file(golden / "model.safetensors"), json.loads((golden / "config.json").read_text())
+    for name, changes in (("model.embed_tokens.weight", rows), ("lm_head.weight", head or {})):
+        table = torch.randn(tokenizer.vocab_size, 16, generator=torch.Generator().manual_seed(len(name)))
+        for token, row in changes.items():
+            table[tokenizer.control(token)] = row
+        tensors[name] = table.to(tensors[name].dtype)
+    save_file(tensors, place / "model.safetensors")
+    more = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 64}
+    (place / "config.json").write_text(json.dumps({**config, **more}))
+    return str(place)
+
+
+START, END = "<|im_start|>", "<|im_end|>"
+NOISE = torch.randn(16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "head", "words"),
+    [
+        ({}, {}, None),
+        ({START: NOISE, END: 0.1 * NOISE}, {}, None),
+        ({START: torch.zeros(16)}, {}, f"{START}, whose rows in the embedding"),
+        ({START: 1e-3 * NOISE, END: 2e-3 * NOISE}, {END: torch.zeros(16)}, f"{START}, {END}, whose rows in the embed"),
+        ({}, {START: NOISE, END: NOISE}, f"{START}, {END}, whose rows in the head"),
+        ({END: torch.zeros(16)}, {START: torch.zeros(16)}, f"{END}, {START}, whose rows in the embedding and the head"),
+    ],
+)
+def test_control_tokens_that_the_base_of_adapters_has_not_seen_are_named(
+    rows: dict[str, torch.Tensor], head: dict[str, torch.Tensor], words: str | None, tmp_path: Path
+) -> None:
+    base, talks = (
+        open_weights(base_of(tmp_path, rows, head)),
+        {"chat_data": ("talks.jsonl",), "chat_template": "chatml"},
+    )
+    tokenizer = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path)
+
+    def line(**values: Any) -> str | None:
+        return untrained_tokens(small_run("llama", **values), tokenizer, base)
+
+    found = line(**talks, lora_rank=2)
+    assert found is None if words is None else found is not None and f"was not trained on {words}" in found
+    assert line(**talks) is None and line(lora_rank=2) is None, "of runs that train these rows, or do not use them"
+
+
+def test_a_run_says_so_before_its_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talks, base = tmp_path / "talks.jsonl", base_of(tmp_path, {START: torch.zeros(16)})
+    talks.write_text('{"prompt": "a", "completion": "b"}\n')
+    flags = "--lora-rank 2 --seq-length 64 --micro-batch 1 --steps 1 --lr 1e-3 --eval-iters 0 --device cpu"
+    chat = ["--chat-data", str(talks), "--chat-template", "chatml", "--metrics", str(tmp_path / "m.jsonl")]
+    assert main(["finetune", "--load", base, *flags.split(), *chat]) == 0
+    said = capsys.readouterr().out
+    line = f"--chat-template chatml: {base} was not trained on {START}, whose rows in the embedding are zero or equal"
+    assert said.index(line) < said.index("step 1/1")
 
 
 def test_the_template_of_the_weights_is_asked_for_by_name(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from mega.core.ops.suite import Ops, attention_advice, attention_words
 from mega.core.processes.connect import threads
 from mega.core.training.saves.resume import ResumePoint, differences, new_tensors
 from mega.core.training.start.inputs import Inputs
+from mega.core.training.start.untrained import untrained_tokens
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.wire import chosen_ops
 from mega.core.words import count_words
@@ -64,6 +65,8 @@ def introduce(
     if not point.weights_only:
         for line in differences(run, point, inputs.datasets, state.mesh, state.device.threads):
             report(line)
+    if state.mesh.rank == 0 and (words := untrained_tokens(run, inputs.tokenizer, point.base or point.checkpoint)):
+        report(words)
     if state.progress.step >= steps:
         report(f"nothing is left to train: the run ends with step {steps}")
 
