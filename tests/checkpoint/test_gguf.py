@@ -132,7 +132,7 @@ def test_what_has_no_place_there_is_named(folders: Path, tmp_path: Path, capsys:
 
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 99}
     gpt = model_from_config({"model_type": "gpt2", **sizes}, "config.json")
-    with pytest.raises(CheckpointError, match="is written of llama, mistral, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match="is written only for llama, mistral, qwen2, qwen3"):
         metadata_of_model(gpt)
     model = model_of(open_weights(str(own(folders, "qwen2-qwen2"))).meta, "")
     _, metadata = metadata_of_model(model)

@@ -813,7 +813,10 @@ class OptimizerConfig(Section):
     title: ClassVar[str] = "Optimizer"
 
     optimizer: Literal["adam", "sgd", "lamb", "adafactor", "muon"] = option(
-        "adam", "update rule; adam is AdamW", megatron="--optimizer", on_resume="must match"
+        "adam",
+        "update rule; adam is AdamW; muon makes updates of the layers' matrices orthogonal, and uses adam for the rest",
+        megatron="--optimizer",
+        on_resume="must match",
     )
     lr: float | None = option(
         None,

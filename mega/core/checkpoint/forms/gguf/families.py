@@ -241,7 +241,7 @@ def metadata_of_model(options: ModelConfig) -> tuple[GgufFamily, dict[str, Json]
             except CheckpointError as error:
                 faults.append(error)
     valid = ", ".join(model_type for family in FAMILIES for model_type in family.model_types)
-    raise CheckpointError(f"--to gguf: is written of {valid}; {faults[0]}")
+    raise CheckpointError(f"--to gguf: is written only for {valid}; {faults[0]}")
 
 
 def _metadata(family: GgufFamily, options: ModelConfig, config: Mapping[str, Json]) -> dict[str, Json]:
