@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -128,12 +129,19 @@ def test_linear(seed: int) -> None:
     check_linear(random.Random(seed), (12_000, 12_000) if CUDA else (90, 1100))
 
 
-@pytest.mark.parametrize("ins, chunk, stages", [
-    (70, 0, 1), (64, 0, 1), (1100, 0, 1), (1280, 0, 1), (70, 32, 1), (70, 32, 3), (96, 32, 3),
+CHUNKS = [(70, 0, 1), (64, 0, 1), (1100, 0, 1), (1280, 0, 1), (70, 32, 1), (70, 32, 3), (96, 32, 3)]
+FORMS = list(product([46, 48], [False, True], [False, True]))
+"""Outputs, whether gated, whether centred."""
+
+
+def few_of(number: int) -> list[tuple[int, bool, bool]]:
+    """For the interpreter: two forms that differ in everything, others for the next chunk."""
+    return [FORMS[number % 4], FORMS[7 - number % 4]]
+
+
+@pytest.mark.parametrize("ins, chunk, stages, outs, gate, centred", [
+    (*chunk, *form) for number, chunk in enumerate(CHUNKS) for form in (FORMS if CUDA else few_of(number))
 ])  # fmt: skip
-@pytest.mark.parametrize("outs", [46, 48])
-@pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("centred", [False, True])
 def test_chunks_of_a_row(ins: int, chunk: int, stages: int, outs: int, gate: bool, centred: bool) -> None:
     """Inputs in one tile, two or many; tiles that end where the weight does, and others."""
     from mega.core.ops.kernels.few_rows import RowTile, linear
