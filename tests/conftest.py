@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -11,6 +12,7 @@ import pytest
 
 import tests.support.triton  # noqa: F401  # first: Triton asks when it is imported, by any test, how kernels run
 from mega.core.processes.pool import Pool
+from tests.support import order
 
 hypothesis.settings.register_profile("suite", deadline=None)  # its bound on an example is of the clock
 hypothesis.settings.load_profile("suite")
@@ -21,6 +23,16 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: order.rank(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Millions of objects of modules and of what is collected stay to the end: no collection of garbage walks them."""
+    gc.collect()
+    gc.freeze()
 
 
 RANKS_IMPORT = ["mega.core.training.start.rank", "mega.core.inference.server.start"]
