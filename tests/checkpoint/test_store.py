@@ -405,35 +405,43 @@ def test_read_only_directory(tmp_path: Path) -> None:
 
 
 KILLED = """
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from mega.core.checkpoint.own.store import CheckpointStore, Piece
-store = CheckpointStore(Path(sys.argv[1]))
-for step in range(1, 100_000):
-    w = torch.full((200, 1000), float(step))
-    store.save(step, [Piece("w", (200, 1000), (0, 0), w)], {"step": step})
-    print(step, flush=True)
+for place in sys.stdin:
+    child = os.fork()
+    if not child:
+        print(os.getpid(), flush=True)
+        store = CheckpointStore(Path(place.strip()))
+        for step in range(1, 100_000):
+            w = torch.full((200, 1000), float(step))
+            store.save(step, [Piece("w", (200, 1000), (0, 0), w)], {"step": step})
+            print(step, flush=True)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
 """
+"""A process for each folder, forked from one that has imported torch."""
 
 
 def test_killed_while_saving(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    chance = random.Random(1)
-    for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        said = int(process.stdout.readline())
-        time.sleep(chance.uniform(0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        said = int(([str(said), *process.stdout.read().split()])[-1])
-        process.wait()
-        process.stdout.close()
-        newest = store.newest()
-        assert newest is not None and newest >= said
-        w = torch.zeros(200, 1000)
-        store.open(newest).read([Piece("w", (200, 1000), (0, 0), w)])
-        assert torch.equal(w, torch.full_like(w, float(newest)))
-        shutil.rmtree(tmp_path)
+    chance, command = random.Random(1), [sys.executable, "-c", KILLED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for place in (tmp_path / str(number) for number in range(4)):
+            print(place, file=process.stdin, flush=True)
+            pid, said = (int(process.stdout.readline()) for _ in range(2))
+            time.sleep(chance.uniform(0, 0.05))
+            os.kill(pid, signal.SIGKILL)
+            while (line := process.stdout.readline()) != "ended\n":
+                said = int(line)
+            store = CheckpointStore(place)
+            newest = store.newest()
+            assert newest is not None and newest >= said
+            w = torch.zeros(200, 1000)
+            store.open(newest).read([Piece("w", (200, 1000), (0, 0), w)])
+            assert torch.equal(w, torch.full_like(w, float(newest)))
+            shutil.rmtree(place)
+        process.stdin.close()
 
 
 def sealed(directory: Path, text: bytes) -> None:

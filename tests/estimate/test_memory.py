@@ -117,20 +117,18 @@ def test_keys_and_values_of_llama3() -> None:
     assert estimate.kv_cache_bytes(run) == 131072
 
 
-def verb(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "mega", "memory-estimate", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def verb(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, what is printed, and what is told on stderr."""
+    code = main(["memory-estimate", *words])
+    return code, *capsys.readouterr()
 
 
 LLAMA = ["--model", "llama2-7b", "--micro-batch-size", "1", "--bf16", "--tensor-model-parallel-size", "2"]
 
 
 def test_the_verb_needs_no_device() -> None:
-    done = verb(*LLAMA, "--world", "4", "--json")
+    command = [sys.executable, "-X", "importtime", "-m", "mega", "memory-estimate", *LLAMA, "--world", "4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["parameters"] == 6738415616
@@ -138,13 +136,13 @@ def test_the_verb_needs_no_device() -> None:
     assert not imported & {"matplotlib", "torch._dynamo"}
 
 
-def test_a_program_reads_all_that_a_person_does() -> None:
+def test_a_program_reads_all_that_a_person_does(capsys: pytest.CaptureFixture[str]) -> None:
     """--fit, --megatron and the length of the training, in one JSON value."""
     small = ["--layers", "4", "--hidden", "512", "--heads", "8", "--vocab", "5000", "--seq-length", "256"]
     words = ["--global-batch", "32", "--steps", "1000", "--mtbf", "24", "--megatron", "--json"]
-    done = verb(*small, *words, "--fit", "2xh200")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    code, printed, told = verb(capsys, *small, *words, "--fit", "2xh200")
+    assert code == 0, told
+    document = json.loads(printed)
     first = document["layouts"][0]
     assert {name: first[name] for name in document["layout"] if name != "cp"} == {
         name: size for name, size in document["layout"].items() if name != "cp"
@@ -157,10 +155,9 @@ def test_a_program_reads_all_that_a_person_does() -> None:
     assert 0 < document["training"]["effective"] < 1 and document["megatron_mb"]["total"] > 0
 
 
-def test_the_verb_judges_like_a_dry_run() -> None:
-    done = verb(*LLAMA, "--world", "3")
-    assert done.returncode == 2
-    assert "3 ranks given, but a model takes 2" in done.stderr
+def test_the_verb_judges_like_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, told = verb(capsys, *LLAMA, "--world", "3")
+    assert code == 2 and "3 ranks given, but a model takes 2" in told
 
 
 @pytest.mark.parametrize(
@@ -249,15 +246,16 @@ def test_a_graph_keeps_its_microbatchs_memory() -> None:
         assert ours.graph == kept and theirs.graph == 0
 
 
-def test_the_verb_shows_what_it_found(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_verb_shows_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "memory.svg"
     words = [*LLAMA, "--pp", "2", "--world", "4", "--global-batch", "8", "--gpu", "h200", "--megatron"]
-    done = verb(*words, "--draw", str(picture), "--draw-schedule", str(tmp_path / "plan.svg"))
-    assert done.returncode == 0, done.stderr
+    drawn = ["--draw", str(picture), "--draw-schedule", str(tmp_path / "plan.svg")]
+    code, printed, told = verb(capsys, *words, *drawn)
+    assert code == 0, told
     for word in ("stage", "moments", "in flight", "h200", "MFU", "Megatron-LM says"):
-        assert word in done.stdout
-    assert max(map(len, done.stdout.splitlines()[1:5])) <= 80
-    assert verb(*words, "--draw-schedule", "-").stdout.startswith("rank 0  F0")
-    assert "excludes --json" in verb(*words, "--draw-schedule", "-", "--json").stderr
+        assert word in printed
+    assert max(map(len, printed.splitlines()[1:5])) <= 80
+    assert verb(capsys, *words, "--draw-schedule", "-")[1].startswith("rank 0  F0")
+    assert "excludes --json" in verb(capsys, *words, "--draw-schedule", "-", "--json")[2]
     assert picture.read_text().startswith("<svg")
     assert (tmp_path / "plan.svg").exists()

@@ -86,7 +86,7 @@ def test_an_adapter_converses_as_it_was_trained_to(place: Place) -> None:
         for name in ("lora", "peft", "shouts"):
             assert f"--adapter {name}={f / name}: converses by the chat template that came with it" in said, said
         status, health = ask(url, "/health", "GET")
-        assert health["chat"] is False
+        assert health["chat"] is False and "no chat template" in said
         assert health["adapters"] == {"lora": True, "peft": True, "shouts": True, "bare": False}
 
 
@@ -100,11 +100,6 @@ def test_a_template_of_the_command_line_is_the_models(place: Place) -> None:
     with server(f / "text", "--chat-template", "plain", *adapters) as (url, said):
         assert "has another of its own" not in said
         assert prompt_tokens(url, "text") == prompt_tokens(url, "bare") != prompt_tokens(url, "shouts")
-    with server(f / "chat") as (url, said):
-        assert "chat by the model's template" in said and "another" not in said
-        assert prompt_tokens(url, "chat") == length(place, "<s>[INST] Who are you? [/INST]")
-    with server(f / "text") as (_, said):
-        assert "no chat template" in said
 
 
 def refused(place: Place, verb: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -147,7 +142,7 @@ def test_an_adapters_ends_are_its_own(place: Place, capsys: pytest.CaptureFixtur
     assert f"--adapter lora={f / 'lora'}: was trained on conversations" in said and "shouts" not in said
 
 
-def test_a_damaged_template_is_reported(place: Place, tmp_path: Path) -> None:
+def test_a_damaged_template_is_reported_and_the_models_own_is_used(place: Place, tmp_path: Path) -> None:
     f = place.folder
     shutil.copytree(f / "shouts", tmp_path / "bad")
     (tmp_path / "bad" / "chat_template.jinja").write_text("{% for m in messages %}")
@@ -156,4 +151,5 @@ def test_a_damaged_template_is_reported(place: Place, tmp_path: Path) -> None:
         talk = [{"role": "user", "content": "Who?"}]
         status, found = ask(url, "/v1/chat/completions", model="bad", messages=talk)
         assert status == 400 and "its chat template" in found["error"]["message"], found
-        assert prompt_tokens(url, "chat") > 1
+        assert "chat by the model's template" in said and "another" not in said
+        assert prompt_tokens(url, "chat") == length(place, "<s>[INST] Who are you? [/INST]")
