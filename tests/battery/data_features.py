@@ -97,8 +97,8 @@ def t5() -> dict[str, Any]:
                     current.append(token)
             encoder = sample.text_enc[sample.text_enc != tokenizer.pad].tolist()
             restored = [t for token in encoder for t in parts.get(token, [token])]
-            text, _, target, _ = dataset._read(i)
-            assert restored == text[:target].tolist(), i
+            texts = dataset._read([i])
+            assert restored == texts.ids[: texts.targets[0]].tolist(), i
             taken, total = taken + sum(map(len, parts.values())), total + len(restored)
             spans += len(parts)
     assert 0.13 < taken / total <= 0.15

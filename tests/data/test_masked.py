@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, islice
 from pathlib import Path
@@ -14,12 +15,14 @@ import pytest
 from mega.cli import main
 from mega.core.batch import EncoderDecoderBatch, MaskedBatch
 from mega.core.config.sections import DataConfig, MaskingConfig
+from mega.core.data import masked
 from mega.core.data.batches import Batches
 from mega.core.data.build import Datasets, build_datasets
 from mega.core.data.dataset import BlendedDataset
 from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.mapping import _document, mt19937_64, sentence_mapping
-from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary, _spans, _words, bert_sample, mask, t5_sample
+from mega.core.data.masked import BertDataset, BertSample, T5Dataset, T5Sample, Texts, bert_samples, t5_samples
+from mega.core.data.masking import Exhausted, Stream, Vocabulary, WordIndex, choose_words
 from mega.core.data.order import split_boundaries
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.recipes import recipe
@@ -28,8 +31,8 @@ from mega.core.text.tokenizer import Roles
 from tests.support.shared import shared
 
 ROLES = Roles(cls=1, sep=2, mask=3, pad=0, bos=40, eos=41, sentinels=(42, 43, 44, 45, 46))
-SMALL = Vocabulary(ROLES, np.array([4 <= i < 40 and i % 4 == 0 for i in range(47)]), range(40))
-TEXT, LENGTHS = np.array([5, 6, *range(8, 21)]), np.array([5, 3, 7])
+SMALL = Vocabulary(ROLES, np.array([4 <= i < 40 and i % 4 == 0 for i in range(47)]), np.arange(40))
+TEXT, BOUNDS = np.array([5, 6, *range(8, 21)]), [0, 5, 8, 15]
 
 
 def test_mersenne_twister() -> None:
@@ -94,8 +97,9 @@ def padded(values: str, length: int, filler: int) -> list[int]:
 
 
 def test_golden_bert() -> None:
-    def sample(target: int, prob: float, head: bool, seed: int):  # type: ignore[no-untyped-def]
-        return bert_sample(TEXT, LENGTHS, target, 24, SMALL, np.random.RandomState(seed), prob, head)
+    def sample(target: int, prob: float, head: bool, seed: int) -> BertSample:
+        texts = Texts(TEXT, BOUNDS, [0, 3], [target], [seed])
+        return bert_samples(texts, 24, SMALL, mask_prob=prob, binary_head=head)[0]
 
     one = sample(13, 0.15, True, 1234)
     assert one.text.tolist() == padded("1 3 15 16 17 18 19 20 2 5 6 8 9 10 11 2", 24, 0)
@@ -114,16 +118,17 @@ def test_golden_bert() -> None:
     assert not three.types.any() and (three.is_random, three.truncated) == (0, 0)
 
 
-def test_golden_t5() -> None:
-    def sample(seed: int):  # type: ignore[no-untyped-def]
-        return t5_sample(TEXT, 15, 20, 12, SMALL, np.random.RandomState(seed), 0.3)
+def t5(seed: int, vocabulary: Vocabulary = SMALL, decoder: int = 12) -> T5Sample:
+    return t5_samples(Texts(TEXT, BOUNDS, [0, 3], [15], [seed]), 20, decoder, vocabulary, mask_prob=0.3)[0]
 
-    one = sample(1234)
+
+def test_golden_t5() -> None:
+    one = t5(1234)
     assert one.text_enc.tolist() == padded("42 6 8 43 10 11 12 13 14 15 16 44 45 19 20", 20, 0)
     assert one.text_dec.tolist() == padded("40 42 5 43 9 44 17 45 18", 12, 0)
     assert one.labels.tolist() == padded("42 5 43 9 44 17 45 18 41", 12, -1)
     assert one.loss_mask.tolist() == [1] * 9 + [0] * 3 and one.truncated == 0
-    two = sample(1237)
+    two = t5(1237)
     assert two.text_enc.tolist() == padded("5 6 8 9 42 43 14 15 16 17 18 19 20", 20, 0)
     assert two.text_dec.tolist() == padded("40 42 10 11 12 43 13", 12, 0)
     assert two.labels.tolist() == padded("42 10 11 12 43 13 41", 12, -1)
@@ -132,26 +137,53 @@ def test_golden_t5() -> None:
 def test_t5_says_what_does_not_suffice() -> None:
     few = Vocabulary(ROLES._replace(sentinels=(42,)), SMALL.continues, SMALL.ids)
     with pytest.raises(ValueError, match="--vocab-extra-ids 1: a sample has 4 spans"):
-        t5_sample(TEXT, 15, 20, 12, few, np.random.RandomState(1234), 0.3)
+        t5(1234, few)
     with pytest.raises(ValueError, match="--decoder-seq-length 8: a sample takes 9"):
-        t5_sample(TEXT, 15, 20, 8, SMALL, np.random.RandomState(1234), 0.3)
+        t5(1234, decoder=8)
+
+
+def test_a_stream_draws_as_numpy_does() -> None:
+    stream = Stream()
+    for seed in range(300):
+        generator = np.random.RandomState(seed)
+        stream.seed(seed)
+        assert stream.below(1 + seed % 37) == generator.randint(0, 1 + seed % 37)
+        assert list(stream.coins(seed % 9)) == (generator.random_sample(seed % 9) < 0.5).tolist()
+        order = np.arange(seed)
+        generator.shuffle(order)
+        assert np.array_equal(stream.shuffled(np.arange(seed)), order)
+        assert stream.uniform() == generator.random_sample()
+
+
+def texts_of(rows: list[list[int]], target: int) -> Texts:
+    """Samples of one sentence each; sample i has seed i."""
+    bounds = [0, *accumulate(map(len, rows))]
+    return Texts(
+        np.array([token for row in rows for token in row]),
+        bounds,
+        list(range(len(rows) + 1)),
+        [target] * len(rows),
+        list(range(len(rows))),
+    )
 
 
 def test_statistics_of_masking() -> None:
     """10,000 samples: 15 % of the tokens, 80 / 10 / 10, never CLS or SEP, words whole, runs of one to three words."""
     rng = np.random.default_rng(0)
-    vocabulary = Vocabulary(ROLES, np.arange(1000) % 4 == 0, range(1000))
+    vocabulary = Vocabulary(ROLES, np.arange(1000) % 4 == 0, np.arange(1000))
+    samples = bert_samples(
+        texts_of(rng.integers(50, 1000, (10_000, 62)).tolist(), 62), 64, vocabulary, mask_prob=0.15, binary_head=False
+    )
     masked = kept = changed = total = 0
-    for i in range(10_000):
-        tokens = np.array([1, *rng.integers(50, 1000, 62), 2])
-        chosen, instead = mask(tokens, vocabulary, np.random.RandomState(i), prob=0.15, limit=0.15 * 62)
-        places = sorted(chosen)
-        assert len(set(places)) == len(places) <= 10 and places[0] > 0 and places[-1] < 63
+    for sample in samples:
+        chosen = sample.loss_mask.nonzero()[0]
+        tokens, places = np.where(sample.labels >= 0, sample.labels, sample.text), chosen.tolist()
+        assert len(places) <= 10 and places[0] > 0 and places[-1] < 63
         for place in places:
-            assert place - 1 in chosen or place == 1 or tokens[place] % 4, "a span begins with a word"
-            assert place + 1 in chosen or place == 62 or tokens[place + 1] % 4, "a span ends with a word"
+            assert place - 1 in places or place == 1 or tokens[place] % 4, "a span begins with a word"
+            assert place + 1 in places or place == 62 or tokens[place + 1] % 4, "a span ends with a word"
         total += len(places)
-        there = list(zip(instead, tokens[chosen].tolist(), strict=True))
+        there = list(zip(sample.text[chosen].tolist(), tokens[chosen].tolist(), strict=True))
         masked += sum(found == 3 for found, _ in there)
         kept += sum(found == token for found, token in there)
         changed += sum(found not in (3, token) for found, token in there)
@@ -162,7 +194,7 @@ def test_statistics_of_masking() -> None:
 
 def word_by_word(
     tokens: list[int], vocabulary: Vocabulary, generator: np.random.RandomState, budget: float, draw: Any
-) -> list[list[int]]:
+) -> Iterator[list[int]]:
     """Spans of places as the original chooses them: words are lists, and every word is looked at."""
     words: list[list[int]] = []
     for place, token in enumerate(tokens):
@@ -173,9 +205,9 @@ def word_by_word(
                 words.append([place])
     order = list(range(len(words)))
     generator.shuffle(order)
-    covered, spans = set[int](), list[list[int]]()
+    covered = set[int]()
     for start in order:
-        if len(covered) >= budget:
+        if len(covered) + 1 > budget:
             break
         run, span = draw(), list[int]()
         while run and not 0 < len(span) <= budget - len(covered):
@@ -183,20 +215,84 @@ def word_by_word(
             run -= 1
         if len(covered) + len(span) <= budget and covered.isdisjoint(span):
             covered.update(span)
-            spans.append(span)
-    return spans
+            yield span
+
+
+def random_texts(count: int) -> list[list[int]]:
+    """Texts of words of one to many tokens, with control tokens inside."""
+    rng = random.Random(1)
+    return [
+        [rng.choice([1, 2]) if rng.random() < 0.05 else rng.randint(4, 39) for _ in range(rng.randint(0, 60))]
+        for _ in range(count)
+    ]
 
 
 def test_spans_are_chosen_as_word_by_word() -> None:
-    """Of 500 texts drawn at random, with control tokens inside, and any budget: the original's loop."""
-    rng = random.Random(1)
-    for seed in range(500):
-        tokens = [rng.choice([1, 2]) if rng.random() < 0.05 else rng.randint(4, 39) for _ in range(rng.randint(0, 60))]
-        budget, runs = rng.choice([1, 9, rng.random() * 60]), [rng.randint(1, 10) for _ in range(60)]
-        expected = word_by_word(tokens, SMALL, np.random.RandomState(seed), budget, iter(runs).__next__)
-        places, starts = _words(np.array(tokens, np.int64), SMALL)
-        found = _spans(starts, budget, iter(runs).__next__, np.random.RandomState(seed))
-        assert [places[first:last].tolist() for first, last in found] == expected
+    """Of 500 texts drawn at random, with any budget: the original's loop."""
+    rng = random.Random(2)
+    texts, words, stream, orders = random_texts(500), WordIndex(), Stream(), list[Any]()
+    budgets = [rng.choice([0, 1, 9, rng.random() * 60]) for _ in texts]
+    runs = np.ones((len(texts), 2 * 60 + 4), np.uint8)
+    runs[:, :120:2] = [[rng.randint(1, 10) for _ in range(60)] for _ in texts]
+    for seed, tokens in enumerate(texts):
+        stream.seed(seed)
+        first, end = words.add(SMALL.kinds[tokens].tobytes())
+        orders.append(stream.shuffled(np.arange(first, end)))
+    drawn, begin = choose_words(words, orders, [int(budget) for budget in budgets], runs).tolist(), 0
+    for seed, (tokens, budget) in enumerate(zip(texts, budgets, strict=True)):
+        lengths = iter(runs[seed, :120:2].tolist())
+        expected = list(word_by_word(tokens, SMALL, np.random.RandomState(seed), budget, lengths.__next__))
+        places = [place for place, token in enumerate(tokens) if token not in (ROLES.cls, ROLES.sep)]
+        found = dict[int, list[int]]()
+        for place, draw in zip(places, drawn[begin : begin + len(places)], strict=True):
+            found.setdefault(draw, []).append(place)
+        found.pop(-1, None)
+        assert [found[draw] for draw in sorted(found)] == expected
+        begin += len(places)
+
+
+def masked_one_by_one(tokens: list[int], generator: np.random.RandomState, prob: float, target: int) -> list[int]:
+    """The tokens of a BERT sample with masks, drawn as the original draws them, one number after the other."""
+    found, budget = list(tokens), min(prob * target, max(1, round(len(tokens) * prob)))
+    weights = np.array([1, 1 / 2, 1 / 3]) / (1 + 1 / 2 + 1 / 3)
+
+    def run() -> int:
+        return int(generator.choice([1, 2, 3], p=weights / weights.sum()))
+
+    for span in word_by_word(tokens, SMALL, generator, budget, run):
+        for place in span:
+            if generator.random_sample() < 0.8:
+                found[place] = ROLES.mask
+            elif generator.random_sample() >= 0.5:
+                found[place] = int(SMALL.ids[generator.randint(0, len(SMALL.ids))])
+    return found
+
+
+@pytest.mark.parametrize("draws", [5, 400])
+def test_masks_are_drawn_as_one_by_one(draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 texts in one call and alone; also if more numbers are needed than were drawn at first."""
+    exhausted = list[int]()
+
+    def with_enough(attempt: Any, _: int) -> Any:
+        count = draws
+        while True:
+            try:
+                return attempt(count)
+            except Exhausted:
+                exhausted.append(count)
+                count += 7
+
+    monkeypatch.setattr(masked, "with_enough", with_enough)
+    rows = random_texts(300)
+    for prob in (0.15, 0.7):
+        together = bert_samples(texts_of(rows, 64), 70, SMALL, mask_prob=prob, binary_head=False)
+        for seed, (row, sample) in enumerate(zip(rows, together, strict=True)):
+            tokens = [ROLES.cls, *row, ROLES.sep]
+            expected = masked_one_by_one(tokens, np.random.RandomState(seed), prob, 64)
+            assert sample.text.tolist() == expected + [0] * (70 - len(expected))
+    alone = Texts(np.array(rows[3]), [0, len(rows[3])], [0, 1], [64], [3])
+    assert np.array_equal(bert_samples(alone, 70, SMALL, mask_prob=0.7, binary_head=False)[0].rows, together[3].rows)
+    assert bool(exhausted) == (draws == 5)
 
 
 def corpus(tmp_path: Path, tokenizer, text: Path) -> IndexedDataset:  # type: ignore[no-untyped-def]
@@ -222,12 +318,12 @@ def test_real_text(tmp_path: Path) -> None:
 
     bert = BertDataset(data, mapping(125, 2), vocabulary, seq_length=128, seed=5)
     assert len(bert) >= 200
-    swapped = 0
+    swapped, together = 0, bert.samples(range(200))
     for i in range(200):
         sample = bert[i]
         whole = np.where(sample.labels >= 0, sample.labels, sample.text)[sample.padding_mask == 1]
         assert whole[0] == 101 and whole[-1] == 102 and (whole == 102).sum() == 2
-        assert all(np.array_equal(a, b) for a, b in zip(sample[:5], bert[i][:5], strict=True))
+        assert np.array_equal(sample.rows, together[i].rows) and sample[1:] == together[i][1:]
         swapped += sample.is_random
     assert 60 < swapped < 140
     with ThreadPoolExecutor(4) as threads:  # each has a generator of its own

@@ -15,12 +15,32 @@ class Dataset(Protocol):
     and, shifted by one, the labels.
 
     A dataset with samples of another type has a method `collate(samples, index of the first sample)`, which builds a
-    batch.
+    batch. A dataset that reads many samples in less time than each alone has a method `samples(entries)`, which returns
+    a list.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, sample: int) -> Any: ...
+
+
+def samples_of(dataset: Dataset, entries: Sequence[int]) -> list[object]:
+    """Return the samples `entries` of a dataset, by its method `samples` if it has one."""
+    samples: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "samples", None)
+    return samples(entries) if samples and entries else [dataset[entry] for entry in entries]
+
+
+def _samples_of_each(
+    datasets: Sequence[Dataset], chosen: NDArray[np.integer], numbers: NDArray[np.integer]
+) -> list[object]:
+    """Return sample numbers[i] of datasets[chosen[i]] for each i. The samples of one dataset are read at once."""
+    samples: list[object] = [None] * len(chosen)
+    for dataset in np.unique(chosen).tolist():
+        positions = (chosen == dataset).nonzero()[0]
+        read = samples_of(datasets[dataset], numbers[positions].tolist())
+        for position, sample in zip(positions.tolist(), read, strict=True):
+            samples[position] = sample
+    return samples
 
 
 class MockDataset:
@@ -55,6 +75,10 @@ class ChainedDataset:
         index = int(np.searchsorted(self._ends, sample, side="right"))
         return self._datasets[index][sample - (int(self._ends[index - 1]) if index else 0)]
 
+    def samples(self, entries: Sequence[int]) -> list[object]:
+        chosen = np.searchsorted(self._ends, entries, side="right")
+        return _samples_of_each(self._datasets, chosen, np.asarray(entries) - np.append(0, self._ends)[chosen])
+
 
 class BlendedDataset:
     """A dataset whose sample i is sample numbers[i] of datasets[chosen[i]], see `order.blend_order`. All datasets have
@@ -74,6 +98,9 @@ class BlendedDataset:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         return self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]
+
+    def samples(self, entries: Sequence[int]) -> list[object]:
+        return _samples_of_each(self._datasets, self._chosen[np.asarray(entries)], self._numbers[np.asarray(entries)])
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
         """Return (corpus index, document index) of all documents that contribute tokens to a sample."""

@@ -141,8 +141,15 @@ class IndexedDataset:
         """Return sequences `first` .. `last` - 1 (at least one), concatenated, as a view."""
         if not 0 <= first < last <= len(self):
             raise IndexError(f"{self.prefix}: no sequences {first}..{last - 1}, there are {len(self)}")
-        begin = int(self._offsets[first]) // self.dtype.itemsize
-        return self.tokens[begin : begin + int(self.lengths[first:last].sum())]
+        (run,) = self.runs(np.array([first]), np.array([last]))
+        return run
+
+    def runs(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> list[NDArray[np.integer]]:
+        """Return sequences first[i] .. last[i] - 1 (at least one), concatenated, as a view, for each i. The numbers are
+        not checked."""
+        begins = self._offsets[first] // self.dtype.itemsize
+        ends = self._offsets[last - 1] // self.dtype.itemsize + self.lengths[last - 1]
+        return [self.tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
     @property
     def documents(self) -> int:

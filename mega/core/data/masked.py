@@ -1,77 +1,98 @@
 """Build BERT and T5 samples: join sentences, and mask words or replace them with sentinels. All random draws are
-identical to Megatron-LM's.
+identical to Megatron-LM's; see masking.py, which makes them.
 
-Each sample uses a separate generator, seeded with seed + sample index. A sample therefore does not depend on batches or
-ranks.
+Rows of many samples are filled together, because the operations per sample take most of the time.
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import IndexedDataset
+from mega.core.data.masking import (
+    BertDraws,
+    Ints,
+    Stream,
+    Vocabulary,
+    WordIndex,
+    choose_words,
+    ranges,
+    with_enough,
+)
 from mega.core.text.tokenizer import Roles
 
 if TYPE_CHECKING:
     from mega.core.batch import EncoderDecoderBatch, MaskedBatch
-    from mega.core.text.tokenizer import Tokenizer
 
-Ints = NDArray[np.int64]
+Sample = TypeVar("Sample")
+
+_stream = Stream()
+
+
+def _row(rows: Ints, number: int) -> Ints:
+    row: Ints = rows[number]
+    return row
 
 
 class BertSample(NamedTuple):
-    """A BERT sample: five arrays, int64 [seq_length], and two flags."""
+    """A BERT sample."""
 
-    text: Ints  # Ids of the text with masks, padded
-    types: Ints  # 0 for the first part, 1 for the second, padded with the pad id
-    labels: Ints  # The true id at predicted positions, else -1
-    loss_mask: Ints  # 1 at predicted positions
-    padding_mask: Ints  # 1 for tokens, 0 for padding
+    rows: Ints  # int64 [5, seq_length], the five properties below
     is_random: int  # 1 if the two parts are in the wrong order
     truncated: int  # 1 if tokens were cut off
+
+    @property
+    def text(self) -> Ints:
+        """Ids of the text with masks, padded."""
+        return _row(self.rows, 0)
+
+    @property
+    def types(self) -> Ints:
+        """0 for the first part, 1 for the second, padded with the pad id."""
+        return _row(self.rows, 1)
+
+    @property
+    def labels(self) -> Ints:
+        """The true id at predicted positions, else -1."""
+        return _row(self.rows, 2)
+
+    @property
+    def loss_mask(self) -> Ints:
+        """1 at predicted positions."""
+        return _row(self.rows, 3)
+
+    @property
+    def padding_mask(self) -> Ints:
+        """1 for tokens, 0 for padding."""
+        return _row(self.rows, 4)
 
 
 class T5Sample(NamedTuple):
     """A T5 sample: the encoder's text with sentinels in place of spans, and the spans, which the decoder predicts."""
 
     text_enc: Ints  # int64 [encoder length], the text with sentinels in place of spans
-    text_dec: Ints  # int64 [decoder length], the spans, each after its sentinel
-    labels: Ints  # int64 [decoder length], `text_dec` shifted by one, padded with -1
-    loss_mask: Ints  # int64 [decoder length], 1 for tokens
+    rows: Ints  # int64 [3, decoder length], the three properties below
     truncated: int  # 1 if tokens were cut off
 
+    @property
+    def text_dec(self) -> Ints:
+        """The spans, each after its sentinel."""
+        return _row(self.rows, 0)
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The parts of a tokenizer's vocabulary that masking needs."""
+    @property
+    def labels(self) -> Ints:
+        """`text_dec` shifted by one, padded with -1."""
+        return _row(self.rows, 1)
 
-    roles: Roles
-    """The control tokens."""
-    continues: NDArray[np.bool_]
-    """continues[t] is True if token t continues the word of the token before it."""
-    ids: Sequence[int]
-    """The ids from which random replacements are drawn."""
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, rows: int | None = None) -> Vocabulary:
-        """Return the vocabulary of a tokenizer. rows: number of rows in the model's embedding table, which may be
-        smaller than the tokenizer's vocabulary.
-
-        Raises ValueError for a tokenizer that lacks [CLS], [SEP] and [MASK].
-        """
-        if tokenizer.roles is None:
-            raise ValueError(f"--tokenizer {tokenizer.kind}: has no CLS, SEP and MASK, which BERT and T5 need")
-        size = min(tokenizer.vocab_size, rows or tokenizer.vocab_size)
-        return cls(tokenizer.roles, np.array([tokenizer.continues(i) for i in range(size)]), range(size))
+    @property
+    def loss_mask(self) -> Ints:
+        """1 for tokens."""
+        return _row(self.rows, 2)
 
 
 def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | None = None) -> MaskedBatch:
@@ -83,11 +104,11 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | 
 
     from mega.core.batch import MaskedBatch
 
-    text, types, labels, weights, padding = (np.stack([row[i] for row in rows]) for i in range(5))
+    text, types, labels, weights, padding = np.stack([row.rows for row in rows], 1)
     # Positions [b, max_masked] of the masked tokens. A row with fewer masked tokens is filled with unmasked positions
     # of weight 0.
     predicted = (
-        None if max_masked is None else torch.from_numpy(np.argsort(-weights, axis=1, kind="stable")[:, :max_masked])
+        None if max_masked is None else torch.from_numpy(np.argsort(weights < 1, axis=1, kind="stable")[:, :max_masked])
     )
     assert max_masked is None or weights.sum(axis=1).max() <= max_masked, (weights.sum(axis=1), max_masked)
     return MaskedBatch(
@@ -102,17 +123,22 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | 
     )
 
 
-class _Own(threading.local):
-    """One generator per thread, because creating a generator takes longer than all other work for a sample."""
+class Texts(NamedTuple):
+    """The sentences of many samples, consecutively. `bounds` and `sentences` have one more entry for the end."""
 
-    def __init__(self) -> None:
-        self.generator = np.random.RandomState(0)
+    ids: NDArray[np.integer]
+    bounds: list[int]  # The first id of each sentence
+    sentences: list[int]  # The first sentence of each sample
+    targets: list[int]  # The target length of each sample
+    seeds: list[int]  # The seed of each sample's stream
+
+    @property
+    def begins(self) -> list[int]:
+        """The first id of each sample, and the number of ids."""
+        return [self.bounds[number] for number in self.sentences]
 
 
-_own = _Own()
-
-
-class _Mapped:
+class _Mapped(Generic[Sample]):
     """Base class of datasets that read the sentences of each sample from a corpus. mapping: see
     `mapping.sentence_mapping`."""
 
@@ -122,19 +148,31 @@ class _Mapped:
     def __len__(self) -> int:
         return len(self._mapping)
 
-    def _read(self, sample: int) -> tuple[NDArray[np.integer], NDArray[np.integer], int, np.random.RandomState]:
-        """Return the concatenated sentences of a sample, their lengths, the target length, and the sample's generator.
-        The generator is valid until the next call."""
-        if not 0 <= sample < len(self):
-            raise IndexError(f"no sample {sample}, there are {len(self)}")
-        first, last, target = self._mapping[sample].tolist()
-        _own.generator.seed((self._seed + sample) % 2**32)
-        return self._corpus.run(first, last), self._corpus.lengths[first:last], target, _own.generator
+    def __getitem__(self, sample: int) -> Sample:
+        return self.samples([sample])[0]
+
+    def samples(self, entries: Sequence[int]) -> list[Sample]:
+        """Return the samples `entries`. Many at once take less time than each alone."""
+        raise NotImplementedError
+
+    def _read(self, entries: Sequence[int]) -> Texts:
+        numbers = np.asarray(entries, np.int64)
+        if len(wrong := numbers[(numbers < 0) | (numbers >= len(self))]):
+            raise IndexError(f"no sample {wrong[0]}, there are {len(self)}")
+        first, last, targets = self._mapping[numbers].T.astype(np.int64)
+        lengths = self._corpus.lengths[ranges(first, last - first)]
+        return Texts(
+            ids=np.concatenate(self._corpus.runs(first, last)),
+            bounds=[0, *lengths.cumsum(dtype=np.int64).tolist()],
+            sentences=[0, *(last - first).cumsum().tolist()],
+            targets=targets.tolist(),
+            seeds=[(self._seed + number) % 2**32 for number in numbers.tolist()],
+        )
 
 
-class BertDataset(_Mapped):
+class BertDataset(_Mapped[BertSample]):
     """BERT samples, each with two parts of a document and masked words. In half of the samples, the parts are in the
-    wrong order. See `bert_sample`."""
+    wrong order. See `bert_samples`."""
 
     def __init__(
         self,
@@ -151,10 +189,13 @@ class BertDataset(_Mapped):
         self._vocabulary, self._length = vocabulary, seq_length
         self._mask_prob, self._binary_head = mask_prob, binary_head
 
-    def __getitem__(self, sample: int) -> BertSample:
-        text, lengths, target, generator = self._read(sample)
-        return bert_sample(
-            text, lengths, target, self._length, self._vocabulary, generator, self._mask_prob, self._binary_head
+    def samples(self, entries: Sequence[int]) -> list[BertSample]:
+        return bert_samples(
+            self._read(entries),
+            self._length,
+            self._vocabulary,
+            mask_prob=self._mask_prob,
+            binary_head=self._binary_head,
         )
 
     def collate(self, rows: Sequence[BertSample], first_sample: int) -> MaskedBatch:
@@ -162,8 +203,8 @@ class BertDataset(_Mapped):
         return bert_batch(rows, first_sample, max(1, ceil(self._mask_prob * self._length)))
 
 
-class T5Dataset(_Mapped):
-    """T5 samples, each a text with sentinels in place of spans, and the spans. See `t5_sample`."""
+class T5Dataset(_Mapped[T5Sample]):
+    """T5 samples, each a text with sentinels in place of spans, and the spans. See `t5_samples`."""
 
     def __init__(
         self,
@@ -181,9 +222,8 @@ class T5Dataset(_Mapped):
         super().__init__(corpus, mapping, seed)
         self._vocabulary, self._lengths, self._mask_prob = vocabulary, (seq_length, decoder_seq_length), mask_prob
 
-    def __getitem__(self, sample: int) -> T5Sample:
-        text, _, target, generator = self._read(sample)
-        return t5_sample(text, target, *self._lengths, self._vocabulary, generator, self._mask_prob)
+    def samples(self, entries: Sequence[int]) -> list[T5Sample]:
+        return t5_samples(self._read(entries), *self._lengths, self._vocabulary, mask_prob=self._mask_prob)
 
     def collate(self, rows: Sequence[T5Sample], first_sample: int) -> EncoderDecoderBatch:
         """Build a microbatch whose first row is global sample `first_sample`."""
@@ -191,7 +231,8 @@ class T5Dataset(_Mapped):
 
         from mega.core.batch import EncoderDecoderBatch
 
-        encoder, decoder, labels, weights = (np.stack([row[i] for row in rows]) for i in range(4))
+        encoder = np.stack([row.text_enc for row in rows])
+        decoder, labels, weights = np.stack([row.rows for row in rows], 1)
         return EncoderDecoderBatch(
             encoder_tokens=torch.from_numpy(encoder),
             encoder_lengths=torch.from_numpy((encoder != self._vocabulary.roles.pad).sum(axis=1)),
@@ -203,197 +244,205 @@ class T5Dataset(_Mapped):
         )
 
 
-def bert_sample(
-    text: NDArray[np.integer],
-    lengths: NDArray[np.integer],
-    target: int,
-    seq_length: int,
+def bert_samples(
+    texts: Texts, seq_length: int, vocabulary: Vocabulary, *, mask_prob: float, binary_head: bool
+) -> list[BertSample]:
+    """Build [CLS] A [SEP] B [SEP] with masks. A and B together have at most as many tokens as the sample's target.
+
+    Words are masked in runs of 1 to 3 words, in random order, until `mask_prob` of the tokens are masked.
+    """
+    kinds = vocabulary.kinds[texts.ids].tobytes()
+    ascending = np.arange(len(kinds))
+
+    def attempt(draws: int) -> list[BertSample]:
+        pairs, orders, words = list[_Pair](), list[Ints](), WordIndex()
+        outputs = np.empty((len(texts.targets), draws), np.uint64)
+        for i, (seed, target) in enumerate(zip(texts.seeds, texts.targets, strict=True)):
+            _stream.seed(seed)
+            bounds = texts.bounds[texts.sentences[i] : texts.sentences[i + 1] + 1]
+            pair = _pair(bounds, target, binary_head)
+            pairs.append(pair)
+            first, end = words.add(kinds[pair[0] : pair[1]] + kinds[pair[2] : pair[3]])
+            orders.append(_stream.shuffled(ascending[first:end]))
+            outputs[i] = _stream.raw(draws)
+        filled = _filled(texts, pairs, seq_length, vocabulary.roles)
+        _mask(filled, words, orders, BertDraws(outputs, vocabulary), texts.targets, vocabulary, mask_prob)
+        swapped, truncated = (pair[4] for pair in pairs), (np.diff(texts.begins) > texts.targets).astype(int)
+        return list(map(BertSample, filled.swapaxes(0, 1), swapped, truncated.tolist()))
+
+    return with_enough(attempt, 40 + ceil(4.5 * mask_prob * max(texts.targets)))
+
+
+_Pair = tuple[int, int, int, int, int]
+"""The two parts of a sample: the first id of each in `Texts.ids` and the id after its last, and 1 if the parts were
+exchanged."""
+
+
+def _pair(bounds: list[int], target: int, binary_head: bool) -> _Pair:
+    """Divide the sentences into two runs, exchange the runs with probability 1/2, and remove tokens until both have at
+    most `target` tokens together. Without binary_head, the second part is empty.
+
+    Each token is removed from a random end of the longer part; of the second part if both are equally long.
+    bounds: the first id of each sentence, and the id after the last sentence.
+    """
+    excess = max(bounds[-1] - bounds[0] - target, 0)
+    first, first_end, second, second_end, swapped = bounds[0], bounds[-1], bounds[-1], bounds[-1], 0
+    if binary_head:
+        first_end = second = bounds[1 + _stream.below(len(bounds) - 2)]
+    coins = _stream.coins(binary_head + excess)
+    if binary_head and (swapped := coins[0]):
+        first, first_end, second, second_end = second, second_end, first, first_end
+    if excess:
+        at_begin = coins[binary_head:]
+        # The longer part loses tokens until both are equally long; then the second, the first, the second, ...
+        longer = first_end - first - (second_end - second)
+        alone, in_turn = at_begin[: abs(longer)], at_begin[abs(longer) :]
+        of_first, of_second = in_turn[1::2], in_turn[::2]
+        if longer > 0:
+            of_first += alone
+        else:
+            of_second += alone
+        first += of_first.count(1)
+        first_end -= of_first.count(0)
+        second += of_second.count(1)
+        second_end -= of_second.count(0)
+    return first, first_end, second, second_end, swapped
+
+
+def _filled(texts: Texts, pairs: list[_Pair], seq_length: int, roles: Roles) -> Ints:
+    """Return the rows of BERT samples without masks, int64 [5, samples, seq_length]; see `BertSample`."""
+    rows = np.empty((5, len(pairs), seq_length), np.int64)
+    for row, filler in zip(rows, (roles.pad, roles.pad, -1, 0, 0), strict=True):
+        row.fill(filler)
+    tokens, types, _, _, padding_mask = rows
+    first = np.array(pairs)[:, 0:4:2]  # of both parts
+    sizes = np.array(pairs)[:, 1:4:2] - first
+    begins = sizes[:, :1] + 2  # positions of the second parts
+    ends = begins + sizes[:, 1:] + (sizes[:, 1:] > 0)
+    columns = np.arange(seq_length)
+    inside = columns < ends
+    is_sep = (columns == begins - 1) | (columns == ends - 1)
+    is_text = inside & ~is_sep
+    is_text[:, 0] = False
+    tokens[:, 0] = roles.cls
+    tokens[is_sep] = roles.sep
+    tokens[is_text] = texts.ids[ranges(first.reshape(-1), sizes.reshape(-1))]
+    np.copyto(types, columns >= begins, where=inside)
+    padding_mask[:] = inside
+    return rows
+
+
+def _mask(
+    rows: Ints,
+    words: WordIndex,
+    orders: list[Ints],
+    draws: BertDraws,
+    targets: list[int],
     vocabulary: Vocabulary,
-    generator: np.random.RandomState,
     mask_prob: float,
-    binary_head: bool,
-) -> BertSample:
-    """Build [CLS] A [SEP] B [SEP] with masks. A and B together have at most `target` tokens. lengths: number of tokens
-    in each sentence of `text`."""
-    roles = vocabulary.roles
-    first, second, swapped = _halves(text, lengths, generator) if binary_head else (text, text[:0], False)
-    first, second = _truncated(first, second, target, generator)
-    begin = len(first) + 2  # position of the second part
-    size = begin + len(second) + (len(second) > 0)
-    tokens, types, labels, loss_mask, padding_mask = _rows(seq_length, roles.pad, roles.pad, -1, 0, 0)
-    tokens[0], tokens[1 : begin - 1], tokens[begin - 1] = roles.cls, first, roles.sep
-    types[:begin] = 0
-    if len(second):
-        tokens[begin : size - 1], tokens[size - 1] = second, roles.sep
-        types[begin:size] = 1
-    masked_positions, replacements = mask(
-        tokens[:size], vocabulary, generator, prob=mask_prob, limit=mask_prob * target
-    )
-    positions = np.array(masked_positions, np.int64)
+) -> None:
+    """Mask words in the rows of BERT samples. Raises `Exhausted`, and changes nothing, if there are too few draws."""
+    tokens, _, labels, loss_mask, padding_mask = rows
+    budgets = _budgets(targets, padding_mask.sum(1), mask_prob)
+    drawn = choose_words(words, orders, budgets, draws.runs, draws.steps)
+    chosen = (drawn >= 0).nonzero()[0]
+    in_words = ((vocabulary.kinds[tokens] > 0) & (padding_mask > 0)).reshape(-1).nonzero()[0]
+    positions = np.unravel_index(in_words[chosen], tokens.shape)
     labels[positions] = tokens[positions]
-    tokens[positions] = replacements
+    tokens[positions] = draws.replacements(drawn[chosen], tokens[positions])
     loss_mask[positions] = 1
-    padding_mask[:size] = 1
-    return BertSample(tokens, types, labels, loss_mask, padding_mask, int(swapped), int(len(text) > target))
 
 
-def t5_sample(
-    text: NDArray[np.integer],
-    target: int,
-    seq_length: int,
-    decoder_seq_length: int,
-    vocabulary: Vocabulary,
-    generator: np.random.RandomState,
-    mask_prob: float,
-) -> T5Sample:
+def _budgets(targets: list[int], sizes: Ints, mask_prob: float) -> list[int]:
+    """Return the maximum number of tokens to mask in each sample. sizes: number of tokens."""
+    limits = np.minimum(mask_prob * np.array(targets), np.maximum(1, np.rint(sizes * mask_prob)))
+    budgets: list[int] = limits.astype(np.int64).tolist()
+    return budgets
+
+
+def t5_samples(
+    texts: Texts, seq_length: int, decoder_seq_length: int, vocabulary: Vocabulary, *, mask_prob: float
+) -> list[T5Sample]:
     """Replace spans with sentinels: a b c d e with span c d -> encoder a b <0> e; decoder <bos> <0> c d.
 
     Raises ValueError if there are too few sentinels, or the decoder's sequence length is too short.
     """
-    roles = vocabulary.roles
-    tokens = text[:target].astype(np.int64)
-    positions, starts = _words(tokens, vocabulary)
-    budget = min(mask_prob * target, max(1, round(len(tokens) * mask_prob)))
-    spans = sorted(_spans(starts, budget, _geometric_runs(generator).__next__, generator))
-    if len(spans) > len(roles.sentinels):
-        raise ValueError(f"--vocab-extra-ids {len(roles.sentinels)}: a sample has {len(spans)} spans; raise it")
-    words, is_kept, decoder = tokens[positions].tolist(), np.ones(len(tokens), np.bool_), list[int]()
+    begins = np.array(texts.begins)
+    sizes = np.minimum(np.diff(begins), texts.targets)
+    tokens = texts.ids[ranges(begins[:-1], sizes)].astype(np.int64)
+    kinds, ends = vocabulary.kinds[tokens], sizes.cumsum()
+    budgets = _budgets(texts.targets, sizes, mask_prob)
+    all_kinds, ascending, words = kinds.tobytes(), np.arange(len(tokens)), WordIndex()
+    bounds = [words.add(all_kinds[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
+
+    def attempt(draws: int) -> Ints:
+        orders, lengths = list[Ints](), np.empty((len(sizes), draws), np.int64)
+        for i, (seed, (first, end)) in enumerate(zip(texts.seeds, bounds, strict=True)):
+            _stream.seed(seed)
+            orders.append(_stream.shuffled(ascending[first:end]))
+            lengths[i] = _stream.geometric(0.2, draws)
+        # The number of words of a run has a geometric distribution with mean 5, truncated at 10.
+        runs = np.ones((len(sizes), 2 * draws + 2), np.uint8)
+        runs[:, :-2:2] = np.minimum(lengths, 10)
+        return choose_words(words, orders, budgets, runs)
+
+    drawn = with_enough(attempt, 32 + max(budgets) // 2)
+    truncated = np.diff(texts.begins) > texts.targets
+    encoder, decoder = _with_sentinels(tokens, kinds, ends, drawn, (seq_length, decoder_seq_length), vocabulary.roles)
+    return [T5Sample(encoder[i], decoder[:, i], int(cut)) for i, cut in enumerate(truncated.tolist())]
+
+
+def _with_sentinels(
+    tokens: Ints,
+    kinds: NDArray[np.uint8],
+    ends: Ints,
+    drawn: Ints,
+    lengths: tuple[int, int],
+    roles: Roles,
+) -> tuple[Ints, Ints]:
+    """Return the encoder's rows, int64 [samples, lengths[0]], and the decoder's, int64 [3, samples, lengths[1]].
+
+    tokens: the ids of all samples, concatenated; sample i ends before ends[i]. kinds: their kinds. drawn: from
+    `choose_words`; the tokens of a span have the same draw.
+    """
+    chosen = (drawn >= 0).nonzero()[0]
+    positions = kinds.nonzero()[0][chosen]
+    first = np.diff(drawn[chosen], prepend=-1).nonzero()[0]  # of each span, as an index into positions
+    begins, last = positions[first], positions[np.append(first[1:], len(positions))[: len(first)] - 1]
+    text = np.searchsorted(ends, begins, side="right")
+    spans = np.bincount(text, minlength=len(ends))
+    if (most := int(spans.max())) > len(roles.sentinels):
+        raise ValueError(f"--vocab-extra-ids {len(roles.sentinels)}: a sample has {most} spans; raise it")
+    numbers = np.arange(len(first)) - np.repeat(spans.cumsum() - spans, spans)  # of each span in its sample
+    sentinels = np.array(roles.sentinels)[numbers]
     # tokens   a b  c  d e     span c d
-    # becomes  a b <0> d e     is_kept then removes d; the decoder gets <0> c d
-    for sentinel, (first, last) in zip(roles.sentinels, spans, strict=False):
-        decoder.append(sentinel)
-        decoder += words[first:last]
-        position = positions[first]
-        tokens[position] = sentinel
-        is_kept[position + 1 : positions[last - 1] + 1] = False
-    encoder, size = tokens[is_kept], len(decoder) + 1
-    if size > decoder_seq_length:
-        raise ValueError(f"--decoder-seq-length {decoder_seq_length}: a sample takes {size}; raise it")
-    (text_enc,) = _rows(seq_length, roles.pad)
-    text_dec, labels, loss_mask = _rows(decoder_seq_length, roles.pad, -1, 0)
-    text_enc[: len(encoder)] = encoder
-    labels[:size] = [*decoder, roles.eos]
-    text_dec[0], text_dec[1:size] = roles.bos, labels[: size - 1]
-    loss_mask[:size] = 1
-    return T5Sample(text_enc, text_dec, labels, loss_mask, int(len(text) > target))
+    # becomes  a b <0> d e     d is then removed; the decoder gets <0> c d
+    decoder = np.insert(tokens[positions], first, sentinels)
+    decoder_sizes = spans + np.diff(np.searchsorted(positions, ends), prepend=0)
+    tokens[begins] = sentinels
+    removed = np.zeros(len(tokens) + 1, np.int8)
+    removed[begins + 1] += 1
+    removed[last + 1] -= 1
+    is_kept = removed[:-1].cumsum() == 0
+    encoder_sizes = np.diff(np.append(0, is_kept.cumsum())[ends], prepend=0)
+    encoder_rows = np.full((len(ends), lengths[0]), roles.pad)
+    encoder_rows[np.arange(lengths[0]) < encoder_sizes[:, None]] = tokens[is_kept]
+    return encoder_rows, _decoder_rows(decoder, decoder_sizes, lengths[1], roles)
 
 
-def _halves(
-    text: NDArray[np.integer], lengths: NDArray[np.integer], generator: np.random.RandomState
-) -> tuple[NDArray[np.integer], NDArray[np.integer], bool]:
-    """Divide the sentences into two runs, and exchange the runs with probability 1/2. Return both runs, and whether
-    they were exchanged."""
-    pivot = generator.randint(1, len(lengths)) if len(lengths) >= 3 else 1
-    cut = int(lengths[:pivot].sum())
-    if generator.random_sample() < 0.5:
-        return text[cut:], text[:cut], True
-    return text[:cut], text[cut:], False
-
-
-def _truncated(
-    first: NDArray[np.integer], second: NDArray[np.integer], target: int, generator: np.random.RandomState
-) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    """Remove tokens until both parts together have at most `target` tokens. Each token is removed from a random end of
-    the longer part."""
-    begin, end, other_begin, other_end = 0, len(first), 0, len(second)
-    for at_begin in (generator.random_sample(max(0, end + other_end - target)) < 0.5).tolist():
-        if end - begin > other_end - other_begin:
-            begin, end = (begin + 1, end) if at_begin else (begin, end - 1)
-        else:
-            other_begin, other_end = (other_begin + 1, other_end) if at_begin else (other_begin, other_end - 1)
-    return first[begin:end], second[other_begin:other_end]
-
-
-def mask(
-    tokens: Ints, vocabulary: Vocabulary, generator: np.random.RandomState, *, prob: float, limit: float
-) -> tuple[list[int], list[int]]:
-    """Return the masked positions of a BERT sample, and the ids that replace the tokens at these positions.
-
-    Words are masked in runs of 1 to 3 words, in random order, until `prob` of the tokens, or `limit`, are masked.
-    """
-    words, starts = _words(tokens, vocabulary)
-    budget = min(limit, max(1, round(len(tokens) * prob)))
-    bounds, draw, of_words = _bounds(), generator.random_sample, words.tolist()
-    positions, replacements = list[int](), list[int]()
-    for first, last in _spans(starts, budget, lambda: 1 + bisect_right(bounds, draw()), generator):
-        for position in of_words[first:last]:
-            positions.append(position)
-            # 80 %: [MASK]; 10 %: the token itself; 10 %: a random token.
-            if draw() < 0.8:
-                replacements.append(vocabulary.roles.mask)
-            elif draw() < 0.5:
-                replacements.append(int(tokens[position]))
-            else:
-                replacements.append(vocabulary.ids[generator.randint(0, len(vocabulary.ids))])
-    return positions, replacements
-
-
-def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
-    """Return the positions of all tokens that belong to words. Also return, for each word, the index of its first token
-    in these positions; the last entry is the number of positions.
-
-    [CLS] un ##aff a [SEP] -> [1, 2, 3], [0, 2, 3]
-    """
-    positions = ((tokens != vocabulary.roles.cls) & (tokens != vocabulary.roles.sep)).nonzero()[0]
-    begins = ~vocabulary.continues[tokens[positions]]
-    begins[:1] = True
-    return positions, [*begins.nonzero()[0].tolist(), len(positions)]
-
-
-def _spans(
-    starts: list[int], budget: float, draw: Callable[[], int], generator: np.random.RandomState
-) -> Iterator[tuple[int, int]]:
-    """Yield runs of words in random order. A run is given by the index of its first token and the index after its last
-    token.
-
-    starts: from `_words`. budget: maximum number of tokens in all runs. draw: returns a random number of words for a
-    run. A run that exceeds the budget is shortened. A run that overlaps an earlier run is dropped.
-    """
-    order = np.arange(len(starts) - 1)
-    generator.shuffle(order)
-    ends = starts + starts[-1:] * _MOST
-    covered, count = bytearray(starts[-1]), 0
-    for word in order.tolist():
-        if count + 1 > budget:
-            return  # the budget is used up; Megatron-LM's remaining draws have no effect
-        run = draw()
-        first, last = starts[word], ends[word + run]
-        while run > 1 and last - first > budget - count:
-            run -= 1
-            last = ends[word + run]
-        size = last - first
-        if count + size > budget or covered.find(1, first, last) >= 0:
-            continue
-        covered[first:last] = b"\1" * size
-        count += size
-        yield first, last
-
-
-_MOST = 10
-"""Maximum number of words in a T5 run. In BERT, the maximum is 3."""
-_DRAWN = 32
-
-
-def _geometric_runs(generator: np.random.RandomState) -> Iterator[int]:
-    """Yield the number of words of each T5 run, from a geometric distribution with mean 5, truncated at 10. The numbers
-    are drawn in batches, since no other draws occur between them."""
-    while True:
-        yield from np.minimum(generator.geometric(0.2, _DRAWN), _MOST).tolist()
-
-
-@cache
-def _bounds() -> list[float]:
-    """Return the cumulative probabilities of BERT's runs of n = 1, 2 or 3 words, which have weights 1 / n."""
-    weights = 1.0 / np.arange(1, 4)
-    weights /= weights.sum()
-    bounds = (weights / weights.sum()).cumsum()
-    bounds /= bounds[-1]
-    cumulative: list[float] = bounds.tolist()
-    return cumulative
-
-
-def _rows(length: int, *fillers: int) -> Ints:
-    """Return an array, int64 [fillers, length], whose row i is filled with the value `fillers[i]`."""
-    rows = np.empty((len(fillers), length), np.int64)
-    rows.T[:] = fillers
+def _decoder_rows(tokens: Ints, sizes: Ints, length: int, roles: Roles) -> Ints:
+    """Return the decoder's rows, int64 [3, samples, length]; see `T5Sample`. tokens: the decoder's tokens of all
+    samples, concatenated. sizes: number of tokens of each sample."""
+    if (most := int(sizes.max()) + 1) > length:
+        raise ValueError(f"--decoder-seq-length {length}: a sample takes {most}; raise it")
+    rows = np.empty((3, len(sizes), length), np.int64)
+    for row, filler in zip(rows, (roles.pad, -1, 0), strict=True):
+        row.fill(filler)
+    text, labels, loss_mask = rows
+    columns = np.arange(length)
+    text[:, 0] = roles.bos
+    text[:, 1:][columns[:-1] < sizes[:, None]] = tokens
+    labels[columns < sizes[:, None]] = tokens
+    labels[np.arange(len(sizes)), sizes] = roles.eos
+    loss_mask[:] = columns <= sizes[:, None]
     return rows

@@ -22,7 +22,8 @@ from mega.core.data.gpt import GPTDataset
 from mega.core.data.indexed import IndexedDataset
 from mega.core.data.infill import Infill, InfillDataset
 from mega.core.data.mapping import sentence_mapping
-from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary
+from mega.core.data.masked import BertDataset, T5Dataset
+from mega.core.data.masking import Vocabulary
 from mega.core.data.order import SampleOrder, epochs, sample_order
 from mega.core.text.tokenizer import Tokenizer
 
