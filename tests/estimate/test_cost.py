@@ -17,7 +17,6 @@ from mega.core.estimate.cost import (
     Card,
     ChunkOperations,
     CollectiveBegin,
-    Curve,
     ElementwiseWork,
     Gemm,
     Operation,
@@ -27,6 +26,7 @@ from mega.core.estimate.cost import (
     chunk_pass,
     play_unit,
 )
+from mega.core.estimate.curves import Curve
 from mega.core.estimate.hardware import hardware
 from mega.core.estimate.operations import operations, rough_operations
 from mega.core.flops import model_flops_per_token

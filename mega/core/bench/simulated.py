@@ -45,8 +45,8 @@ class SimulatedWorker:
     def launch(self, step: Step) -> SimulatedStep:
         """Launch a step. It starts when the host has built it, the first stage is free, and its tokens are known."""
         self.now += self.model.host(len(step.counts))
-        known = max((self._known.get(~token, 0.0) for token in step.tokens.tolist() if token < 0), default=0.0)
-        ready = max(self._free[0], known, self._idle_until)
+        tokens_ready = max((self._known.get(~token, 0.0) for token in step.tokens.tolist() if token < 0), default=0.0)
+        ready = max(self._free[0], tokens_ready, self._idle_until)
         self.seconds += Seconds(host=max(0.0, self.now - ready))
         end = max(self.now, ready)
         for stage, seconds in enumerate(self.stages(step)):

@@ -5,7 +5,7 @@ trace          live bytes of one microbatch on stages on the meta device. Only t
                they are imported
 operation_log  the operations of one microbatch, as shapes
 operations     the operations of a chunk of the model
-cost           seconds of operations, from measured curves (curves.json)
+cost           seconds of operations; curves interpolates measured times (curves.json, or those of a calibrated device)
 footprint      peak bytes of a chunk, from its trace and the temporary buckets of ZeRO 2 and 3
 chunks         the units and blocks of the model on each pipeline rank, as numbers
 weights        parameters, gradients, masters and moments of a rank, as its buckets store them

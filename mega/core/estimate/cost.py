@@ -5,21 +5,19 @@
     play_unit        the time of a sequence of operations, with overlapping exchanges
 
 This module does not depend on the model, because an operation is described by its shape. operation_log.py records
-operations. curves.json was measured on an H100 (tests/gpu/cost_curves.py) and is scaled to the peak rates of other
-cards (hardware.toml).
+operations. The curves are those of a calibrated device, or those of an H100 (curves.py), scaled to the peak rates of
+the device (hardware.toml).
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from importlib.resources import files
-from statistics import median
+from functools import lru_cache
 from typing import NamedTuple
 
+from mega.core.estimate.curves import attention_flops, built_in
 from mega.core.estimate.hardware import Hardware
 
 
@@ -101,75 +99,6 @@ class ChunkOperations(NamedTuple):
     cargo: int  # Bytes received from the previous stage or sent to the next stage
 
 
-# -- curves
-
-
-class Curve:
-    """Interpolates measured times: seconds = work / rate * mean deviation of nearby points + delay.
-
-    points: (coordinates, work, measured seconds) of each measurement; coordinates are positive numbers such as m, k, n.
-    The weight of a point decreases with the distance between the logarithms of the coordinates. delay: seconds of a
-    kernel that does no work.
-    """
-
-    CLOSE = 0.02
-    """Squared distance between log2 coordinates within which a point counts as an exact match."""
-
-    def __init__(self, points: Sequence[tuple[tuple[float, ...], float, float]], delay: float) -> None:
-        self._delay = delay
-        self._rate = median(work / (seconds - delay) for _, work, seconds in points)
-        self._coordinates = [tuple(map(math.log2, place)) for place, _, _ in points]
-        self._off = [math.log((seconds - delay) * self._rate / work) for _, work, seconds in points]
-
-    def seconds(self, shape: tuple[float, ...], work: float, speed: float = 1.0) -> float:
-        """Seconds for a shape. speed: speed of a card relative to the measured card. The first coordinate is divided by
-        the speed, because the same shape fills a faster card less."""
-        point_logs, total, weighted_deviation = (
-            tuple(math.log2(max(x, 1e-9)) for x in (shape[0] / speed, *shape[1:])),
-            0.0,
-            0.0,
-        )
-        for point, deviation in zip(self._coordinates, self._off, strict=True):
-            distance = sum((a - b) ** 2 for a, b in zip(point_logs, point, strict=True))
-            weight = 1.0 / (distance + self.CLOSE) ** 2
-            total += weight
-            weighted_deviation += weight * deviation
-        return work / self._rate / speed * math.exp(weighted_deviation / total) + self._delay
-
-
-@cache
-def _measured() -> Mapping[str, Sequence[Sequence[float]]]:
-    return json.loads(files("mega.core.estimate").joinpath("curves.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-
-@cache
-def _gemms(kind: str, layout: str) -> Curve:
-    """Return the curve of measured GEMMs. kind: "matmul" or "fp8 matmul"."""
-    points = _measured()[f"{kind} {layout}"]
-    return Curve([((m, k, n), 2.0 * m * k * n, microseconds * 1e-6) for m, k, n, microseconds in points], 2.5e-6)
-
-
-@cache
-def _attentions(kernel: str, backward: bool) -> Curve:
-    points = _measured()[f"attention {kernel}"]
-    visible_share = 0.5 if "causal" in kernel else 1.0
-    return Curve(
-        [
-            (
-                (rows, s, width),
-                visible_share * _attention_flops(rows, s, s, width, backward),
-                microseconds[backward] * 1e-6,
-            )
-            for rows, s, width, *microseconds in points
-        ],
-        12e-6 if backward else 4e-6,
-    )
-
-
-def _attention_flops(rows: float, queries: float, keys: float, width: float, backward: bool) -> float:
-    return (10.0 if backward else 4.0) * rows * queries * keys * width
-
-
 # -- one operation
 
 
@@ -208,6 +137,8 @@ class Card:
 
     def elementwise(self, moved: float) -> float:
         """Seconds of an elementwise kernel that reads and writes `moved` bytes in total."""
+        if self.on.curves is not None and (measured := self.on.curves.elementwise(moved)) is not None:
+            return measured + self.on.launch * 1e-6
         return max(moved / (self.on.bandwidth * 1e12 * self.on.elementwise), SHORTEST) + self.on.launch * 1e-6
 
 
@@ -227,23 +158,38 @@ operation, which changes the card's clock rate."""
 def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, hardware: Hardware) -> float:
     gap = hardware.launch * 1e-6
     if isinstance(operation, Gemm):
-        m, k, n, layout, dtype, bytes_moved, times = operation
-        native = dtype == "fp8" and "fp8" in hardware.peak
-        curve = _gemms("fp8 matmul" if native else "matmul", layout)
-        peak = hardware.fp8 / FP8 if native else (hardware.fp8 if dtype == "fp8" else hardware.peak[dtype]) / PEAK
-        speed = peak * hardware.product / PRODUCT * GEMM_IN_STEP
-        return (
-            max(times * curve.seconds((m, k, n), 2.0 * m * k * n, speed), bytes_moved / (hardware.bandwidth * 1e12))
-            + gap
-        )
+        return _gemm(operation, hardware) + gap
     if isinstance(operation, AttentionWork):
-        kernel, backward, rows, queries, keys, width, share = operation
-        relative_efficiency = (hardware.attention_forward, hardware.attention_backward)[backward] / ATTENTION[backward]
-        speed = hardware.peak["bf16"] / PEAK * relative_efficiency * ATTENTION_IN_STEP
-        work = share * _attention_flops(rows, queries, keys, width, backward)
-        return _attentions(kernel, backward).seconds((rows, math.sqrt(queries * keys), width), work, speed) + gap
+        return _attention(operation, hardware) + gap
     assert isinstance(operation, ElementwiseWork), operation
     return Card(hardware).elementwise(operation.moved)
+
+
+def _gemm(operation: Gemm, hardware: Hardware) -> float:
+    m, k, n, layout, dtype, bytes_moved, times = operation
+    native = dtype == "fp8" and "fp8" in hardware.peak
+    kind, rate = "fp8 matmul" if native else "matmul", hardware.fp8 if dtype == "fp8" else hardware.peak[dtype]
+    curve = None if hardware.curves is None else hardware.curves.matmul(kind, layout)
+    if curve is not None:
+        speed = rate / hardware.peak["fp8" if native else "bf16"]
+    else:
+        curve = built_in().matmul(kind, layout)
+        speed = rate / (FP8 if native else PEAK) * hardware.product / PRODUCT
+    assert curve is not None, f"{kind} {layout}: no curve says what this matmul takes"
+    seconds = times * curve.seconds((m, k, n), 2.0 * m * k * n, speed * GEMM_IN_STEP)
+    return max(seconds, bytes_moved / (hardware.bandwidth * 1e12))
+
+
+def _attention(operation: AttentionWork, hardware: Hardware) -> float:
+    kernel, backward, rows, queries, keys, width, share = operation
+    curve, speed = None if hardware.curves is None else hardware.curves.attention(kernel, backward), 1.0
+    if curve is None:
+        curve = built_in().attention(kernel, backward)
+        relative_efficiency = (hardware.attention_forward, hardware.attention_backward)[backward] / ATTENTION[backward]
+        speed = hardware.peak["bf16"] / PEAK * relative_efficiency
+    assert curve is not None, f"{kernel}: no curve says what this attention takes"
+    work = share * attention_flops(rows, queries, keys, width, backward)
+    return curve.seconds((rows, math.sqrt(queries * keys), width), work, speed * ATTENTION_IN_STEP)
 
 
 # -- sequences of operations
@@ -336,10 +282,14 @@ def chunk_pass(operations: ChunkOperations, hardware: Hardware, *, recorded: boo
 
 def _summed(units: Units, hardware: Hardware) -> tuple[float, float]:
     """Return (device time, host time) of `units`, in seconds."""
-    unit_times = [play_unit(unit, hardware) for unit in units]
-    device = sum(one.seconds for one in unit_times)
-    host_time = sum(UNIT * bool(one.launches) + LAUNCH * one.launches + EXCHANGE * one.exchanges for one in unit_times)
-    return device, host_time * hardware.host * 1e-6
+    device = sum(play_unit(unit, hardware).seconds for unit in units)
+    return device, host_blocks(units, hardware) * hardware.host * 1e-6
+
+
+def host_blocks(units: Units, hardware: Hardware) -> float:
+    """Return the host time of `units`, as a multiple of the host time for a plain block (`Hardware.host`)."""
+    times = [play_unit(unit, hardware) for unit in units]
+    return sum(UNIT * bool(one.launches) + LAUNCH * one.launches + EXCHANGE * one.exchanges for one in times)
 
 
 UNIT, LAUNCH, EXCHANGE = 0.27, 0.016, 0.061

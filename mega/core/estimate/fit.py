@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mega.core.estimate.curves import Points
 from mega.core.estimate.hardware import SHARES
 
 
@@ -82,7 +83,7 @@ def _squares(a: float, b: float) -> tuple[tuple[float, float], ...]:
     return (a, a), (a, b), (b, b)
 
 
-def as_toml(values: Mapping[str, float], peaks: Mapping[str, float], title: str) -> str:
+def as_toml(values: Mapping[str, float], peaks: Mapping[str, float], title: str, curves: Points | None = None) -> str:
     """Return the text of a TOML file for `memory-estimate --gpu`. A missing key has the value of the device `base` in
     hardware.toml.
 
@@ -94,6 +95,9 @@ def as_toml(values: Mapping[str, float], peaks: Mapping[str, float], title: str)
     lines = [f"# {title}"]
     lines += [f"{name} = {_number(value)}" for name, value in limited.items()]
     lines += ["[peak]", *(f"{name} = {_number(value)}" for name, value in peaks.items())]
+    lines += ["[curves]"] if curves else []
+    for name, points in (curves or {}).items():
+        lines += [f'"{name}" = [', *(f"  [{', '.join(map(_number, point))}]," for point in points), "]"]
     return "\n".join(lines) + "\n"
 
 

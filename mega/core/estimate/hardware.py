@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.config.toml import loads, quoted, read_text
+from mega.core.estimate.curves import Curves, checked
 
 GIB = 2**30
 
@@ -48,6 +49,7 @@ class Hardware:
     latency_outside: float  # Microseconds per ring step between hosts
     link: float  # GB/s of copies between a GPU and its host, one direction
     host_memory: float  # GB/s of a host's memory
+    curves: Curves | None = None  # Measured times of operations; None to scale those of an H100
 
     @property
     def fp8(self) -> float:
@@ -74,13 +76,16 @@ def hardware(name: str, source: str | None = None) -> Hardware:
         if name.lower() not in devices or name.lower() == "base":
             valid = ", ".join(other for other in devices if other != "base")
             raise ValueError(f"{source}: is no known device; valid: {valid}, or a TOML file")
-        return _from_table(name.lower(), devices[name.lower()], source)
-    return _from_table(Path(name).stem, loads(read_text(name, source), source), source)
+        return from_table(name.lower(), devices[name.lower()], source)
+    return from_table(Path(name).stem, loads(read_text(name, source), source), source)
 
 
-def _from_table(name: str, table: Mapping[str, Any], source: str) -> Hardware:
+def from_table(name: str, table: Mapping[str, Any], source: str) -> Hardware:
+    """Return the device that the values of a file describe. source: for messages. Errors: ValueError naming the
+    field."""
     base, field_names = _known_devices()["base"], {field.name for field in fields(Hardware)} - {"name"}
-    table = {key: value for key, value in table.items() if key not in RETIRED}
+    curves = checked(source, table["curves"]) if "curves" in table else None
+    table = {key: value for key, value in table.items() if key not in RETIRED | {"curves"}}
     peaks = table.get("peak", {})
     if not isinstance(peaks, Mapping):
         raise ValueError(
@@ -96,4 +101,4 @@ def _from_table(name: str, table: Mapping[str, Any], source: str) -> Hardware:
             raise ValueError(f"{source}: {key} is {quoted(value)}; must be a number from {LEAST:g} to {most:g}")
     if type(values["node"]) is not int:
         raise ValueError(f"{source}: node is {quoted(values['node'])}; must be a whole number of GPUs")
-    return Hardware(name, **{**values, "peak": peak})
+    return Hardware(name, **{**values, "peak": peak}, curves=curves)
