@@ -137,7 +137,8 @@ def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | Non
     # Checking the run on one rank reports mistakes that are common to all layouts. For this check, `tp_overlap` is
     # disabled because one rank has no tensor parallelism, and `fp8` because its GEMM sizes differ from those in most
     # layouts.
-    smallest, _ = planned(updated(any_layout(options, 1), {"tp_overlap": False, "fp8": False}))
+    disabled = {"tp_overlap": False, **({"fp8": False, "fp8_scaling": "tensor"} if options.precision.fp8 else {})}
+    smallest, _ = planned(updated(any_layout(options, 1), disabled))
     sized = updated(options, {"vocab": smallest.model.vocab})
     result = search(sized, count, device)
     if not result.candidates:

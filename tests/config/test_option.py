@@ -73,6 +73,7 @@ def test_what_a_resume_notes() -> None:
         *("retro", *RETRIEVER),
         *(
             "fp8",
+            "fp8_scaling",
             "memory_padding",
             "data_sharding",
             "grad_dtype",

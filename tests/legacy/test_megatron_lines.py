@@ -288,6 +288,8 @@ def canonical(line: str) -> list[str]:
         ),
         ("--recompute-granularity selective", ["--recompute=selective"]),
         ("--fp8-format hybrid --bf16", ["--fp8", "--dtype=bf16"]),
+        ("--fp8-format hybrid --fp8-recipe blockwise", ["--fp8", "--fp8-scaling=block"]),
+        ("--fp8-hybrid --fp8-recipe delayed", ["--fp8", "--fp8-scaling=tensor"]),
         ("--use-rotary-position-embeddings --no-position-embedding", ["--position=rope"]),
         ("--position-embedding-type learned_absolute", ["--position=learned"]),
         ("--normalization RMSNorm", ["--norm=rmsnorm"]),
@@ -363,6 +365,7 @@ def test_habits_become_canonical(line: str, expected: list[str]) -> None:
         ("--zzz 8", "--zzz: is not an option; --help lists all"),
         ("--fp8-format e4m3", "--fp8-format e4m3: is not a choice; valid: hybrid"),
         ("--fp8-e4m3", "--fp8-e4m3: gradients in fp8 are e5m2; use --fp8-hybrid"),
+        ("--fp8-recipe mxfp8", "--fp8-recipe mxfp8: is not a choice; valid: delayed, tensorwise, blockwise"),
         ("--data-path", "--data-path: needs a value"),
     ],
 )

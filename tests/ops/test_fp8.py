@@ -69,6 +69,6 @@ def test_the_three_products() -> None:
 
 def test_who_multiplies_how() -> None:
     """The head keeps the compute dtype; without --fp8 nothing is cast."""
-    ops = choose(torch.device("cpu"), torch.bfloat16, fp8=True)
+    ops = choose(torch.device("cpu"), torch.bfloat16, fp8="tensor")
     assert isinstance(ops.matmuls, Fp8Matmuls) and type(ops.matmuls.exact()) is Matmuls
     assert type(choose(torch.device("cpu"), torch.bfloat16).matmuls) is type(REFERENCE.matmuls) is Matmuls

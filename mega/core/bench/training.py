@@ -174,6 +174,8 @@ def _work(run: RunConfig, world: int) -> dict[str, object]:
     if len(run.model.stacks) > 1:
         options["decoder_seq_length"] = run.masking.decoder_seq_length
     options |= {name: getattr(precision, name) for name in ("dtype", "fp8", "grad_dtype", "masters")}
+    if precision.fp8 and precision.fp8_scaling != "tensor":  # absent in rows of earlier versions
+        options["fp8_scaling"] = precision.fp8_scaling
     options |= {"optimizer": run.optimizer.optimizer, "world": world}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 

@@ -35,7 +35,7 @@ from mega.core.config.resolve import (
 )
 from mega.core.config.run import AnyRun, Options, RunConfig, entries, flag_of, is_set_to, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
-from mega.core.config.sections import LABELLED, TASKS
+from mega.core.config.sections import FP8_BLOCK, LABELLED, TASKS
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
 from mega.core.plan.layers import split_layers
@@ -464,8 +464,11 @@ def _tensor(run: RunConfig) -> Problems:
 
 
 def _fp8(run: RunConfig) -> Problems:
-    """Check that the dimensions of the fp8 GEMMs are multiples of 16."""
+    """Check that the dimensions of the fp8 GEMMs are multiples of 16, or of whole blocks of 128."""
     if not run.precision.fp8:
+        return
+    if run.precision.fp8_scaling == "block":
+        yield from _fp8_blocks(run)
         return
     model, tp, batch = run.model, run.parallel.tp, run.batch
     lengths_of = {
@@ -480,6 +483,27 @@ def _fp8(run: RunConfig) -> Problems:
     for name, length in lengths_of.items():
         if length % 16:
             yield _line(run, name, f"makes GEMMs of {length} on a rank; under --fp8 it must be a multiple of 16")
+
+
+def _fp8_blocks(run: RunConfig) -> Problems:
+    """Check that every block of fp8 elements lies within one rank, one logical tensor and one text, so that results do
+    not depend on the layout. With context ranks, a rank has two parts of each text."""
+    model, tp, parts = run.model, run.parallel.tp, 2 * run.parallel.cp if run.parallel.cp > 1 else 1
+    lengths_of = {
+        "hidden": model.hidden,
+        "ffn": model.ffn // tp,
+        "heads": model.heads * model.head_dim // tp,
+        "kv_heads": model.kv_heads * model.head_dim // tp,
+        "seq_length": run.batch.seq_length // parts,
+    }
+    if len(model.stacks) > 1:
+        lengths_of["decoder_seq_length"] = run.masking.decoder_seq_length
+    for name, length in lengths_of.items():
+        if length % FP8_BLOCK:
+            rule = (
+                f"a multiple of {FP8_BLOCK}, as --fp8-scaling block needs; --fp8-scaling tensor needs multiples of 16"
+            )
+            yield _line(run, name, f"makes GEMMs of {length} on a rank, which is not {rule}")
 
 
 def _overlap(run: RunConfig) -> Problems:

@@ -487,11 +487,18 @@ class PrecisionOptions(Section):
     )
     fp8: bool = option(
         False,
-        "run the GEMMs of the transformer blocks in fp8: e4m3 forward, e5m2 for gradients, one scale per "
-        "tensor; the head, sums and master weights keep their dtypes",
+        "run the GEMMs of the transformer blocks in fp8; the head, sums and master weights keep their dtypes",
         megatron={"--fp8-hybrid": True, "--fp8-format": {"hybrid": True}},
         on_resume="noted",
         needs={"dtype": ("bf16",)},
+    )
+    fp8_scaling: Literal["tensor", "block"] = option(
+        "tensor",
+        "what one scale covers with --fp8: a tensor (e4m3 forward, e5m2 for gradients), or a block of 1 x 128 elements "
+        "of an activation or gradient and of 128 x 128 of a weight (e4m3, as DeepSeek-V3)",
+        megatron={"--fp8-recipe": {"delayed": "tensor", "tensorwise": "tensor", "blockwise": "block"}},
+        on_resume="noted",
+        needs={"fp8": ()},
     )
     grad_dtype: Literal["fp32", "fp16", "bf16", "fp64"] | None = option(
         None,

@@ -4,7 +4,7 @@ start no collectives.
 norm, activation, dropout, cross_entropy, rotary, sinusoid, heads, matmuls, total, square_sum   the ops of training
 attention, mask, partial_attention   attention, its masks, and attention in blocks; cudnn: sliding-window attention
 routing, grouped, rows               the choice of experts, grouped GEMMs for experts, and sums of rows
-fp8, block_scales, recompute         GEMMs in 8 bits, fp8 with scales of blocks, and activation recomputation
+fp8, fp8_blocks, block_scales, recompute   GEMMs in 8 bits, and activation recomputation
 few_rows, few_experts, paged_attention, kept_keys, fp8_weights   the ops of inference
 counter, autograd                    counter-based random numbers, and conventions between ops and callers
 suite, trial, packages, observe      choice of implementations, trials of kernels, third-party ops, and observers

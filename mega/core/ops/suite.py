@@ -10,10 +10,10 @@ on CUDA     Triton kernels; cuDNN's attention if it supports the shape and the m
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +34,7 @@ from mega.core.ops import (
 from mega.core.ops.few_experts import FewExperts
 from mega.core.ops.few_rows import FewRows
 from mega.core.ops.fp8 import Fp8Matmuls
+from mega.core.ops.fp8_blocks import BlockMatmuls
 from mega.core.ops.fp8_weights import Fp8Weights
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.matmuls import Matmuls, WideMatmuls
@@ -102,7 +103,7 @@ def choose(
     dtype: torch.dtype,
     *,
     reference: bool = False,
-    fp8: bool = False,
+    fp8: Literal["tensor", "block"] | None = None,
     recompute: bool = False,
     package: str | None = None,
     shapes: bool = False,
@@ -110,7 +111,8 @@ def choose(
     """Choose the fastest implementations for a device and a compute dtype. The field `reason` of the result explains
     the choice.
 
-    recompute: whether attention recomputes its weights in the backward pass instead of saving them. package: a name
+    fp8: what one scale of the fp8 GEMMs in blocks covers; None for GEMMs in `dtype`. recompute: whether attention
+    recomputes its weights in the backward pass instead of saving them. package: a name
     that `packages.package` accepts; ops of this package replace the default ops. shapes: whether to choose for meta
     tensors that represent tensors on `device`, in which case the device need not exist.
     """
@@ -120,10 +122,11 @@ def choose(
     # Kernels of packages do not support meta tensors.
     if package is not None and not shapes:
         ops = replace(ops, reason=f"{ops.reason}; --ops {package}", **packages.package(package, ops.attention))
-    if not fp8:
+    if fp8 is None:
         return ops
-    fast = _fp8_kernels() if ops.name == "triton" and (shapes or fp8_matmuls(device)) else {}
-    return replace(ops, matmuls=Fp8Matmuls(ops.matmuls, **fast))
+    kind, kernels, on_device = _FP8[fp8]
+    fast = kernels() if ops.name == "triton" and (shapes or on_device(device)) else {}
+    return replace(ops, matmuls=kind(ops.matmuls, **fast))
 
 
 def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str:
@@ -218,7 +221,18 @@ def _fp8_weights_kernel() -> Callable[..., torch.Tensor]:
     return fp8_weights.multiply
 
 
-def _fp8_kernels() -> dict[str, Any]:
+_Kernels = Mapping[str, Callable[..., object]]
+"""Field of `Matmuls` -> its fast implementation."""
+
+
+def _fp8_kernels() -> _Kernels:
     from mega.core.ops.kernels import fp8
 
     return {"cast": fp8.cast, "multiply": fp8.multiply}
+
+
+_FP8: dict[str, tuple[Callable[..., Matmuls], Callable[[], _Kernels], Callable[[torch.device], bool]]] = {
+    "tensor": (Fp8Matmuls, _fp8_kernels, fp8_matmuls),
+    "block": (BlockMatmuls, dict, fp8_matmuls),
+}
+"""What one scale covers -> (the GEMMs, their kernels, whether a device runs the kernels)."""

@@ -153,7 +153,7 @@ def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
         DTYPES[precision.dtype],
         reference=run.runtime.ops == "reference",
         package=run.runtime.ops if run.runtime.ops in PACKAGES else None,
-        fp8=precision.fp8,
+        fp8=precision.fp8_scaling if precision.fp8 else None,
         recompute=run.memory.recompute == "selective",
         shapes=shapes,
     )

@@ -98,7 +98,7 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     extras += expert_axes(run)
     yield f"layout: {'; '.join([f'{world} ranks: {layout}' if world > 1 else '1 rank', *extras])}"
     precision = run.precision
-    dtype = precision.dtype + (", matmuls in fp8" if precision.fp8 else "")
+    dtype = precision.dtype + (f", matmuls in fp8, one scale per {precision.fp8_scaling}" if precision.fp8 else "")
     device_words = device.name if device.is_cuda else f"CPU, {_counted(threads(world), 'thread')} a rank"
     backend = f", {device.backend}" if world > 1 else ""
     yield f"device: {device_words}{backend}; dtype {dtype}"
