@@ -549,3 +549,11 @@ def overlaps_kernels(device: torch.device) -> bool:
 def fp8_matmuls(device: torch.device) -> bool:
     """Whether the device multiplies in fp8: Ada, Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def block_scaled_matmuls(device: torch.device) -> bool:
+    """Whether cuBLAS multiplies in fp8 with one scale per block on the device: on Hopper, from CUDA 12.9 on."""
+    if device.type != "cuda" or torch.version.cuda is None or not hasattr(torch.nn.functional, "scaled_mm"):
+        return False
+    release = tuple(map(int, torch.version.cuda.split(".")[:2]))
+    return torch.cuda.get_device_capability(device)[0] == 9 and release >= (12, 9)

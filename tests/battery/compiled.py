@@ -38,6 +38,7 @@ from mega.core.ops.kernels import (
     dropout,
     few_experts,
     few_rows,
+    fp8_blocks,
     fp8_weights,
     heads,
     mapped_sum,
@@ -192,6 +193,19 @@ def update(dtype: torch.dtype) -> None:
     )  # fmt: skip
 
 
+def blocks() -> None:
+    """Casts to fp8 with scales of blocks, and the GEMMs of devices for which cuBLAS has none."""
+    x, weight = empty(TOKENS, 4096), empty(11008, 4096)
+    for rows_too, columns_too in ((True, False), (False, True), (True, True)):
+        fp8_blocks.cast_rows(x, rows=rows_too, columns=columns_too)
+        fp8_blocks.cast_blocks(weight, rows=rows_too, columns=columns_too)
+    a = fp8_blocks.cast_rows(x, rows=True).rows
+    for each in (fp8_blocks.cast_blocks(weight, rows=True).rows, fp8_blocks.cast_rows(weight, rows=True).rows):
+        assert a is not None and each is not None
+        for dtype in (BF16, torch.float32):
+            fp8_blocks.multiply(a, each, dtype, blocks=len(each.inverse) < len(weight))
+
+
 def small() -> None:
     """Sums, casts and gathers."""
     total.total(empty(4, TOKENS, 4096))
@@ -242,6 +256,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"loss {vocab}": partial(losses, vocab) for vocab in (32000, 50257, 151936)},
     "adamw": partial(update, torch.float32),
     "adamw without masters": partial(update, BF16),
+    "fp8 blocks": blocks,
     "small": small,
 }  # fmt: skip
 

@@ -22,7 +22,8 @@ from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.weights import stage_weights, transient_buckets
 from mega.core.family import synthetic_batch
 from mega.core.ops.fp8 import Cast, Fp8Matmuls
-from mega.core.ops.kernels import fp8
+from mega.core.ops.fp8_blocks import BlockMatmuls
+from mega.core.ops.kernels import fp8, fp8_blocks
 from mega.core.ops.matmuls import Matmuls
 from mega.core.parallel import collectives, peers
 from mega.core.parallel.gradients import Bucket, GradBuffer
@@ -119,6 +120,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, tp 2, sequence": {**FP8, **QUIET, "tp": 2, "sequence_parallel": True, "seq_length": 32},
     "fp8, narrow, tp 2, sequence": {**FP8, **QUIET, "ffn": 64, "tp": 2, "sequence_parallel": True},
     "fp8, llama pp 2": {**FP8, "family": "llama", "pp": 2},
+    "fp8 in blocks": {**FP8, **QUIET, "fp8_scaling": "block", "hidden": 128, "heads": 1, "seq_length": 128},
     "overlap": {**OVERLAP, **QUIET},
     "overlap, few words": {**OVERLAP, **QUIET, **FEW},
     "overlap in pieces": {**OVERLAP, **QUIET, **FEW, "layers": 2, "seq_length": 1024, "micro_batch": 1},
@@ -514,6 +516,21 @@ def test_what_fp8_kernels_take_besides(ins: int, outs: int) -> None:
         sizes.append((forward.peak, backward.peak))
     # Three tensors of facts besides, of 32 bytes each.
     assert all(0 <= kernels - frugal <= 96 for frugal, kernels in zip(*sizes, strict=True))
+
+
+def test_what_fp8_block_kernels_take_besides() -> None:
+    """The kernels on the meta device: a narrow copy of each factor, its scales and the result, and nothing else."""
+    matmuls = BlockMatmuls(
+        Matmuls(), cast_rows=fp8_blocks.cast_rows, cast_blocks=fp8_blocks.cast_blocks, multiply=fp8_blocks.multiply
+    )
+    tokens, ins, outs, live = 256, 384, 640, trace.Live({})
+    like = torch.empty(0, dtype=torch.bfloat16, device="meta")
+    x, weight = like.new_empty(tokens, ins), like.new_empty(outs, ins)
+    live.ignore(x, weight)
+    with live:
+        y = matmuls.forward(x, weight)
+    scales = 4 * (tokens * 3 + 5 * 4)  # rows of blocks of a weight begin at multiples of 4
+    assert live.peak == tokens * ins + outs * ins + scales + y.nbytes
 
 
 MIXED = {

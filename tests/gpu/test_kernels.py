@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mega.core.architecture.layer import Rope
-from mega.core.ops import activation, cross_entropy, fp8, fp8_weights, heads, matmuls, norm, rows, suite
+from mega.core.device import block_scaled_matmuls
+from mega.core.ops import activation, cross_entropy, fp8, fp8_blocks, fp8_weights, heads, matmuls, norm, rows, suite
 from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotary_table
@@ -350,6 +351,42 @@ def test_fp8_multiply() -> None:
         exact = fp8.multiply(*given[:4], torch.float64, given[5])
         assert error(fast.multiply(*given), exact) < bound
         assert error(fast.multiply(*given, fast=True), exact) < bound
+
+
+@pytest.mark.parametrize("kind", ["cast_rows", "cast_blocks"])
+@pytest.mark.parametrize("shape", [(TOKENS, 200), (130, 16), (1, 300)])
+def test_fp8_block_casts(shape: tuple[int, int], kind: str) -> None:
+    """The same scales bit for bit, and the same bytes; both directions in one pass are those alone."""
+    from mega.core.ops.kernels import fp8_blocks as fast
+
+    x = random(*shape)
+    ours, plain = (getattr(each, kind)(x, rows=True, columns=True) for each in (fast, fp8_blocks))
+    for name, one, other in zip(("rows", "columns"), ours, plain, strict=True):
+        assert torch.equal(one.inverse, other.inverse)
+        if CUDA:  # the interpreter rounds otherwise
+            assert torch.equal(one.narrow.float(), other.narrow.float())
+        assert error(one.narrow.float(), other.narrow.double()) < 0.2
+        alone = getattr(fast, kind)(x, **{name: True})
+        assert torch.equal(getattr(alone, name).narrow.float(), one.narrow.float())
+        assert sum(each is not None for each in alone) == 1
+
+
+@pytest.mark.parametrize("how", ["cublas", "kernel"])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_fp8_block_multiply(blocks: bool, how: str) -> None:
+    """Sizes that cuBLAS takes and that tiles do not divide: 2 steps of 128, of which one is not full."""
+    from mega.core.ops.kernels import fp8_blocks as fast
+
+    if how == "cublas" and not block_scaled_matmuls(torch.device(DEVICE)):
+        pytest.skip("cuBLAS on Hopper only")
+    ins = 256 if how == "cublas" else 208
+    x, weight = random(144, ins), random(160, ins)
+    a, b = fast.cast_rows(x, rows=True).rows, (fast.cast_blocks if blocks else fast.cast_rows)(weight, rows=True).rows
+    assert a is not None and b is not None
+    exact = fp8_blocks.multiply(a, b, torch.float64, blocks=blocks)
+    for dtype, bound in ((torch.float32, 1e-3), (DTYPE, 5e-3)):
+        found = getattr(fast, f"_by_{how}")(a, b, dtype, blocks)
+        assert found.dtype == dtype and error(found, exact) < bound
 
 
 @pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 48, 256), (16, 33, 300), (5, 100, 77)])

@@ -26,7 +26,7 @@ from mega.core.estimate.cost import (
 )
 from mega.core.ops.mask import AttentionMask
 
-GEMMS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
+GEMMS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 """Matmul ops of torch -> index of the first factor among the arguments."""
 
 ALLOCATIONS = {

@@ -247,13 +247,22 @@ def _attention(q: _MetaTensor, k: _MetaTensor, *_: object) -> Values:
     return _dense(*q), sums, None, None, q.shape[2], k.shape[2], state, state, None
 
 
-_ATTENTION: dict[OpOverload, Callable[..., Values]] = {
+def _block_scaled(a: _MetaTensor, b: _MetaTensor, *others: object) -> Values:
+    """Describe a GEMM [m, k] x [k, n] of `_scaled_mm_v2`, whose 10th argument is the dtype of the result."""
+    dtype = others[7]
+    assert isinstance(dtype, torch.dtype)
+    return (_dense((a.shape[0], b.shape[1]), (1, 0), dtype),)
+
+
+_ON_CUDA: dict[OpOverload, Callable[..., Values]] = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: _attention,
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, *qkv: tuple(
         _dense(*one) for one in qkv[:3]
     ),
+    torch.ops.aten._scaled_mm_v2.default: _block_scaled,
 }
-"""Op -> function that describes the op's results, for cuDNN's attention, which has no CPU kernel."""
+"""Op -> function that describes the op's results, for ops without a CPU kernel: cuDNN's attention, and GEMMs in fp8
+with one scale per block."""
 
 
 class _UnknownLength(Exception):
@@ -270,8 +279,8 @@ def _run_on_cpu(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Va
     """
     if func.overloadpacket is torch.ops.aten.arange:
         return (_described(func(*args, **{**kwargs, "device": "cpu"})),)
-    if func in _ATTENTION:
-        return _ATTENTION[func](*args)
+    if func in _ON_CUDA:
+        return _ON_CUDA[func](*args)
     if not any(isinstance(value, _MetaTensor | tuple) for value in args):
         return None
     try:

@@ -231,8 +231,18 @@ def _fp8_kernels() -> _Kernels:
     return {"cast": fp8.cast, "multiply": fp8.multiply}
 
 
+def _fp8_block_kernels() -> _Kernels:
+    from mega.core.ops.kernels import fp8_blocks
+
+    return {
+        "cast_rows": fp8_blocks.cast_rows,
+        "cast_blocks": fp8_blocks.cast_blocks,
+        "multiply": fp8_blocks.multiply,
+    }
+
+
 _FP8: dict[str, tuple[Callable[..., Matmuls], Callable[[], _Kernels], Callable[[torch.device], bool]]] = {
     "tensor": (Fp8Matmuls, _fp8_kernels, fp8_matmuls),
-    "block": (BlockMatmuls, dict, fp8_matmuls),
+    "block": (BlockMatmuls, _fp8_block_kernels, fp8_matmuls),
 }
 """What one scale covers -> (the GEMMs, their kernels, whether a device runs the kernels)."""
