@@ -90,7 +90,14 @@ class Watched:
 def measure(groups: Groups, rank: int, run: RunConfig, world: int, per_parameter: Fraction) -> tuple[int, int, int]:
     """Job: parameters, bytes between two steps, bytes while an update runs. per_parameter: bytes expected between."""
     _, known = living(set())
-    state = state_of(run, rank, world, groups)
+    gc.freeze()  # what was there before is known, and no later search walks it
+    try:
+        return _measured(state_of(run, rank, world, groups), known, per_parameter)
+    finally:
+        gc.unfreeze()
+
+
+def _measured(state: TrainState, known: set[int], per_parameter: Fraction) -> tuple[int, int, int]:
     parameters = sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.offsets)
     watched = Watched(state.optimizer.rule, known)
     state.optimizer.rule = watched  # type: ignore[assignment]
