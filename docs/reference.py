@@ -8,11 +8,14 @@ extra `serve`.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
+WIDTH = 120
+"""Maximum length of a line of prose."""
 LARGE = 10**9
 """Bounds from here on are limits of the number format, and are not shown."""
 MARKED = re.compile(r"(<!-- reference: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -77,7 +80,8 @@ def request_fields() -> str:
     names = (
         f"`{name}` ({value}{', ' + routes[0] if name in both else ''})" for (name, value), routes in single.items()
     )
-    return f"{table}\nThe OpenAI routes accept these fields only with the value in parentheses: {', '.join(names)}.\n"
+    sentence = f"The OpenAI routes accept these fields only with the value in parentheses: {', '.join(names)}."
+    return f"{table}\n{textwrap.fill(sentence, WIDTH, break_long_words=False, break_on_hyphens=False)}\n"
 
 
 def checkpoint_forms() -> str:
