@@ -249,6 +249,23 @@ def test_all_graphs_are_recorded_before_they_are_needed(monkeypatch: pytest.Monk
     assert tokens(found) == tokens(expected) and list(graphs._recorded) == expected_shapes
 
 
+@needs_kernels
+def test_a_first_step_without_logits_does_not_end_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part of a prompt is the first step of its shape, if nothing was recorded before."""
+    from mega.core.ops.kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "PROGRAMS", 1)
+    stage = made(replace(LLAMA, layers=1, heads=2, kv_heads=1))
+    asked = [Request(prompt=(1, 2, 3, 4, 5), tokens=2, sampling=GREEDY)]
+    (expected,) = answers(engine_of(stage), asked)
+    stage.ops = replace(stage.ops, paged_attention=paged_attention.PAGED)
+    engine = engine_of(stage, requests=2, chunk=2)
+    worker = engine._worker
+    worker.graphs = StepGraphs(DecodeStep(stage), worker.cache, 16, worker._latest, runs=2, record=Player)
+    (found,) = answers(engine, asked)
+    assert tokens(found) == tokens(expected) and list(worker.graphs._recorded) == [GraphShape("single", 1)]
+
+
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])
 def test_weights_in_fp8_answer_as_their_rounded_selves(family: str) -> None:
     """The blocks' matrices are given up for their fp8 forms, whose products are those of the weights so rounded."""
