@@ -15,7 +15,7 @@ from mega.core.config.option import changed
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, value_of
 from mega.core.config.unread import unread
 from mega.core.estimate.options import EstimateOptions
-from mega.core.inference.options import DecodingLayout, EngineOptions, RetrievalOptions
+from mega.core.inference.options import MTP, NGRAM, DecodingLayout, EngineOptions, RetrievalOptions
 from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LOAD = {"prompt_tokens", "new_tokens", "rate"}
 def run(
     options: Options,
     estimate: EstimateOptions,
-    engine: Annotated[EngineOptions, without("prefill_chunk", "batch_invariant", "cuda_graph", "speculate")],
+    engine: Annotated[EngineOptions, without("prefill_chunk", "batch_invariant", "cuda_graph")],
     retrieval: Annotated[RetrievalOptions, without("retro", "probes")],
 ) -> int:
     """Estimate the memory and speed of a run without starting it.
@@ -104,23 +104,14 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions,
     device also the predicted speed."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import size_words
-    from mega.core.config.check import check_ranges
-    from mega.core.config.resolve import model_alone
     from mega.core.device import DTYPES, Device
     from mega.core.estimate.hardware import hardware
     from mega.core.inference.capacity import GIB, expected
-    from mega.core.inference.retrieval import check_decoding
-    from mega.core.inference.start import check_layout
+    from mega.core.inference.start import guesses_itself
     from mega.core.retro.retrieve import device_bytes
 
     tp, pp, gpu, fp8_weights = options.parallel.tp, options.parallel.pp, estimate.gpu, engine.fp8_weights
-    check_ranges(options)
-    model = model_alone(options)
-    check_layout(model, tp, pp, engine, retrieves=model.retriever)
-    if model.retriever:
-        check_decoding(engine, DecodingLayout(tp=tp, pp=pp), ())
-    elif retrieval.retro is not None:
-        raise ValueError(f"--retro {retrieval.retro}: needs --retriever, a model that reads neighbours")
+    model = _served_model(options, engine, retrieval)
     if gpu is None:
         kind, room, device = "cpu", Device.choose("cpu").room(), None
     else:
@@ -129,7 +120,11 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions,
         kind, room = "cuda", int((device.memory - groups * device.communicator) * GIB)
     size = DTYPES[options.precision.dtype].itemsize
     capacity_of = partial(
-        expected, requests=engine.max_requests, cache_tokens=engine.cache_tokens, fp8_weights=fp8_weights
+        expected,
+        requests=engine.max_requests,
+        cache_tokens=engine.cache_tokens,
+        fp8_weights=fp8_weights,
+        guesses=guesses_itself(engine),
     )
     capacity = capacity_of(model, size, room, kind, tp=tp, pp=pp, retriever=device_bytes(retrieval, kind))
     speed = None if device is None else _speed(options, estimate, engine, model, device, capacity.limits)
@@ -176,6 +171,27 @@ def _speed(
         model, options.precision.dtype, device, options.parallel.tp, options.parallel.pp, engine.fp8_weights
     )
     return speed(served, limits, Load(estimate.rate or 0.0, RATE_REQUESTS, prompt, new))
+
+
+def _served_model(options: Options, engine: EngineOptions, retrieval: RetrievalOptions) -> ModelConfig:
+    """Return the model of a server. Errors: ValueError naming a flag that does not fit the model, or whose memory is
+    not estimated."""
+    from mega.core.config.check import check_ranges
+    from mega.core.config.resolve import model_alone
+    from mega.core.inference.retrieval import check_decoding
+    from mega.core.inference.start import check_layout
+
+    check_ranges(options)
+    model, tp, pp = model_alone(options), options.parallel.tp, options.parallel.pp
+    engine.check_speculation()
+    if engine.speculate not in (None, NGRAM, MTP):
+        raise ValueError(f"--speculate {engine.speculate}: a small model is not counted; valid here: {NGRAM}, {MTP}")
+    check_layout(model, tp, pp, engine, retrieves=model.retriever)
+    if model.retriever:
+        check_decoding(engine, DecodingLayout(tp=tp, pp=pp), ())
+    elif retrieval.retro is not None:
+        raise ValueError(f"--retro {retrieval.retro}: needs --retriever, a model that reads neighbours")
+    return model
 
 
 def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:

@@ -421,7 +421,7 @@ def draft_speed(mesh: Mesh, device: Device, files: Files, layers: int | None) ->
                 options = EngineOptions(
                     max_requests=8, cache_tokens=4096, vocab=512, speculate=speculations(files)[name]
                 )
-                engine = engine_on(stage, mesh, device, options, max(stages))
+                engine = engine_on(stage, mesh, device, options)
                 if engine is None:
                     continue
                 if device.is_cuda:

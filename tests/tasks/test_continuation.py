@@ -31,7 +31,6 @@ def job(groups: Groups, rank: int) -> tuple[list[list[list[int]]], int]:
                 ends=ends,
                 stop=lambda ids: len(ids) == TOKENS - 1,
                 known=512,
-                layers=5,
                 relay=relay,
             )
         )

@@ -112,7 +112,7 @@ def engine_of_plan(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[Batc
     stage = empty_stage(model, mesh, device, dtype, ops=ops, stage_layers=layers)
     initialise(stage, 1)
     name = f"{size_words(architecture(model))}, random weights, {str(dtype).split('.')[-1]}"
-    return engine_on(stage.eval(), mesh, device, plan.engine, max(layers)), name
+    return engine_on(stage.eval(), mesh, device, plan.engine), name
 
 
 def _measure(plan: ServingBench, title: str, run: Callable[[Load], Sequence[Timing]]) -> None:

@@ -6,7 +6,8 @@ schedule, chunks, cache   choose the tokens that a step computes, and assign cac
 step, relay, worker       a step as integers, its transport to all ranks, and each rank's share of the step
 paged_cache, graphs       keys and values in blocks, and captured CUDA graphs
 sampling, beam            choose tokens from logits (temperature, top-k, top-p); beam search
-speculate, drafts         speculative decoding: propose tokens; ahead_drafts: with the model's own layers
+speculate, drafts         speculative decoding: propose tokens from the text, or with a small model
+ahead_drafts              speculative decoding with the model's own layers, which draft_worker runs on each rank
 embedding                 embed texts with a BERT
 retrieval                 find the neighbours that a model with a retriever reads when a chunk ends
 text_stream               convert tokens to text as they arrive, in complete characters

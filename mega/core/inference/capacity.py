@@ -6,6 +6,7 @@ requested number or as many as fit. It depends only on a model's inventory and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mega.core.architecture import Architecture, architecture, inventory, placement
@@ -31,16 +32,19 @@ class Capacity:
     weights: int
     cache: int
     neighbours: int = 0
+    guesses: bool = False
+    """Whether `cache` includes the states from which the model's own layers guess tokens."""
 
     def lines(self, longest: int | None = None) -> list[str]:
         """Describe the capacity for the user. longest: maximum number of tokens in a request; default: the model's."""
         limits, tokens = self.limits, min(longest or self.limits.longest, self.limits.longest)
         fit = min(limits.requests, limits.cache // tokens)
+        cached = "keys, values and hidden states" if self.guesses else "keys and values"
         neighbours = f"to find and keep neighbours it needs {self.neighbours / GIB:.2f} GiB more"
         return [
             f"{limits.requests} requests at once, {limits.cache} tokens in the cache: "
             f"{fit} requests of {tokens} tokens each, the longest",
-            f"a rank holds {self.weights / GIB:.2f} GiB of weights and {self.cache / GIB:.2f} GiB of keys and values",
+            f"a rank holds {self.weights / GIB:.2f} GiB of weights and {self.cache / GIB:.2f} GiB of {cached}",
             *([neighbours] if self.neighbours else []),
         ]
 
@@ -60,6 +64,21 @@ def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int 
     default: all layers."""
     layer_count, cached = len(model.layers) if layers is None else layers, model.cached
     return 2 * layer_count * (cached.kv_heads // tp) * cached.head_dim * itemsize
+
+
+def token_bytes(
+    model: Architecture, itemsize: int, stage_layers: Sequence[int], *, tp: int = 1, guesses: bool = False
+) -> list[int]:
+    """Return the bytes in the cache of one token on a rank of each stage. stage_layers: number of blocks in each stage.
+    guesses: whether the model's own layers of multi-token prediction guess tokens.
+
+    These layers are on the last stage, and have keys and values like the model's layers. They read the output of the
+    final norm, which is stored whole on each tensor rank.
+    """
+    stages = [cache_bytes(model, itemsize, tp=tp, layers=layers) for layers in stage_layers]
+    if guesses:
+        stages[-1] += cache_bytes(model, itemsize, tp=tp, layers=len(model.output.ahead)) + model.hidden * itemsize
+    return stages
 
 
 def neighbour_bytes(model: Architecture, itemsize: int, requests: int) -> int:
@@ -128,15 +147,16 @@ def expected(
     cache_tokens: int | None = None,
     fp8_weights: bool = False,
     retriever: int = 0,
+    guesses: bool = False,
 ) -> Capacity:
     """Return the capacity that a server will have. itemsize: bytes per number. room: free bytes on each device, or on
-    the host, which all CPU ranks share. retriever: bytes that a retriever uses on the device.
+    the host, which all CPU ranks share. retriever: bytes that a retriever uses on the device. guesses: as in
+    `token_bytes`.
 
     Errors: ValueError if the weights leave too little memory.
     """
     model, weights = architecture(options), weight_bytes(options, itemsize, tp=tp, pp=pp, fp8_weights=fp8_weights)
-    layers = max(even_layers(len(model.layers), pp))
-    token = cache_bytes(model, itemsize, tp=tp, layers=layers)
+    token = max(token_bytes(model, itemsize, even_layers(len(model.layers), pp), tp=tp, guesses=guesses))
     neighbours = retriever + neighbour_bytes(model, itemsize, requests)
     remaining = room - neighbours - (max(weights) if kind == "cuda" else 0)
     if remaining <= 0:
@@ -146,4 +166,4 @@ def expected(
     tokens = wanted_tokens(model, requests, cache_tokens)
     blocks = cache_blocks(tokens, fits, BLOCK, asked=cache_tokens is not None)
     limits = Limits(model.positions, (blocks - 1) * BLOCK, requests, model.input.vocab)
-    return Capacity(limits, max(weights), blocks * BLOCK * token, neighbours)
+    return Capacity(limits, max(weights), blocks * BLOCK * token, neighbours, guesses)

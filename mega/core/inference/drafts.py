@@ -10,14 +10,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
 from mega.core.inference.cache import Blocks
 from mega.core.inference.speculate import MOST, Guessed
-from mega.core.inference.step import CHOOSE, NOT_FINITE, NUMBERS, Step, from_request
+from mega.core.inference.step import CHOOSE, NOT_FINITE, NUMBERS, Step, from_request, scratch_step
 from mega.core.inference.worker import Worker
 from mega.core.ops.paged_attention import Integers
+
+
+class DraftRun(NamedTuple):
+    """Consecutive positions of a sequence in a step that guesses tokens."""
+
+    tokens: Integers  # int64 [t]; a negative value is a `from_request`
+    first: int  # the first position
+    blocks: Sequence[int]  # blocks of the sequence in the cache
+    number: int  # unique number of the sequence
+    request: int  # as in `Step.requests`
+    offset: int = 0  # as in `Step.offsets`
+
+
+def draft_step(runs: Sequence[DraftRun], numbers: Sequence[tuple[float, ...]], size: int) -> Step:
+    """Return a step that guesses one token after each run. numbers: `Step.numbers` of the guesses; empty if the step
+    only computes known tokens, so that no logits are returned. size: number of tokens in a block."""
+    counts = np.array([len(run.tokens) for run in runs], dtype=np.int64)
+    positions = [np.arange(run.first, run.first + len(run.tokens)) for run in runs]
+    addresses = [
+        np.array(run.blocks)[indices // size] * size + indices % size
+        for run, indices in zip(runs, positions, strict=True)
+    ]
+    lengths = np.array([run.first for run in runs], dtype=np.int64) + counts
+    width, rows = -(-int(lengths.max()) // size), len(numbers)
+    tables = [[*run.blocks[:width], *[0] * (width - len(run.blocks))] for run in runs]
+    minus_ones, pairs = np.full(rows, -1, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
+    return Step(
+        tokens=np.concatenate([run.tokens for run in runs]).astype(np.int64),
+        positions=np.concatenate(positions),
+        slots=np.concatenate(addresses),
+        counts=counts,
+        lengths=lengths,
+        tables=np.array(tables, dtype=np.int64),
+        sequences=np.array([run.number for run in runs], dtype=np.int64),
+        adapters=np.zeros(len(runs), dtype=np.int64),
+        offsets=np.array([run.offset for run in runs], dtype=np.int64),
+        copies=pairs,
+        wanted=np.cumsum(counts)[:rows] - 1,
+        targets=minus_ones * 0 + CHOOSE,
+        tops=minus_ones,
+        seen=minus_ones,
+        requests=np.array([run.request for run in runs[:rows]], dtype=np.int64),
+        marks=pairs,
+        biases=np.zeros((0, 3)),
+        numbers=np.array(numbers, dtype=np.float64).reshape(-1, len(NUMBERS)),
+        allowed=np.zeros((0, 0), dtype=np.bool_),
+    )
 
 
 @dataclass
@@ -100,44 +148,24 @@ class ModelDrafts:
         return self._made(asked, tokens, [each.numbers[turn] for each in asked])
 
     def _made(self, asked: Sequence[Guessed], tokens: Sequence[Integers], numbers: Sequence[tuple[float, ...]]) -> Step:
-        size = self._blocks.size
-        positions, addresses, tables, lengths = list[Integers](), list[Integers](), list[list[int]](), list[int]()
-        for each, new in zip(asked, tokens, strict=True):
-            cached = self._cached[each.number]
-            end = cached.computed + len(new)
-            while len(cached.blocks) * size < end:
-                cached.blocks.append(self._blocks.take())
-                cached.promised -= 1
-            indices = np.arange(cached.computed, end)
-            positions.append(indices)
-            addresses.append(np.array(cached.blocks)[indices // size] * size + indices % size)
-            tables.append(cached.blocks)
-            lengths.append(end)
-            cached.computed = end
-        # `numbers` is empty if the step only computes known tokens, so that no logits are returned.
-        width, rows = max(map(len, tables)), len(numbers)
-        minus_ones, pairs = np.full(rows, -1, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
-        return Step(
-            tokens=np.concatenate(tokens).astype(np.int64),
-            positions=np.concatenate(positions),
-            slots=np.concatenate(addresses),
-            counts=np.array([len(new) for new in tokens]),
-            lengths=np.array(lengths),
-            tables=np.array([table + [0] * (width - len(table)) for table in tables]),
-            sequences=np.array([each.number for each in asked]),
-            adapters=np.zeros(len(asked), dtype=np.int64),
-            offsets=np.zeros(len(asked), dtype=np.int64),
-            copies=pairs,
-            wanted=np.cumsum([len(new) for new in tokens])[:rows] - 1,
-            targets=minus_ones * 0 + CHOOSE,
-            tops=minus_ones,
-            seen=minus_ones,
-            requests=np.array([each.request for each in asked[:rows]], dtype=np.int64),
-            marks=pairs,
-            biases=np.zeros((0, 3)),
-            numbers=np.array(numbers, dtype=np.float64).reshape(-1, len(NUMBERS)),
-            allowed=np.zeros((0, 0), dtype=np.bool_),
-        )
+        runs = [self._run(each, new) for each, new in zip(asked, tokens, strict=True)]
+        return draft_step(runs, numbers, self._blocks.size)
+
+    def _run(self, asked: Guessed, tokens: Integers) -> DraftRun:
+        """Return a run of new tokens, for which blocks are allocated."""
+        cached = self._cached[asked.number]
+        first, end = cached.computed, cached.computed + len(tokens)
+        while len(cached.blocks) * self._blocks.size < end:
+            cached.blocks.append(self._blocks.take())
+            cached.promised -= 1
+        cached.computed = end
+        return DraftRun(tokens, first, cached.blocks, asked.number, asked.request)
+
+    def warm_up(self, counts: Sequence[int]) -> None:
+        longest = self._worker.stage.architecture.positions
+        if sum(counts) <= self._chunk and max(counts) <= longest:
+            size, vocab, free = self._blocks.size, self._worker.vocab, self._blocks.never_used
+            self._worker.run(scratch_step(counts, size, vocab, free=free))
 
     def free(self, number: int) -> None:
         cached = self._cached.pop(number, None)

@@ -19,7 +19,7 @@ import numpy as np
 from mega.core.inference.cache import Blocks
 from mega.core.inference.chunks import Chunks
 from mega.core.inference.graphs import rows_of_graphs, shape_counts
-from mega.core.inference.relay import STEP, STOP, Relay
+from mega.core.inference.relay import DRAFT, STEP, STOP, Relay
 from mega.core.inference.request import Event, Limits, Request
 from mega.core.inference.schedule import Scheduler
 from mega.core.inference.speculate import Drafter
@@ -134,6 +134,8 @@ class BatchingEngine:
                 *(scratch_step([1] * each, size, vocab) for each in sorted(rows_of_graphs(rows), reverse=True)),
             ):
                 self._given(step).choices()
+                if self._drafter is not None:
+                    self._drafter.warm_up(step.counts.tolist())
         for shape in () if graphs is None else graphs.shapes(rows):
             step = scratch_step(shape_counts(shape, longest), size, vocab, free=self._scheduler.blocks.never_used)
             if graphs is not None and graphs.shape_of(step) == shape:
@@ -142,6 +144,8 @@ class BatchingEngine:
                 start = time.monotonic()
                 self._given(step).choices()
                 self.chunks.note_duration(shape, time.monotonic() - start)
+            if self._drafter is not None:
+                self._drafter.warm_up(step.counts.tolist())
         gc.collect()
         gc.freeze()
         return time.monotonic() - warm_up_start
@@ -166,6 +170,10 @@ def follow(worker: Worker, relay: Relay) -> None:
             worker.close()
             return
         try:
-            worker.run(Step.unpack(content))
+            if kind == DRAFT:
+                assert worker.drafts is not None
+                worker.drafts.launch(int(content[0]), Step.unpack(content[1:]))
+            else:
+                worker.run(Step.unpack(content))
         except RuntimeError as error:
             raise relay.explained(error) from None

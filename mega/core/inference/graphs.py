@@ -23,7 +23,6 @@ import torch
 from mega.core.device import Recorder, Upload
 from mega.core.inference.paged_cache import PagedCache, Pages
 from mega.core.inference.step import Step
-from mega.core.model.decode import DecodeStep
 from mega.core.ops.paged_attention import Integers, RaggedGraph
 from mega.core.ops.trial import first_line
 from mega.core.parallel.replay import Replayable
@@ -45,6 +44,10 @@ log = logging.getLogger(__name__)
 
 
 Record = Callable[[Callable[[], None]], Replayable]
+
+Decode = Callable[..., torch.Tensor]
+"""decode(ids, positions, wanted, cache, *cargo): the computation of a step, as `DecodeStep`. Its work on the device
+depends only on the number of tokens and on the content of tensors."""
 
 
 class GraphShape(NamedTuple):
@@ -70,7 +73,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        decode: DecodeStep,
+        decode: Decode,
         cache: PagedCache,
         width: int,
         latest: torch.Tensor,
@@ -286,7 +289,7 @@ class _Graph:
 
     def __init__(
         self,
-        decode: DecodeStep,
+        decode: Decode,
         cache: PagedCache,
         parts: _Parts,
         latest: torch.Tensor,

@@ -86,11 +86,9 @@ class EngineOptions(VerbSection):
 
     def check_speculation(self, adapter: Collection[str] = ()) -> None:
         """Check --speculate. Errors: ValueError if the draft model does not exist, or if another flag excludes it."""
-        own = self.speculate == MTP
         excluded = {
             "--batch-invariant": self.batch_invariant,
-            "--adapter": own and bool(adapter),
-            "--cuda-graph": own and bool(self.cuda_graph),
+            "--adapter": self.speculate == MTP and bool(adapter),
         }
         for flag, is_given in excluded.items():
             if self.speculate is not None and is_given:

@@ -41,7 +41,8 @@ class PagedCache:
             (pool.flatten(1), pool.view(-1, 2 * pool.shape[3], pool.shape[4]), window)
             for pool, window in zip(self.pool, self.windows, strict=True)
         ]
-        self._slots = torch.empty(0)
+        self.slots = torch.empty(0)
+        """int64 [tokens], the slots of the current pass."""
         self._pages: Pages = {}
 
     def pages(self, counts: Integers, lengths: Integers, tables: Integers, sequences: Integers | None = None) -> Pages:
@@ -60,7 +61,7 @@ class PagedCache:
 
     def begin(self, slots: torch.Tensor, pages: Pages) -> None:
         """Prepare the next forward pass, which writes keys and values to `slots` and whose tokens attend to `pages`."""
-        self._slots, self._pages = slots, pages
+        self.slots, self._pages = slots, pages
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks. source, target: indices of blocks, int64 [c]."""
@@ -74,13 +75,13 @@ class PagedCache:
             if out is not None:
                 return out
         heads = fused.shape[1] - rows.shape[1]
-        place(fused, rotary, rows, self._slots, heads)
+        place(fused, rotary, rows, self.slots, heads)
         return self.attention.attend(fused[:, :heads], pool, pages)
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         pool, rows, window = self._layers[layer - self.first_layer]
         pages = self._pages[window]
-        rows.index_copy_(0, self._slots, kv)
+        rows.index_copy_(0, self.slots, kv)
         if isinstance(pages, KeptKeys):
             return pages.attend(layer - self.first_layer, q, kv)
         return self.attention.attend(q, pool, pages)

@@ -27,7 +27,8 @@ from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.parallel.shared_memory import SharedMemory, is_dead
 from mega.core.processes.exit_reports import names_lost_peer
 
-STOP, STEP = 0, 1
+STOP, STEP, DRAFT = 0, 1, 2
+"""Kinds of messages. DRAFT: a step that guesses tokens; its content begins with the depth."""
 
 FIRST = 2048
 """Length of the first array of a broadcast."""

@@ -395,7 +395,12 @@ class Scheduler:
     def _guessed(self, answer: InFlight, count: int) -> Guessed:
         (sequence,), request = answer.sequences, answer.request
         numbers = [_numbers(WantedRow(answer, CHOOSE, None, answer.new + offset)) for offset in range(count)]
-        return Guessed(sequence.number, answer.index, sequence.ids, len(request.prompt) + request.tokens, numbers)
+        longest, offset = len(request.prompt) + request.tokens, self._offset(answer)
+        return Guessed(sequence.number, answer.index, sequence.ids, longest, numbers, sequence.blocks, offset)
+
+    def _offset(self, answer: InFlight) -> int:
+        """Return the offset of the request's rows in the rotary tables."""
+        return self.limits.longest * answer.long
 
     def _begin_again(self, answer: InFlight) -> None:
         """Discard the request's keys, so that all its tokens are computed again with the long factors."""
@@ -487,7 +492,7 @@ class Scheduler:
                 self._want(work, answer, work.tokens + take - 1, allowed, guesses)
         work.sequences.append((sequence, take + len(guesses), answer.index, guesses))
         work.adapters.append(answer.adapter)
-        work.offsets.append(self.limits.longest * answer.long)
+        work.offsets.append(self._offset(answer))
         work.tokens += take + len(guesses)
 
     @staticmethod

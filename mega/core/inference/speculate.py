@@ -48,6 +48,8 @@ class Guessed(NamedTuple):
     ids: Sequence[int]  # all tokens of the sequence
     longest: int  # maximum number of tokens of the sequence
     numbers: Sequence[tuple[float, ...]]  # `Step.numbers` of the next tokens, one row for each token to guess
+    blocks: Sequence[int] = ()  # blocks of the sequence in the model's cache, which contains all tokens but the last
+    offset: int = 0  # as in `Step.offsets`
 
 
 class Drafter(Protocol):
@@ -64,6 +66,9 @@ class Drafter(Protocol):
 
     def free(self, number: int) -> None:
         """Remove a sequence that has ended."""
+
+    def warm_up(self, counts: Sequence[int]) -> None:
+        """Run a step with runs of this many tokens before the first request, if the drafter computes such steps."""
 
     def close(self) -> None: ...
 
@@ -171,6 +176,9 @@ class NGrams:
 
     def free(self, number: int) -> None:
         self._ends.pop(number, None)
+
+    def warm_up(self, counts: Sequence[int]) -> None:
+        pass
 
     def close(self) -> None:
         self._ends.clear()

@@ -20,7 +20,8 @@ from mega.core.device import Device
 from mega.core.family import family
 from mega.core.inference.ahead_drafts import AheadDrafts
 from mega.core.inference.cache import Blocks
-from mega.core.inference.capacity import cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
+from mega.core.inference.capacity import cache_blocks, even_layers, fitting_blocks, token_bytes, wanted_tokens
+from mega.core.inference.draft_worker import AheadWorker
 from mega.core.inference.drafts import ModelDrafts
 from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.graphs import MANY
@@ -34,6 +35,7 @@ from mega.core.inference.speculate import MOST, Drafter, NGrams
 from mega.core.inference.worker import Worker
 from mega.core.model.decode import use_decoding_layout
 from mega.core.model.decode_neighbours import reading
+from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups, Mesh
@@ -69,7 +71,7 @@ def start_engine(
     if torch_device.type == "cpu":
         use_decoding_layout(stage)
     choice = load_adapters(stage, adapters, mesh, torch_device, always=options.batch_invariant)
-    return engine_on(stage, mesh, device, options, max(layers), choice, retriever=retriever)
+    return engine_on(stage, mesh, device, options, choice, retriever=retriever)
 
 
 def engine_on(
@@ -77,21 +79,19 @@ def engine_on(
     mesh: Mesh,
     device: Device,
     options: EngineOptions = DEFAULT,
-    layers: int | None = None,
     adapters: AdapterChoice | None = None,
     relay: Relay | None = None,
     retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
     """Like `start_engine`, but with this rank's stage of a model. Every replica of the model has a separate engine.
 
-    layers: maximum number of blocks in a stage; default: all blocks of the model. adapters: adapters of the stage.
-    relay: relay of an earlier engine, to be reused; default: a new relay.
+    adapters: adapters of the stage. relay: relay of an earlier engine, to be reused; default: a new relay.
     """
     model, size = stage.architecture, options.block
     _check_graphs(options, model, device)
     vocab = min(model.input.vocab, options.vocab or model.input.vocab)
     taken = device_bytes(retriever, model, stage.dtype, options.max_requests)
-    blocks = _blocks(model, mesh, device, stage.dtype, options, layers or len(model.layers), taken)
+    blocks = _blocks(stage, mesh, device, options, taken)
     worker = Worker(
         *(stage, mesh, device.torch),
         blocks=blocks,
@@ -104,6 +104,8 @@ def engine_on(
         most=min(options.prefill_chunk or MANY[-1], blocks * size),
         retriever=retriever,
     )
+    if guesses_itself(options):
+        worker.drafts = AheadWorker(worker, blocks, size, graphs=worker.graphs is not None)
     relay = relay or relay_of(mesh)
     if relay is not None and not mesh.model.first:
         follow(worker, relay)
@@ -120,7 +122,7 @@ def engine_on(
         relay=relay,
         depth=depth,
         groups=groups,
-        drafter=drafter_of(options, worker, blocks, device),
+        drafter=drafter_of(options, worker, relay, device),
     )
 
 
@@ -134,16 +136,15 @@ def _check_graphs(options: EngineOptions, model: Architecture, device: Device) -
 
 def _records(options: EngineOptions, device: Device, retriever: Retriever | None) -> bool:
     """Return whether the model's steps are captured as CUDA graphs."""
-    return device.is_cuda and options.cuda_graph is not False and retriever is None and options.speculate != MTP
+    return device.is_cuda and options.cuda_graph is not False and retriever is None
 
 
-def drafting_layers(options: EngineOptions, model: Architecture) -> int:
-    """Return the number of multi-token prediction layers, which guess tokens with a separate cache of equally many
-    blocks."""
-    return len(model.output.ahead) if options.speculate == MTP else 0
+def guesses_itself(options: EngineOptions) -> bool:
+    """Return whether the model's own layers of multi-token prediction guess tokens."""
+    return options.speculate == MTP and not options.batch_invariant
 
 
-def drafter_of(options: EngineOptions, worker: Worker, blocks: int, device: Device) -> Drafter | None:
+def drafter_of(options: EngineOptions, worker: Worker, relay: Relay | None, device: Device) -> Drafter | None:
     """Return the drafter that the options select, or None. The cache of a draft model has space for as many sequences
     as the model's cache. Errors: ValueError if the draft model's vocabulary is too small; CheckpointError."""
     if options.speculate is None or options.batch_invariant:
@@ -151,11 +152,8 @@ def drafter_of(options: EngineOptions, worker: Worker, blocks: int, device: Devi
     if options.speculate == NGRAM:
         return NGrams()
     vocab, model = worker.vocab, worker.stage.architecture
-    if options.speculate == MTP:
-        allocator = Blocks(blocks, options.block)
-        ahead = AheadDrafts(worker.stage, device.torch, allocator, options.max_requests, vocab)
-        worker.watch_with(ahead.watch)
-        return ahead
+    if isinstance(worker.drafts, AheadWorker):
+        return AheadDrafts(worker.drafts, relay, options.block, vocab)
     draft, dtype = open_model(options.speculate), worker.stage.dtype
     small = draft.architecture
     if small.input.vocab < vocab:
@@ -205,7 +203,8 @@ def check_layout(
         advice = "is continued by mega generate and mega serve, with --retro" if options.retriever else ""
         hint = "; mega serve gives its embeddings" if FAMILY_DEFAULTS[model.family].classifies else ""
         raise ValueError(f"--load: a model {kind} {advice or 'does not continue text'}{hint}")
-    _check_own_drafts(engine, model, tp * pp)
+    if engine.speculate == MTP and not model.output.ahead:
+        raise ValueError("--speculate mtp: the model has no layers that predict further tokens (--mtp-layers)")
     kv_heads, layers = model.cached.kv_heads, len(model.layers)
     if kv_heads % tp:
         valid = ", ".join(map(str, divisors(kv_heads)))
@@ -214,24 +213,14 @@ def check_layout(
         raise ValueError(f"--pp {pp}: must be at most the model's {layers} blocks")
 
 
-def _check_own_drafts(engine: EngineOptions, model: Architecture, ranks: int) -> None:
-    """Check --speculate mtp. Errors: ValueError if the model cannot guess tokens, or is split over ranks."""
-    if engine.speculate != MTP:
-        return
-    if not model.output.ahead:
-        raise ValueError("--speculate mtp: the model has no layers that predict further tokens (--mtp-layers)")
-    if ranks > 1:
-        raise ValueError(f"--speculate mtp: needs --tp 1 and --pp 1, not {ranks} ranks")
-
-
-def _blocks(
-    model: Architecture, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int, taken: int
-) -> int:
+def _blocks(stage: DecoderStage, mesh: Mesh, device: Device, options: EngineOptions, taken: int) -> int:
     """Return the number of blocks in the cache, which is equal on all ranks. taken: bytes that will be allocated later.
     Errors: ValueError if not even one sequence fits."""
-    size = options.block
+    size, model = options.block, stage.architecture
+    layers = sum(isinstance(unit, int) for unit in stage.units)
+    guesses = mesh.pp.last and guesses_itself(options)
     free_bytes = device.room() - taken - (device.resident() if device.is_cuda else 0)
-    token = cache_bytes(model, dtype.itemsize, tp=mesh.tp.size, layers=layers + drafting_layers(options, model))
+    (token,) = token_bytes(model, stage.dtype.itemsize, [layers], tp=mesh.tp.size, guesses=guesses)
     fits = fitting_blocks(free_bytes, device.torch.type, token, size) // (1 if device.is_cuda else mesh.world)
     least = torch.tensor(fits, device=device.torch)
     all_reduce(least, mesh.everyone, "min")

@@ -9,10 +9,10 @@ requests, because a step contains all data that the worker needs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mega.core.architecture import Architecture
 from mega.core.architecture.layer import Rope
 from mega.core.device import HostArray, sent
-from mega.core.inference.graphs import StepGraphs, known
+from mega.core.inference.graphs import Decode, StepGraphs, known
 from mega.core.inference.loading.adapters import AdapterChoice
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.retrieval import Retriever, SequenceReader
@@ -40,8 +40,13 @@ from mega.core.parallel.collectives import first_problem
 from mega.core.parallel.mesh import SINGLE, Axis, Mesh
 from mega.core.parallel.one_shot import exchange_over
 
-Watch: TypeAlias = Callable[[Step, torch.Tensor], None]
-"""(a step, the output of the final norm for its tokens, [tokens, h])"""
+
+class DraftWorker(Protocol):
+    """Runs steps that guess tokens on one rank; see draft_worker.py."""
+
+    def launch(self, depth: int, step: Step) -> Launched: ...
+
+    def close(self) -> None: ...
 
 
 class Worker:
@@ -55,6 +60,7 @@ class Worker:
     """
 
     graphs: StepGraphs | None = None
+    drafts: DraftWorker | None = None
     _seen: SeenIds | None = None
 
     def __init__(
@@ -74,7 +80,6 @@ class Worker:
         retriever: Retriever | None = None,
     ):
         model = stage.architecture
-        self.watch: Watch | None = None
         self.stage, self.mesh, self.device, self.tile, self.adapters = stage, mesh, device, tile, adapters
         self.vocab, self.requests = vocab or model.input.vocab, requests
         layers = [unit for unit in stage.units if isinstance(unit, int)]
@@ -82,13 +87,12 @@ class Worker:
         pool = (blocks, block), layers[0] if layers else 0
         self.cache = paged_cache(stage, windows, device, *pool, tp=mesh.tp, invariant=bool(tile))
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
-        self._decode = DecodeStep(stage, self._exchange.sum)
+        self.decode = DecodeStep(stage, self._exchange.sum)
         self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row is for padding
-        self._arriving: deque[_Arriving] = deque()
+        self._arriving: deque[Arriving] = deque()
         if graphs and adapters is None and self.cache.attention.graphs:
-            agree, ends = partial(first_problem, axis=mesh.tp, device=device), (mesh.pp.first, mesh.pp.last)
-            width = -(-model.positions // block)
-            self.graphs = StepGraphs(self._decode, self.cache, width, self._latest, ends, requests, most, agree=agree)
+            ends = mesh.pp.first, mesh.pp.last
+            self.graphs = graphs_of(self, self.decode, self.cache, self._latest, ends, requests, most)
         self.reader = None if retriever is None else SequenceReader(stage, retriever, requests)
 
     @property
@@ -117,11 +121,7 @@ class Worker:
                 logits.append(part_logits[:wanted_here])
         if not len(step.wanted):
             return Launched(step, None)
-        result = (
-            self._choose(self._gathered(torch.cat(logits) if len(logits) > 1 else logits[0]), step)
-            if self.mesh.pp.last
-            else None
-        )
+        result = self.choose(torch.cat(logits) if len(logits) > 1 else logits[0], step) if self.mesh.pp.last else None
         return self._deliver(result, step)
 
     def _forward(self, step: Step) -> torch.Tensor | None:
@@ -142,33 +142,23 @@ class Worker:
         return None
 
     def _computed(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
-        arrays = (step.tokens, step.table_rows, step.slots, step.wanted)
-        ids, positions, slots, wanted_rows = (sent(array, self.device) for array in arrays)
-        if (step.tokens < 0).any():
-            ids = known(ids, self._latest)
-        self.cache.begin(slots, self.cache.pages(step.counts, step.lengths, step.tables, step.sequences))
+        inputs = begin_step(step, self.cache, self._latest, step.sequences)
         if self.adapters is not None:
             self.adapters.begin(np.repeat(step.adapters, step.counts))
         if self.reader is None:
-            out = self._decode(ids, positions, wanted_rows, self.cache, *(() if cargo is None else (cargo,)))
-            if self.watch is not None:
-                self.watch(step, self._decode.normed)
-            return out
+            return self.decode(*inputs, self.cache, *(() if cargo is None else (cargo,)))
         neighbours = self.reader.step(step, self.device)
-        logits = self._decode(ids, positions, wanted_rows, self.cache, neighbours=neighbours)
+        logits = self.decode(*inputs, self.cache, neighbours=neighbours)
         neighbours.close()
         return logits
-
-    def watch_with(self, watch: Watch) -> None:
-        """Call `watch` after each step. Steps must not be captured as CUDA graphs, and must not be split."""
-        assert self.graphs is None and self.tile is None
-        self.watch, self._decode.keeps_normed = watch, True
 
     def close(self) -> None:
         while self._arriving:
             self._arriving.popleft().wait()
         if self.graphs is not None:
             self.graphs.close()
+        if self.drafts is not None:
+            self.drafts.close()
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather logits [m, ids of this rank] from all tensor ranks into fp32 [m, vocab], without padding."""
@@ -176,10 +166,14 @@ class Worker:
             logits = self._exchange.gather(logits).transpose(0, 1).reshape(len(logits), -1)
         return logits[:, : self.vocab].float()
 
-    def _choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Choose tokens. Return float64 [m, 2 + 2 k]: the chosen id, its log-probability, the k most likely ids and
-        their log-probabilities; only [m, 1] if the step reports no log-probabilities. The id is NOT_FINITE if the row's
-        logits are not finite."""
+    def choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """Choose tokens on the first tensor rank of the last stage; other tensor ranks of the stage return None.
+
+        logits: [m, ids of this rank]. Return float64 [m, 2 + 2 k]: the chosen id, its log-probability, the k most
+        likely ids and their log-probabilities; only [m, 1] if the step reports no log-probabilities. The id is
+        NOT_FINITE if the row's logits are not finite.
+        """
+        logits = self._gathered(logits)
         if not self.chooses:
             return None
         allowed = sent(step.allowed, self.device) if step.allowed.size else None
@@ -241,20 +235,23 @@ class Worker:
         """Start sending the last stage's result to rank 0. Return a `Launched` without results on other ranks."""
         pp, mesh = self.mesh.pp, self.mesh
         if pp.size == 1:
-            self._keep(None if result is None else result[:, 0], step)
+            keep_latest(self._latest, result, step, mesh.tp)
             return Launched(step, HostArray(result) if mesh.model.first and result is not None else None)
+        arriving = self.transfer(result, step)
+        if pp.first:
+            self._arriving.append(arriving)
+        return Launched(step, arriving if arriving.found is not None else None)
+
+    def transfer(self, result: torch.Tensor | None, step: Step) -> Arriving:
+        """Send the last stage's result to rank 0, and return what arrives on this rank."""
+        pp, mesh, work, buffer = self.mesh.pp, self.mesh, None, None
         if pp.last and result is not None:
             dist.send(result.contiguous(), pp.ranks[0], group=mesh.p2p["F", 0].group)
-        if not pp.first:
-            return Launched(step, None)
-        work, buffer = None, None
-        if mesh.tp.first:
+        if mesh.model.first:
             width = 1 if step.report < 0 else 2 + 2 * min(step.report, self.vocab)
             buffer = torch.empty(len(step.wanted), width, dtype=torch.float64, device=self.device)
             work = dist.irecv(buffer, pp.ranks[-1], group=mesh.p2p["F", 0].group)
-        arriving = _Arriving(step, work, buffer)
-        self._arriving.append(arriving)
-        return Launched(step, arriving if buffer is not None else None)
+        return Arriving(step, work, buffer)
 
     def _settle(self, step: Step) -> None:
         """Before a step, wait for the results of the steps that this step refers to, and limit the steps in flight to
@@ -269,20 +266,47 @@ class Worker:
         for _ in range(count):
             each = self._arriving.popleft()
             each.wait()
-            self._keep(None if each.found is None else each.found[:, 0], each.step)
+            keep_latest(self._latest, each.found, each.step, self.mesh.tp)
 
-    def _keep(self, ids: torch.Tensor | None, step: Step) -> None:
-        """Store the last tokens of requests on the ranks of the first stage. ids: given only on the first tensor rank
-        of the first stage."""
-        if not (step.requests >= 0).any():
-            return
-        tp, indices = self.mesh.tp, np.where(step.requests < 0, self.requests, step.requests)
-        last = (
-            torch.empty(len(indices), dtype=torch.long, device=self.device) if ids is None else ids.long().clamp(min=0)
-        )
-        if tp.size > 1:
-            dist.broadcast(last, tp.ranks[0], group=tp.group)
-        self._latest.index_copy_(0, sent(indices, self.device), last)
+
+def graphs_of(
+    worker: Worker,
+    decode: Decode,
+    cache: PagedCache,
+    latest: torch.Tensor,
+    ends: tuple[bool, bool],
+    runs: int,
+    most: int,
+) -> StepGraphs:
+    """Return the graphs of a function on the rank of `worker`; other arguments as in `StepGraphs`."""
+    agree = partial(first_problem, axis=worker.mesh.tp, device=worker.device)
+    width = -(-worker.stage.architecture.positions // cache.pool.shape[2])
+    return StepGraphs(decode, cache, width, latest, ends, runs, most, agree=agree)
+
+
+def begin_step(
+    step: Step, cache: PagedCache, latest: torch.Tensor, sequences: NDArray[np.int64] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prepare the cache for a step, and return ids, positions and wanted rows on the device. latest: as in `known`.
+    sequences: as in `PagedCache.pages`."""
+    arrays = (step.tokens, step.table_rows, step.slots, step.wanted)
+    ids, positions, slots, wanted_rows = (sent(array, latest.device) for array in arrays)
+    if (step.tokens < 0).any():
+        ids = known(ids, latest)
+    cache.begin(slots, cache.pages(step.counts, step.lengths, step.tables, sequences))
+    return ids, positions, wanted_rows
+
+
+def keep_latest(latest: torch.Tensor, result: torch.Tensor | None, step: Step, tp: Axis) -> None:
+    """Store the chosen ids in `latest` on all ranks of `tp`, at the indices `step.requests`. The last row of `latest`
+    is for padding. result: the step's result; given only on the first rank of `tp`."""
+    if not (step.requests >= 0).any():
+        return
+    indices = np.where(step.requests < 0, len(latest) - 1, step.requests)
+    ids = latest.new_empty(len(indices)) if result is None else result[:, 0].long().clamp(min=0)
+    if tp.size > 1:
+        dist.broadcast(ids, tp.ranks[0], group=tp.group)
+    latest.index_copy_(0, sent(indices, latest.device), ids)
 
 
 def paged_cache(
@@ -314,7 +338,7 @@ def paged_cache(
     return PagedCache(pool, first, attention, repeats, windows, spread_tables, KeptKeys(pool) if keeps else None)
 
 
-class _Arriving:
+class Arriving:
     """The results of a step, which are being sent from the last stage. found: None on ranks that only need the ids."""
 
     def __init__(self, step: Step, work: Any, found: torch.Tensor | None):
@@ -353,7 +377,7 @@ class Launched:
     results."""
 
     step: Step
-    found: HostArray | _Arriving | None
+    found: HostArray | Arriving | None
 
     def choices(self) -> list[Choice]:
         """Wait for the results, and return one result for each wanted row."""

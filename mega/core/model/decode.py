@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from mega.core.architecture.layer import Branch, Rope
+from mega.core.model.ahead import AheadLayer
 from mega.core.model.decode_neighbours import NeighbourStep
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
@@ -102,14 +103,13 @@ class DecodeStep:
         self._sum = sum_ranks
         self._last_norm = None if self._head is None else _norm(self._head.norm)
         self._ropes = stage.architecture.ropes
-        parts = DecodeParts(*_verified_kernels(stage), sum_ranks, (None, *self._ropes))
+        self.parts = DecodeParts(*_verified_kernels(stage), sum_ranks, (None, *self._ropes))
         self._functions = [
-            each for layer in stage.layers for each in layer_functions(cast(TransformerLayer, layer), parts)
+            each for layer in stage.layers for each in layer_functions(cast(TransformerLayer, layer), self.parts)
         ]
-        self.keeps_normed = False
-        """Whether `normed` is kept. Replaying the captured graph of a step does not change this setting."""
-        self.normed = torch.empty(0)
-        """The output of the final norm for all tokens of the last step, [tokens, h]."""
+        self.keep: Callable[[torch.Tensor], object] | None = None
+        """Called in each step with the output of the final norm for all tokens, [tokens, h]; a captured graph contains
+        the call."""
 
     def __call__(
         self,
@@ -127,11 +127,12 @@ class DecodeStep:
         x = self._ops.added(*stream)
         if self._head is None or self._last_norm is None:
             return x
-        if self.keeps_normed:
-            self.normed = self._last_norm(ResidualState(x))[1]
-            normed = self.normed.index_select(0, wanted)
-        else:
+        if self.keep is None:
             normed = self._last_norm(ResidualState(x.index_select(0, wanted)))[1]
+        else:
+            all_normed = self._last_norm(ResidualState(x))[1]
+            self.keep(all_normed)
+            normed = all_normed.index_select(0, wanted)
         return logits(normed, self._head.weight, self._head.region, self._head.bias, self._head.shape)
 
 
@@ -149,14 +150,13 @@ def decode_context(
 def _verified_kernels(stage: DecoderStage) -> tuple[FewRows | None, FewExperts | None]:
     """Return the kernels for few rows, and the kernels for mixture-of-experts layers with few tokens. Kernels that fail
     a test on the device of any tensor rank are replaced with None on all tensor ranks."""
-    widths = {
-        module.weight.shape[1]: None
-        for module in stage.layers.modules()
-        if isinstance(module, ColumnLinear | RowLinear)
-    }
+    ahead = stage.head.ahead if isinstance(stage.head, Head) else ()
+    layers = *stage.layers, *(cast(AheadLayer, each).layer for each in ahead)
+    modules = [module for layer in layers for module in layer.modules()]
+    widths = {module.weight.shape[1]: None for module in modules if isinstance(module, ColumnLinear | RowLinear)}
     device, experts = next(stage.parameters()).device, None
     agree = partial(first_problem, axis=stage.region.axis, device=device)
-    if any(isinstance(module, ExpertLayer) for module in stage.layers.modules()):
+    if any(isinstance(module, ExpertLayer) for module in modules):
         experts = few_experts.trusted(stage.ops.few_experts, stage.dtype, device, stage.architecture.hidden, agree)
     return trusted(stage.ops.few_rows, stage.dtype, device, list(widths), agree), experts
 

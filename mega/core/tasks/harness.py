@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from mega import __version__
-from mega.core.architecture import architecture
 from mega.core.config.compose import GivenOptions
 from mega.core.config.resolve import column_unit
 from mega.core.config.run import Options
@@ -29,7 +28,6 @@ from mega.core.device import Device
 from mega.core.files import whole_file
 from mega.core.inference.loading.load import OpenedModel
 from mega.core.inference.request import Sampling
-from mega.core.inference.start import even_layers
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks.chat import ChatTexts
@@ -279,8 +277,6 @@ class NativeModel:
             text = decode(ids[-last:]) if until else ""
             return any(stop in text for stop in until)
 
-        run, stages = self.here.run, self.scorer.mesh.pp.size
-        layers = run.parallel.stage_layers or even_layers(len(architecture(run.model).layers), stages)
         answers = continue_prompts(
             self.here.decoding_stage,
             self.scorer.mesh,
@@ -291,7 +287,6 @@ class NativeModel:
             ends=ends,
             stop=stopped,
             known=self.tokenizer.vocab_size,
-            layers=max(layers),
             relay=self.here.relay,
         )
         return [decode(ids[:-1] if ids and ids[-1] in ends else ids) for ids in answers]

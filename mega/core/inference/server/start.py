@@ -20,7 +20,7 @@ import torch
 from mega.core.activity import ACTIVITY
 from mega.core.architecture.words import size_words
 from mega.core.device import Device
-from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
+from mega.core.inference.capacity import Capacity, even_layers, token_bytes, weight_bytes
 from mega.core.inference.embedding import EmbeddingEngine
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.loading.adapters import OpenedAdapter, open_adapters
@@ -37,7 +37,7 @@ from mega.core.inference.server.embedding_start import (
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner
-from mega.core.inference.start import check_layout, decoding_mesh, drafting_layers, start_engine
+from mega.core.inference.start import check_layout, decoding_mesh, guesses_itself, start_engine
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING
@@ -210,13 +210,13 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
     waiting = f"{server.options.limits.max_waiting} more may wait"
     if isinstance(server.engine, EmbeddingEngine):
         return [loaded, *embedding_lines(server.engine), waiting]
-    fp8 = plan.engine.fp8_weights
-    weights = max(weight_bytes(opened.model, dtype.itemsize, tp=plan.layout.tp, pp=plan.layout.pp, fp8_weights=fp8))
-    layers = max(even_layers(len(model.layers), plan.layout.pp)) + drafting_layers(plan.engine, model)
-    token = cache_bytes(model, dtype.itemsize, tp=plan.layout.tp, layers=layers)
+    fp8, guesses = plan.engine.fp8_weights, guesses_itself(plan.engine)
+    size, tp, pp = dtype.itemsize, plan.layout.tp, plan.layout.pp
+    weights = max(weight_bytes(opened.model, size, tp=tp, pp=pp, fp8_weights=fp8))
+    token = max(token_bytes(model, size, even_layers(len(model.layers), pp), tp=tp, guesses=guesses))
     cache = (limits.cache + plan.engine.block) * token
     neighbours = server.engine.neighbour_bytes if isinstance(server.engine, BatchingEngine) else 0
-    capacity = Capacity(limits, weights, cache, neighbours)
+    capacity = Capacity(limits, weights, cache, neighbours, guesses)
     requested_length = plan.options.max_length or 0
     beyond = f"--max-length {requested_length}: the model has {limits.longest} positions, so that is the longest"
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
