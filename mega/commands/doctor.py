@@ -228,6 +228,8 @@ def _operators() -> Iterator[Row]:
         yield f"attention, {features}", attention_words(*rows), attention_advice(*rows) or ""
     graph = "a recorded graph where blocks are small" if device.is_cuda else "one by one: no CUDA device"
     yield "micro batches", graph, "--cuda-graph, --no-cuda-graph"
+    overlap = "overlap GEMMs where blocks are large" if device.is_cuda else "do not overlap GEMMs: no CUDA device"
+    yield "exchanges of tensor ranks", overlap, "--tp-overlap, --no-tp-overlap"
 
 
 def _masks() -> Iterator[tuple[str, AttentionMask]]:

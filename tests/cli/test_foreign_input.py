@@ -96,6 +96,7 @@ def test_columns_that_take_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"scaler": {"scale": 0, "clean": 1, "patience": 2}}, "meta.scaler.scale: 0 must be a number above 0"),
         ({"scaler": {"scale": 8.0}}, "meta.scaler: has no clean"),
         ({"dropout_rule": 3}, "meta.dropout_rule: 3 must be 1 or 2"),
+        ({"tp_overlap": 1}, "meta.tp_overlap: 1 must be true or false"),
         ({"layout": {"dp": "2"}}, "meta.layout.dp: '2' must be a count"),
         ({"corpora": {"a": []}}, "meta.corpora.a: must be an object"),
         ({"config": {"batch": {"steps": []}}}, r"meta.config.batch.steps: \[\] must be a whole number"),

@@ -18,6 +18,8 @@ from mega.core.config.resolve import (
     global_batch_at,
     lengths,
     microbatches,
+    no_overlap_reason,
+    overlaps_exchanges,
     resolve,
     variant,
 )
@@ -114,6 +116,44 @@ def test_batch_arithmetic(tp: int, pp: int, dp: int, micro: int, count: int) -> 
     assert data_parallel(run, world) == dp
     assert run.batch.global_batch == micro * dp and microbatches(run, world) == 1
     assert microbatches(run, world, global_batch=micro * dp * count) == count
+
+
+W3 = {"preset": "gpt-22b", "tp": 4, "sequence_parallel": True, "micro_batch": 4, "vocab": 51200}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"tp": 2}, None),
+        ({"micro_batch": 3}, None),
+        ({"micro_batch": 2}, "as blocks are small"),
+        ({"tp": 8}, "as blocks are small"),
+        ({"cp": 2, "micro_batch": 6}, None),
+        ({"cp": 2}, "as blocks are small"),
+        ({"pp": 2, "zero": 1, "cuda_graph": False}, None),
+        ({"tp": 1}, "as --sequence-parallel is off"),
+        ({"sequence_parallel": False}, "as --sequence-parallel is off"),
+        ({"fp8": True}, "which --fp8 excludes"),
+        ({"lora_rank": 8}, "which --lora-rank excludes"),
+        ({"experts": 4}, "which --experts excludes"),
+        ({"retriever": True}, "which --retriever excludes"),
+        ({"device": "cpu"}, "as ranks have no GPUs"),
+        ({"ops": "reference"}, "as --ops reference is given"),
+        ({"preset": "t5-11b", "micro_batch": 64}, "as the model has two stacks"),
+        ({"task": "dpo"}, "as rows have different lengths"),
+    ],
+    ids=str,
+)
+def test_exchanges_overlap_by_default_where_blocks_are_large(changes: dict[str, Any], reason: str | None) -> None:
+    """Neither the number of data ranks nor a CUDA graph changes the choice, and a typed option is the choice."""
+    values = W3 | changes
+    preset, world = values.pop("preset"), 16
+    assert no_overlap_reason(resolve(compose(preset, flags=values), world)) == reason
+    for typed, chosen in ((None, reason is None), (True, True), (False, False)):
+        for graph in (None, True, False):
+            flags = {"cuda_graph": graph, **values, "tp_overlap": typed}
+            assert overlaps_exchanges(resolve(compose(preset, flags=flags), 2 * world)) == chosen
 
 
 def test_what_run_toml_holds_is_resolved_to_the_same_run() -> None:

@@ -86,6 +86,7 @@ FULL = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 
 def utilisation_run(row: Utilisation, full: bool) -> RunConfig:
     typed = {"tp": row.tp, "pp": row.pp, "chunks": row.chunks, "micro_batch": row.micro, "global_batch": row.batch}
     again = {**FULL, "sequence_parallel": False} if full else {"recompute": "selective", "sequence_parallel": True}
+    again["tp_overlap"] = False
     return resolve(compose(row.preset, flags={**typed, **again, "dtype": "fp16"}), row.gpus)
 
 

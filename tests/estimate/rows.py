@@ -1,10 +1,10 @@
 """Recorded rows: what was measured of a run, and the run itself as it was resolved then.
 
-A row stores the options that differ from the defaults, as resolved, and whether microbatches were recorded as a graph.
-So a default or an automatic choice that changes later does not change what a row says. A row whose code no longer
-exists is retired: it stays in the file with the reason, and nothing is compared with it. A row without `seconds` was
-measured while other work had the device: only its peaks count; of a row whose `peaks` are empty only the step time was
-kept.
+A row stores the options that differ from the defaults, as resolved, and whether microbatches were recorded as a graph
+and exchanges overlapped. So a default or an automatic choice that changes later does not change what a row says. A row
+whose code no longer exists is retired: it stays in the file with the reason, and nothing is compared with it. A row
+without `seconds` was measured while other work had the device: only its peaks count; of a row whose `peaks` are empty
+only the step time was kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mega.core.config.resolve import records_graph, resolve
+from mega.core.config.resolve import overlaps_exchanges, records_graph, resolve
 from mega.core.config.run import Options, RunConfig, entries, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
@@ -36,12 +36,12 @@ def as_recorded(run: RunConfig, world: int) -> dict[str, Any]:
         for name, entry in entries().items()
         if value_of(run, name) != entry.default
     }
-    return values | {"cuda_graph": records_graph(run, world)}
+    return values | {"cuda_graph": records_graph(run, world), "tp_overlap": overlaps_exchanges(run)}
 
 
 def recorded_run(values: Mapping[str, Any]) -> RunConfig:
-    """The resolved run that a row stores."""
-    known = entries()
+    """The resolved run that a row stores. Rows without --tp-overlap are from when it was off unless it was given."""
+    known, values = entries(), {"tp_overlap": False, **values}
     return resolve(updated(Options(), {name: tuple(v) if known[name].many else v for name, v in values.items()}), 1)
 
 

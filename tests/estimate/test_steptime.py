@@ -117,6 +117,34 @@ def test_tensor_exchanges_beside_products(beside: bool, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("preset", "tp", "micro_batch", "overlaps"),
+    [
+        ("gpt-22b", 4, 4, True),
+        ("gpt-22b", 2, 2, True),
+        ("llama2-7b", 2, 2, True),
+        ("llama2-70b", 8, 2, True),
+        ("gpt3-175b", 8, 2, True),
+        ("llama2-7b", 4, 1, False),
+        ("gpt2-345m", 2, 8, False),
+    ],
+)
+def test_exchanges_overlap_by_default_where_it_is_faster(
+    preset: str, tp: int, micro_batch: int, overlaps: bool
+) -> None:
+    """On both cards, kernels launched one by one; the estimate without the option is that of the choice."""
+    flags = {**QUIET, "micro_batch": micro_batch, "tp": tp, "sequence_parallel": True, "layers": 4, "vocab": 32000}
+    runs = [
+        resolve(compose(preset, flags={**flags, "tp_overlap": typed, "cuda_graph": False}), tp)
+        for typed in (None, False, True)
+    ]
+    for card in ("h100", "h200"):
+        chosen, apart, together = (step_time(run, tp, hardware(card)).seconds for run in runs)
+        assert (together < apart) == overlaps
+        assert chosen == min(together, apart)
+    assert (memory(runs[0], tp).mapped > 0) == overlaps
+
+
+@pytest.mark.parametrize(
     ("tp", "full", "graph", "seconds"),
     [
         (4, 512, True, 0.545),

@@ -6,13 +6,14 @@ a device does on its own, its copies and marks, a thread does late, at random.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import random
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from mega.core.device import CopyDescriptor
 from mega.core.parallel.collectives import all_gather, reduce_scatter
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.parallel.peers import Gather, MappedPeers, Peers, Scatter, peers
+from mega.core.parallel.peers import Gather, MappedPeers, Peers, Scatter, peers, peers_if_mapped
 from mega.core.parallel.pieces import FULL
 from mega.core.processes.pool import Pool
 
@@ -117,21 +118,8 @@ class SharedFiles:
 
 
 def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> None:
-    axis = Mesh(rank, tp=size, groups=groups).tp
-
-    def empty(count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.from_file(str(directory / f"{rank}-{count}"), shared=True, size=count, dtype=dtype)
-
-    def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SharedFiles:
-        dist.barrier(group)  # each has made its own
-        return SharedFiles([directory / f"{rank}-{len(memory)}" for rank in range(size)], memory)
-
-    copies = LateCopies(rank)
-    with (
-        mock.patch("mega.core.parallel.peers.CopyStream", lambda: copies),
-        mock.patch("torch.distributed._symmetric_memory.empty", empty),
-        mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
-    ):
+    axis, copies = Mesh(rank, tp=size, groups=groups).tp, LateCopies(rank)
+    with mapped_files(rank, size, directory, copies):
         through = MappedPeers(axis)
         compare(through, [4, 1, 3, 4, size * FULL, 5, 7, *[PAIRS] * 16])
         count = through.count
@@ -152,7 +140,69 @@ def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> N
         assert made_of() is None, "a block on its way kept what it was made of"
 
 
+@contextlib.contextmanager
+def mapped_files(rank: int, size: int, directory: Path, copies: LateCopies, fails: bool = False) -> Iterator[None]:
+    """Symmetric memory in files. fails: this rank cannot map the files of others."""
+
+    def empty(count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.from_file(str(directory / f"{rank}-{count}"), shared=True, size=count, dtype=dtype)
+
+    def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SharedFiles:
+        dist.barrier(group)  # each has made its own
+        if fails:
+            raise RuntimeError("no permission\nto map")
+        return SharedFiles([directory / f"{rank}-{len(memory)}" for rank in range(size)], memory)
+
+    with (
+        mock.patch("mega.core.parallel.peers.CopyStream", lambda: copies),
+        mock.patch("torch.distributed._symmetric_memory.empty", empty),
+        mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
+    ):
+        yield
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_exchanges_through_mapped_memory(pool: Pool, tmp_path: Path, size: int) -> None:
     """Memory is used again and again, is reallocated for a larger block, and no block is lost or read too early."""
     pool.run(mapped_exchanges, size, tmp_path, world=size)
+
+
+def chosen(groups: Groups, rank: int, directory: Path, failing: int | None, host: str) -> str | None:
+    """The transport that a default gets on 2 x 2 ranks. failing: a rank that cannot map. host: the name of rank 3's."""
+    mesh, copies = Mesh(rank, tp=2, dp=2, groups=groups), LateCopies(rank)
+    with (
+        mapped_files(mesh.tp.index, 2, directory / str(mesh.dp.index), copies, fails=rank == failing),
+        mock.patch("socket.gethostname", lambda: host if rank == 3 else "here"),
+        mock.patch("torch.distributed.get_backend", lambda group: "nccl"),
+    ):
+        through = peers_if_mapped(mesh.tp, mesh.everyone, CPU)
+        if through is None:
+            return None
+        compare(through, [4, 2])
+        copies.settle()
+        dist.barrier(mesh.everyone.group)  # before files are unmapped
+    return type(through).__name__
+
+
+@pytest.mark.parametrize(("failing", "host"), [(None, "here"), (1, "here"), (None, "there")])
+def test_mapped_memory_by_default_on_all_ranks_or_on_none(
+    pool: Pool, tmp_path: Path, failing: int | None, host: str
+) -> None:
+    """Ranks whose axis could map memory also go without, because another axis cannot."""
+    for axis in ("0", "1"):
+        (tmp_path / axis).mkdir()
+    expected = "MappedPeers" if failing is None and host == "here" else None
+    assert pool.run(chosen, tmp_path, failing, host, world=4) == [expected] * 4
+
+
+def refused(groups: Groups, rank: int, directory: Path) -> None:
+    axis, copies = Mesh(rank, tp=2, groups=groups).tp, LateCopies(rank)
+    with (
+        mapped_files(rank, 2, directory, copies, fails=rank == 1),
+        pytest.raises(ValueError, match=r"map each other's memory \(no permission\); give --no-tp-overlap, or keep"),
+    ):
+        Gather(torch.ones(2, 3), MappedPeers(axis))
+
+
+def test_memory_that_one_rank_cannot_map_is_an_error_on_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(refused, tmp_path, world=2)

@@ -75,6 +75,7 @@ LAYOUTS = [
     ("t5", 4, {"tp": 2, "optimizer": "muon", "optimizer_offload": True}),
     # two losses with divisors of their own, a bias that is cut like the vocabulary, rows judged by one rank
     ("bert", 2, {"tp": 2, **SP}),
+    ("bert", 2, {"tp": 2, **OVERLAP}),
     ("bert", 4, {"cp": 2}),
     ("bert", 4, {"cp": 2, "cp_comm": "ring", "zero": 1}),
     ("bert", 8, {**EVERYTHING, "chunks": 2}),

@@ -15,7 +15,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.sections import LogConfig
 from mega.core.ops import cudnn
 from mega.core.training.metrics.meters import Meters
-from mega.core.training.start.introduce import expert_axes, summary
+from mega.core.training.start.introduce import expert_axes, overlap_note, summary
 from mega.core.training.wire import chosen_ops
 
 RUN = (
@@ -113,3 +113,32 @@ def test_axes_of_experts_are_named() -> None:
     sizes |= {"experts": 4, "expert_ffn": 8, "steps": 1, "lr": 1e-3, "mock_data": True}
     assert expert_axes(resolve(compose(flags={**sizes, "ep": 2}), 2)) == ["ep 2"]
     assert expert_axes(resolve(compose(flags=sizes), 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "overlaps", "before", "said"),
+    [
+        ({}, True, None, "overlap GEMMs, as this is faster on GPUs that can map each other's memory"),
+        ({}, False, None, "do not overlap GEMMs, as ranks cannot map each other's memory"),
+        ({}, False, False, "do not overlap GEMMs, as in the checkpoint"),
+        ({}, False, True, "do not overlap GEMMs, as ranks cannot map each other's memory"),
+        ({"tp_overlap": False}, False, None, "do not overlap GEMMs, as asked"),
+        ({"micro_batch": 1}, False, None, "do not overlap GEMMs, as blocks are small"),
+        ({"micro_batch": 1}, True, True, "overlap GEMMs, as in the checkpoint"),
+        ({"micro_batch": 1}, False, True, "do not overlap GEMMs, as ranks cannot map each other's memory"),
+        ({"micro_batch": 1, "tp_overlap": True}, True, False, "overlap GEMMs, as asked"),
+        ({"fp8": True}, False, True, "do not overlap GEMMs, which --fp8 excludes"),
+    ],
+)
+def test_whether_tensor_ranks_overlap_their_exchanges_and_why(
+    changes: dict[str, Any], overlaps: bool, before: bool | None, said: str
+) -> None:
+    run = compose("gpt-22b", flags={"tp": 4, "sequence_parallel": True, "micro_batch": 4, **changes})
+    assert overlap_note(resolve(run, 4), overlaps, before) == f"exchanges of tensor ranks: {said}"
+
+
+def test_a_dry_run_says_whether_exchanges_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "pretrain --model gpt-22b --layers 2 --tp 4 --sequence-parallel --micro-batch 4 --dry-run --world 4".split()
+    for more, said in (([], "overlap GEMMs, as this is faster on GPUs"), (["--no-tp-overlap"], "do not overlap GEMMs")):
+        assert main([*line, *more]) == 0
+        assert f"exchanges of tensor ranks: {said}" in " ".join(capsys.readouterr().out.split())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +26,11 @@ from mega.core.device import Device
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
-from mega.core.training.saves.resume import ResumePoint, differences, restore
+from mega.core.training.saves.resume import ResumePoint, differences, overlapped_before, restore
 from mega.core.training.saves.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.wire import build_mesh, build_state
+from tests.support.runs import small_run
 
 MODEL = (
     "--layers 4 --hidden 32 --heads 4 --seq-length 32 --tokenizer NullTokenizer --vocab-size 508 --vocab-multiple 4 "
@@ -202,3 +204,77 @@ def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path,
     assert CheckpointStore(tmp_path).open(8).meta["dropout_rule"] == OLD_RULE
     source.meta.pop("fingerprint")  # as of an imported checkpoint
     assert resumed(weights_only=False).dropout_rule == RULE
+
+
+TENSOR = "--nproc 2 --tp 2 --sequence-parallel".split()
+
+
+def test_a_run_keeps_the_overlap_of_its_checkpoint(
+    corpus: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit, as if it had not stopped, though a CPU overlaps nothing by default; a typed option counts more."""
+    whole, second = tmp_path / "whole", tmp_path / "second"
+    assert run_here(corpus, whole, *TENSOR, "--tp-overlap") == 0
+    assert "exchanges of tensor ranks: overlap GEMMs, as asked" in capfd.readouterr().out
+    source = CheckpointStore(whole).path(4)
+    assert run_here(corpus, second, *TENSOR, "--load", str(source)) == 0
+    said = capfd.readouterr().out
+    assert "exchanges of tensor ranks: overlap GEMMs, as in the checkpoint" in said and "not as in" not in said
+    resumed, straight = (CheckpointStore(place).open(8) for place in (second, whole))
+    assert losses(second).items() <= losses(whole).items() and not list(diff(straight, resumed))
+    assert resumed.meta["tp_overlap"] and resumed.meta["config"]["parallel"]["tp_overlap"] is None
+    line = [*TENSOR, "--no-tp-overlap", "--load", str(source), "--exit-interval", "5"]
+    assert run_here(corpus, tmp_path / "third", *line) == 0
+    said = capfd.readouterr().out
+    assert "not as in the checkpoint: --no-tp-overlap (was --tp-overlap); results differ by rounding" in said
+    assert "overlap GEMMs" not in said
+    assert CheckpointStore(tmp_path / "third").open(5).meta["tp_overlap"] is False
+
+
+@pytest.mark.parametrize(
+    ("meta", "option", "flags", "expected"),
+    [
+        ({"tp_overlap": True}, None, {}, True),
+        ({"tp_overlap": False}, None, {}, False),
+        ({}, True, {}, True),  # of an earlier version, in which the option was off unless it was given
+        ({}, False, {}, False),
+        ({"tp_overlap": True}, None, {"pp": 1}, True),
+        ({"tp_overlap": True}, None, {"tp": 4}, None),
+        ({"tp_overlap": True}, None, {"sequence_parallel": False}, None),
+    ],
+)
+def test_the_overlap_that_a_checkpoint_records(
+    straight: Path, meta: dict[str, bool], option: bool | None, flags: dict[str, Any], expected: bool | None
+) -> None:
+    source = CheckpointStore(straight).open(8)
+    assert source.meta.pop("tp_overlap") is False
+    source.meta.update(meta)
+    source.meta["config"]["parallel"]["tp_overlap"] = option
+    values = {"micro_batch": 1, "seq_length": 32, "tp": 2, "pp": 2, "sequence_parallel": True, **flags}
+    run = resolve(updated(Options(model=model_of(source.meta, "the checkpoint")), values), 8)
+    assert overlapped_before(run, ResumePoint(source, weights_only=False)) is expected
+    assert overlapped_before(run, ResumePoint(source, weights_only=True)) is None
+    source.meta.pop("fingerprint")  # as of an imported checkpoint
+    assert overlapped_before(run, ResumePoint(source, weights_only=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "before", "excluded", "expected"),
+    [
+        (None, None, {}, False),
+        (None, True, {}, True),
+        (None, False, {}, False),
+        (True, False, {}, True),
+        (False, True, {}, False),
+        (None, True, {"lora_rank": 2}, False),
+    ],
+)
+def test_which_runs_overlap_on_a_cpu(
+    pool: Pool, typed: bool | None, before: bool | None, excluded: dict[str, Any], expected: bool
+) -> None:
+    run = small_run("llama", 2, tp=2, sequence_parallel=True, tp_overlap=typed, **excluded)
+    assert pool.run(overlaps, run, before, world=2) == [expected] * 2
+
+
+def overlaps(groups: Groups, rank: int, run: RunConfig, before: bool | None) -> bool:
+    return build_state(run, build_mesh(run, rank, 2, groups), Device.choose("cpu"), before).overlaps

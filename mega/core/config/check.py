@@ -30,6 +30,7 @@ from mega.core.config.resolve import (
     divisors,
     lengths,
     microbatches,
+    overlap_exclusions,
     profiled_steps,
     resolve,
 )
@@ -179,6 +180,8 @@ def _needs(options: Options) -> Problems:
     """Check the other options that an option requires if its value differs from the default (`Option.needs`)."""
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
+            continue
+        if value is False and entry.default is None:  # the switch is off, as it may be without the flag
             continue
         for other, valid in entry.option.needs.items():
             if is_set_to(options, other, valid):
@@ -511,10 +514,8 @@ def _overlap(run: RunConfig) -> Problems:
         return
     if run.parallel.tp == 1:
         yield _line(run, "tp_overlap", "needs --tp of at least 2")
-    if run.precision.fp8:
-        yield _line(run, "tp_overlap", "excludes --fp8")
-    if run.model.lora_rank:
-        yield _line(run, "tp_overlap", "excludes --lora-rank")
+    for flag in overlap_exclusions(run):
+        yield _line(run, "tp_overlap", f"excludes {flag}")
 
 
 def _ahead(run: RunConfig) -> Problems:

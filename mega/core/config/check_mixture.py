@@ -36,8 +36,6 @@ def mixture(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("experts", "needs --norm-placement pre and --no-post-norm-residual")
     if run.precision.fp8:
         yield line("fp8", "excludes --experts")
-    if run.parallel.tp_overlap:
-        yield line("tp_overlap", "excludes --experts")
     if model.lora_rank and model.lora_dropout and (not model.lora_targets or NETWORK & set(model.lora_targets)):
         yield line("lora_dropout", "must be 0 where experts have adapters, or give --lora-targets of attention alone")
     rule, parallel = run.optimizer.optimizer, run.parallel

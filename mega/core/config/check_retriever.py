@@ -44,7 +44,6 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
         ("reset_attention", run.data.reset_attention),
         ("reset_positions", run.data.reset_positions),
         ("fp8", run.precision.fp8),
-        ("tp_overlap", parallel.tp_overlap),
         ("sample_interval", run.log.sample_interval is not None),
     ):
         if excluded:

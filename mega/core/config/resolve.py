@@ -253,7 +253,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
         return False
     if run.runtime.cuda_graph is not None:
         return run.runtime.cuda_graph
-    parallel, model, batch = run.parallel, run.model, run.batch
+    parallel, model = run.parallel, run.model
     if parallel.pp > 1 or parallel.zero > 1 or run.runtime.ops != "auto" or run.runtime.device == "cpu":
         return False
     if model.experts or model.mtp_layers:
@@ -261,12 +261,68 @@ def records_graph(run: RunConfig, world: int) -> bool:
     shares = data_parallel(run, world) * parallel.cp
     if shares > 1 and microbatches(run, world) == 1:  # a graph would reduce gradients only after the backward pass
         return False
+    return _block_work(run) < (SMALL_EXCHANGING_BLOCK if parallel.tp > 1 else SMALL_BLOCK)
+
+
+def _block_work(run: RunConfig) -> float:
+    """Return the number of floating-point operations in the forward and backward pass of a block, for a microbatch on
+    one rank."""
+    parallel, model, batch = run.parallel, run.model, run.batch
     linears = 2 * (model.heads + model.kv_heads) * model.head_dim
     linears += (3 if model.activation in GATED else 2) * model.ffn
     scores = model.heads * model.head_dim * min(batch.seq_length, 2 * (model.window or batch.seq_length))
     tokens = batch.micro_batch * batch.seq_length / (parallel.tp * parallel.cp)
-    work = tokens * (6 * model.hidden * linears + 6 * scores)
-    return work < (SMALL_EXCHANGING_BLOCK if parallel.tp > 1 else SMALL_BLOCK)
+    return tokens * (6 * model.hidden * linears + 6 * scores)
+
+
+def overlap_exclusions(run: RunConfig) -> list[str]:
+    """Return the flags of a run that exclude --tp-overlap."""
+    model = run.model
+    parts = {
+        "--fp8": run.precision.fp8,
+        "--lora-rank": model.lora_rank,
+        "--experts": model.experts,
+        "--retriever": model.retriever,
+    }
+    return [flag for flag, is_set in parts.items() if is_set]
+
+
+def no_overlap_reason(run: RunConfig) -> str | None:
+    """Return why the tensor ranks of a resolved run do not overlap their exchanges with GEMMs, if neither --tp-overlap
+    nor --no-tp-overlap is given; None if they do, on devices that can map each other's memory.
+
+    The host needs longer to launch a GEMM in pieces, so overlap pays if the device needs longer for a block than the
+    host (SMALL_EXCHANGING_BLOCK). Measured steps of such blocks were shorter with overlap: those of GPT 22B by 11 % on
+    4 H200s (docs/performance.md), those of 16 of its blocks by 4 % on 2. For such blocks of other models and layouts,
+    the cost model (estimate/cost.py) predicts steps that are 4 to 20 % shorter on H100s and H200s, and none that are
+    longer on A100s. For smaller blocks it predicts steps that are up to 1.8 times as long, unless a CUDA graph replays
+    them. The choice does not depend on --cuda-graph, which must not change results, nor on the number of data ranks.
+
+    Overlap was not measured with T5, and would pad the pairs of --task dpo to equal lengths.
+    """
+    refusals = {
+        "as --sequence-parallel is off": not run.parallel.sequence_parallel,
+        **{f"which {flag} excludes": True for flag in overlap_exclusions(run)},
+        "as ranks have no GPUs": run.runtime.device == "cpu",
+        "as --ops reference is given": run.runtime.ops == "reference",
+        "as the model has two stacks": len(run.model.stacks) > 1,
+        "as rows have different lengths": run.finetuning.task == "dpo",
+        "as blocks are small": _block_work(run) < SMALL_EXCHANGING_BLOCK,
+    }
+    return next((words for words, holds in refusals.items() if holds), None)
+
+
+def overlaps_exchanges(run: RunConfig) -> bool:
+    """Return whether the tensor ranks of a resolved run exchange tokens while they compute GEMMs, on devices that can
+    map each other's memory: as --tp-overlap or --no-tp-overlap selects, otherwise if it pays (`no_overlap_reason`).
+
+    >>> from mega.core.config.compose import compose
+    >>> runs = (compose("gpt-22b", flags={"tp": 4, "sequence_parallel": True, "micro_batch": each}) for each in (1, 4))
+    >>> [overlaps_exchanges(resolve(run, world=4)) for run in runs]
+    [False, True]
+    """
+    asked = run.parallel.tp_overlap
+    return no_overlap_reason(run) is None if asked is None else asked
 
 
 def gated_ffn(hidden: int) -> int:

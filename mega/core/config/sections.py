@@ -646,9 +646,10 @@ class ParallelOptions(Section):
         read_with={"tp": SEVERAL},
         evaluated=True,
     )
-    tp_overlap: bool = option(
-        False,
-        "overlap the exchange of tokens between tensor ranks with GEMMs, using copies into peer memory",
+    tp_overlap: bool | None = option(
+        None,
+        "overlap the exchange of tokens between tensor ranks with GEMMs, using copies into peer memory [on where it"
+        " is faster: GPUs of one host, large blocks, --sequence-parallel]",
         megatron={"--tp-comm-overlap": True},
         needs={"sequence_parallel": ()},
         evaluated=True,

@@ -7,17 +7,18 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
-from mega.core.config.resolve import variant
+from mega.core.config.resolve import overlaps_exchanges, variant
 from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk
 from mega.core.estimate.cost import ChunkOperations, Operation
 
 
-def operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
-    """The operations of a chunk of a resolved run."""
+def operations(run: RunConfig, chunk: Chunk, *, composed: bool = False) -> ChunkOperations:
+    """The operations of a chunk of a resolved run. composed: as in `trace`, with fewer traces for chunks of several
+    lengths, but with additional traces if `trace` also measures memory."""
     from mega.core.estimate.trace import trace
 
-    chunk_trace = trace(run, chunk)
+    chunk_trace = trace(run, chunk, composed=composed)
     return ChunkOperations(
         chunk_trace.forward_work, chunk_trace.backward_work, chunk_trace.weight_work, chunk_trace.cargo
     )
@@ -27,7 +28,9 @@ def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
     """Extrapolate the operations of a chunk from microbatches of 1 and 2 samples, assuming that sizes are linear in the
     number of samples. Deferred weight gradients are counted as part of the backward pass."""
     run, size = variant(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
-    if size <= 2 or run.parallel.tp_overlap:  # with tp_overlap, sizes of blocks are not linear in the number of samples
+    if overlaps_exchanges(run):  # sizes of blocks are not linear in the number of samples
+        return operations(run, chunk, composed=True)
+    if size <= 2:
         return operations(run, chunk)
     one, two = (operations(variant(run, {"micro_batch": few}), chunk) for few in (1, 2))
     if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from mega.core.architecture import active_parameters
 from mega.core.config.check import graph
-from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths, variant
+from mega.core.config.resolve import (
+    data_parallel,
+    microbatches,
+    overlaps_exchanges,
+    records_graph,
+    text_lengths,
+    variant,
+)
 from mega.core.config.run import RunConfig
 from mega.core.estimate.duration import Interruptions, TrainingTime
 from mega.core.estimate.experts import worst_load
@@ -57,7 +64,7 @@ def layout(run: RunConfig, world: int) -> str:
         f"recompute {run.memory.recompute}",
     ]
     if parallel.sequence_parallel:
-        words.append("sequence parallel")
+        words.append("sequence parallel" + (", overlapped" if overlaps_exchanges(run) else ""))
     if parallel.pp > 1:
         words.append(f"{parallel.schedule}" + (f", {parallel.chunks} chunks" if parallel.chunks > 1 else ""))
     return "; ".join(words)
@@ -75,6 +82,7 @@ def options(run: RunConfig, world: int) -> dict[str, Json]:
         "schedule": parallel.schedule,
         "stage_layers": list(parallel.stage_layers),
         "sequence_parallel": parallel.sequence_parallel,
+        "tp_overlap": overlaps_exchanges(run),
         "zero": parallel.zero,
         "micro_batch": run.batch.micro_batch,
         "microbatches": microbatches(run, world),

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega.core.architecture import shape
 from mega.core.batch import Batch
-from mega.core.config.resolve import microbatch_rows, resolve, variant
+from mega.core.config.resolve import microbatch_rows, overlaps_exchanges, resolve, variant
 from mega.core.config.run import Options, RunConfig
 from mega.core.config.sections import (
     BatchConfig,
@@ -360,19 +360,20 @@ class _Recorder:
         return tuple(map(tuple, self._parts)), tuple(map(tuple, self._work))
 
 
-def trace(run: RunConfig, chunk: Chunk) -> Trace:
-    """Trace one microbatch of a resolved `run` on a chunk."""
+def trace(run: RunConfig, chunk: Chunk, *, composed: bool = False) -> Trace:
+    """Trace one microbatch of a resolved `run` on a chunk. composed: assemble chunks of all lengths from the same two
+    traces, also if blocks share memory; the operations are exact then, but the peaks are not."""
     if chunk.kinds:
-        return _mixed_kinds(run, chunk)
+        return _mixed_kinds(run, chunk, composed)
     parallel = run.parallel
     key = (
         *(run.model, run.precision, run.memory, run.masking.decoder_seq_length, run.data.reset_attention),
         *(run.runtime.device, run.runtime.ops, run.batch.seq_length, microbatch_rows(run), chunk),
-        *(parallel.tp, parallel.cp, parallel.cp_comm, parallel.sequence_parallel, parallel.tp_overlap),
-        *(parallel.zero if parallel.zero > 1 else 0, _splits(run)),
+        *(parallel.tp, parallel.cp, parallel.cp_comm, parallel.sequence_parallel, overlaps_exchanges(run)),
+        *(parallel.zero if parallel.zero > 1 else 0, _splits(run), composed),
     )
     if key not in _TRACES:
-        _TRACES[key] = _traced_chunk(run, chunk)
+        _TRACES[key] = _traced_chunk(run, chunk, composed)
     return _TRACES[key]
 
 
@@ -385,11 +386,12 @@ PerUnit = TypeVar("PerUnit")
 """The type of a value that each unit of a pass has."""
 
 
-def _mixed_kinds(run: RunConfig, chunk: Chunk) -> Trace:
+def _mixed_kinds(run: RunConfig, chunk: Chunk, composed: bool) -> Trace:
     """Assemble the trace of a chunk with several kinds of blocks. Each block comes from the trace of a chunk that has
     only this kind of block. The first and last unit come from the trace for the kind of the neighbouring block."""
+    run = variant(run, {"tp_overlap": overlaps_exchanges(run)})  # chosen for the whole model, not for a kind
     traces = {
-        kind: trace(replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()))
+        kind: trace(replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()), composed=composed)
         for kind in dict.fromkeys(chunk.kinds)
     }
     units = [traces[kind] for kind in (chunk.kinds[0], *chunk.kinds, chunk.kinds[-1])]
@@ -411,11 +413,11 @@ def _splits(run: RunConfig) -> bool:
     return bool(run.parallel.schedule and splits_backward(run.parallel.schedule))
 
 
-def _traced_chunk(run: RunConfig, chunk: Chunk) -> Trace:
+def _traced_chunk(run: RunConfig, chunk: Chunk, composed: bool) -> Trace:
     if chunk.before is not None:
         return _traced(*reduced_run(run, chunk), microbatch_rows(run))
     regimes, rows = [list(_regimes(run, count)) for count in chunk.stacks], microbatch_rows(run)
-    if len(regimes) > 1 or chunk.blocks < 2 or regimes[0] != [(chunk.blocks, 1)] or not _composable(run):
+    if len(regimes) > 1 or chunk.blocks < 2 or regimes[0] != [(chunk.blocks, 1)] or not (composed or _composable(run)):
         short = [[min(count, REPEATS * period + count % period) for count, period in stack] for stack in regimes]
         reduced, stage = reduced_run(run, chunk._replace(stacks=tuple(map(sum, short))))
         if run.memory.recompute_method == "block":
@@ -445,7 +447,7 @@ def _composable(run: RunConfig) -> bool:
     """Whether blocks share no memory, that is, no exchanged data is in flight and no tensor is held only by a block's
     caller."""
     plain = run.runtime.device == "cpu" or run.runtime.ops == "reference" or run.precision.dtype == "fp64"
-    return not (plain or run.parallel.tp_overlap or run.parallel.cp > 1)
+    return not (plain or overlaps_exchanges(run) or run.parallel.cp > 1)
 
 
 def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
@@ -499,7 +501,7 @@ def _staged(
             pp=len(layers),
             stage_layers=layers,
             sequence_parallel=parallel.sequence_parallel,
-            tp_overlap=parallel.tp_overlap,
+            tp_overlap=overlaps_exchanges(run),  # not chosen again, because the small run's blocks are small
             zero=parallel.zero if parallel.zero > 1 else 0,
             schedule=parallel.schedule if _splits(run) else "1f1b",
         ),

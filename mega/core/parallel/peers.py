@@ -14,6 +14,8 @@ depend on weights or layers. All ranks of an axis must make the same exchanges i
 
 from __future__ import annotations
 
+import logging
+import socket
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -25,10 +27,14 @@ import torch.distributed as dist
 
 from mega.core.device import CopyDescriptor, CopyStream
 from mega.core.ops import observe
+from mega.core.ops.trial import first_line
+from mega.core.parallel.collectives import first_problem, gather_json
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.pieces import BUFFERS, together
 
 Rows = slice
+
+log = logging.getLogger(__name__)
 
 
 class BlockExchange(Protocol):
@@ -74,6 +80,22 @@ def peers(axis: Axis, device: torch.device) -> Peers:
     if device.type == "meta":
         return MetaPeers(axis)
     return MappedPeers(axis) if device.type == "cuda" else MessagePeers(axis)
+
+
+def peers_if_mapped(axis: Axis, everyone: Axis, device: torch.device) -> Peers | None:
+    """Return the transport for a CUDA device if on every axis all ranks can map each other's memory; otherwise None.
+    All ranks of `everyone` must call this function together, and all get the same answer."""
+    one_host = len(set(gather_json(socket.gethostname(), axis, device))) == 1
+    problem = None if one_host and dist.get_backend(axis.group) == "nccl" else "several hosts, or no NCCL"
+    if first_problem(problem, everyone, device) is not None:
+        return None
+    through = MappedPeers(axis)
+    problem = first_problem(through.map(1, device), everyone, device)
+    if problem is None:
+        return through
+    if everyone.first:
+        log.warning("tensor ranks exchange tokens without overlap: mapping memory fails (%s)", problem)
+    return None
 
 
 # -- gather and scatter
@@ -317,6 +339,15 @@ class MappedPeers:
         """Allocate and map memory for blocks of `size` bytes, unless the current memory is large enough."""
         if size <= self._bytes:
             return
+        if (problem := self.map(size, device)) is not None:
+            raise ValueError(
+                f"--tp-overlap: ranks {self.axis.ranks} cannot map each other's memory ({problem}); give "
+                "--no-tp-overlap, or keep tensor ranks on one host whose devices reach each other"
+            )
+
+    def map(self, size: int, device: torch.device) -> str | None:
+        """Allocate and map memory for blocks of `size` bytes, on all ranks of the axis together. Return why this has
+        failed on any rank, or None."""
         import torch.distributed._symmetric_memory as symmetric
 
         assert self.axis.group is not None
@@ -328,20 +359,18 @@ class MappedPeers:
         _barrier(self.axis, device)  # no rank reads or writes the old memory any more
         self._handle = self._memory = None
         marks = BUFFERS * self.axis.size
-        self._memory = symmetric.empty(
-            BUFFERS * self.axis.size * self._bytes + 4 * marks, dtype=torch.uint8, device=device
-        ).zero_()
-        self._copies.settle()
+        size, problem = BUFFERS * self.axis.size * self._bytes + 4 * marks, None
         try:
+            self._memory = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
+            self._copies.settle()
             self._handle = symmetric.rendezvous(self._memory, self.axis.group)
         except RuntimeError as error:
-            raise ValueError(
-                f"--tp-overlap: ranks {self.axis.ranks} cannot map each other's memory ({error}); leave it out, or "
-                "keep tensor ranks on one host whose devices reach each other"
-            ) from None
-        self._begins = [int(begin) for begin in self._handle.buffer_ptrs]
-        self._meeting = torch.zeros(1, device=device)
-        _barrier(self.axis, device)  # the marks of all ranks are zero now
+            problem = first_line(error)
+        problem = first_problem(problem, self.axis, device)  # also a barrier: the marks of all ranks are zero now
+        if problem is None:
+            self._begins = [int(begin) for begin in self._handle.buffer_ptrs]
+            self._meeting = torch.zeros(1, device=device)
+        return problem
 
 
 def _barrier(axis: Axis, device: torch.device) -> None:

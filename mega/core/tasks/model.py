@@ -93,7 +93,7 @@ class ModelHere:
     def stages(self) -> list[ModelStage]:
         """This rank's stages, whose weights are loaded on first use. Errors: CheckpointError naming file or tensor."""
         parallel = self.run.parallel
-        return self._load(parallel.sequence_parallel, parallel.tp_overlap)
+        return self._load(parallel.sequence_parallel, bool(parallel.tp_overlap))
 
     @cached_property
     def decoding_stage(self) -> object:

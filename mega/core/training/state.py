@@ -136,6 +136,12 @@ class TrainState:
         for stage in self.stages:
             stage.options = replace(stage.options, dropout_rule=rule)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether tensor ranks exchange tokens while they compute GEMMs. This affects the rounding of the results, so a
+        run keeps it when it resumes."""
+        return self.stages[0].region.transport is not None
+
     # -- checks
 
     def flats(self) -> Iterator[torch.Tensor]:

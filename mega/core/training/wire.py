@@ -13,7 +13,13 @@ from torch import nn
 
 from mega.core.architecture import Unit, architecture, inventory, placement
 from mega.core.config.check import PACKAGES
-from mega.core.config.resolve import data_parallel, gathers_experts, records_graph
+from mega.core.config.resolve import (
+    data_parallel,
+    gathers_experts,
+    overlap_exclusions,
+    overlaps_exchanges,
+    records_graph,
+)
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
@@ -27,7 +33,7 @@ from mega.core.parallel.experts import ExpertAxes
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.layout import shared_stages
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.parallel.peers import peers
+from mega.core.parallel.peers import Peers, peers, peers_if_mapped
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.region import Region
 from mega.core.parallel.replay import ReplayedPipeline
@@ -44,10 +50,10 @@ def build_mesh(run: RunConfig, rank: int, world: int, groups: Groups | None = No
     return Mesh(rank, dp=dp, groups=groups, **sizes)
 
 
-def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
-    """Build the training state of one rank, with initial values."""
+def build_state(run: RunConfig, mesh: Mesh, device: Device, overlapped: bool | None = None) -> TrainState:
+    """Build the training state of one rank, with initial values. overlapped: see `build_stages`."""
     parallel, ops = run.parallel, chosen_ops(run, device.torch)
-    stages = build_stages(run, mesh, device.torch)
+    stages = build_stages(run, mesh, device.torch, overlapped)
     grads = build_grads(run, mesh, stages)
     if parallel.zero >= 3:
         for stage in stages:
@@ -101,8 +107,11 @@ def build_grads(run: RunConfig, mesh: Mesh, stages: list[Any]) -> GradBuffer:
     )
 
 
-def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
-    """Build the model chunks of one rank, each a `ModelStage`, with initial values unless `device` is meta."""
+def build_stages(run: RunConfig, mesh: Mesh, device: torch.device, overlapped: bool | None = None) -> list[Any]:
+    """Build the model chunks of one rank, each a `ModelStage`, with initial values unless `device` is meta.
+
+    overlapped: for a run that resumes, whether its exchanges of tensor ranks overlapped GEMMs (`overlapped_before`).
+    """
     parallel, precision, memory = run.parallel, run.precision, run.memory
     factory = ParameterFactory(
         {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.etp)},
@@ -112,11 +121,10 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         recompute=memory.recompute == "selective",
         embedding=torch.float32 if precision.embedding_fp32 else None,
     )
-    overlaps = parallel.tp_overlap and (mesh.tp.group is not None or device.type == "meta")
     region = Region(
         mesh.tp,
         sequence=parallel.sequence_parallel and mesh.tp.size > 1,
-        transport=peers(mesh.tp, device) if overlaps else None,
+        transport=_transport(run, mesh, device, overlapped),
     )
     full = memory.recompute == "full"
     options = StageOptions(
@@ -140,6 +148,27 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
     if device.type != "meta":
         initialise(nn.ModuleList(stages), run.runtime.seed)  # type: ignore[arg-type]
     return stages
+
+
+def _transport(run: RunConfig, mesh: Mesh, device: torch.device, overlapped: bool | None) -> Peers | None:
+    """Return the object through which tensor ranks exchange tokens while they compute GEMMs; None if exchanges do not
+    overlap GEMMs.
+
+    A run that resumes keeps the choice of its checkpoint, because GEMMs in pieces and sums in another order round
+    differently. Otherwise only GPUs overlap exchanges by default, if they can map each other's memory.
+    """
+    asked = run.parallel.tp_overlap
+    if asked is not None:
+        overlaps = asked
+    elif overlapped is not None:
+        overlaps = overlapped and not overlap_exclusions(run)
+    else:
+        overlaps = device.type != "cpu" and overlaps_exchanges(run)
+    if not overlaps or (mesh.tp.group is None and device.type != "meta"):
+        return None
+    if device.type == "cuda" and asked is None:
+        return peers_if_mapped(mesh.tp, mesh.everyone, device)
+    return peers(mesh.tp, device)
 
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:

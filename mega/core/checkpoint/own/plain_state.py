@@ -36,11 +36,12 @@ _SCALE = _Rule(lambda value: _number(value) and 0 < value < math.inf, "a number 
 _NUMBER = _Rule(lambda value: _number(value) and math.isfinite(value), "a finite number")
 _THREADS = _Rule(lambda value: value is None or _COUNT.holds(value), "a count, or null")
 _RULE_NUMBER = _Rule(lambda value: value in (1, 2) and type(value) is int, "1 or 2")
+_SWITCH = _Rule(lambda value: isinstance(value, bool), "true or false")
 _NOTE = _Rule(lambda value: value is None or isinstance(value, str), "a text")
 
 PROGRESS = ("step", "consumed", "consumed_valid", "skipped", "skipped_samples")
 _FORMER = ("unscheduled",)
-_VALUES = {"updates": _COUNT, "dropout_rule": _RULE_NUMBER, "threads": _THREADS}
+_VALUES = {"updates": _COUNT, "dropout_rule": _RULE_NUMBER, "threads": _THREADS, "tp_overlap": _SWITCH}
 _SCALER = {"scale": _SCALE, "clean": _WHOLE, "patience": _WHOLE}
 
 

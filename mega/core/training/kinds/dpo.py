@@ -93,7 +93,7 @@ def _unit(state: TrainState) -> int | None:
     microbatches must have the same shape."""
     from mega.core.config.resolve import column_unit, records_graph
 
-    if state.run.parallel.tp_overlap or (state.device.is_cuda and records_graph(state.run, state.mesh.world)):
+    if state.overlaps or (state.device.is_cuda and records_graph(state.run, state.mesh.world)):
         return None
     return 8 * column_unit(state.run.parallel)
 

@@ -235,6 +235,31 @@ def _dropout_rule(point: ResumePoint) -> int:
     return rule
 
 
+def overlapped_before(run: RunConfig, point: ResumePoint | None) -> bool | None:
+    """Return whether the exchanges of tensor ranks overlapped GEMMs (--tp-overlap) in the run of a checkpoint that
+    `run` resumes; None if `run` starts at step 0, or splits the work over other tensor ranks and so rounds differently.
+
+    Checkpoints of versions without this record have the option, which was off by default.
+    """
+    if point is None or point.weights_only or "fingerprint" not in (meta := point.checkpoint.meta):
+        return None
+    before, parallel = below(meta, "config", "parallel"), run.parallel
+    tp = numbers_below(meta, "layout").get("tp", before.get("tp"))
+    if (tp, before.get("sequence_parallel")) != (parallel.tp, parallel.sequence_parallel):
+        return None
+    return bool(meta.get("tp_overlap", before.get("tp_overlap")))
+
+
+def overlap_difference(run: RunConfig, point: ResumePoint, overlaps: bool) -> str | None:
+    """Return a message if the run does not keep the overlap of exchanges and GEMMs of its checkpoint. overlaps:
+    `TrainState.overlaps`."""
+    overlapped = overlapped_before(run, point)
+    if overlapped in (None, overlaps):
+        return None
+    current, before = ("--tp-overlap" if each else "--no-tp-overlap" for each in (overlaps, overlapped))
+    return f"not as in the checkpoint: {current} (was {before}); results differ by rounding"
+
+
 def differences(
     run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh, threads: int | None = None
 ) -> Iterator[str]:

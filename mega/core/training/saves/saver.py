@@ -81,6 +81,7 @@ class Saver:
             "config": dataclasses.asdict(state.run),
             "layout": state.mesh.sizes,
             "threads": state.device.threads,
+            "tp_overlap": state.overlaps,
             "schedule": (schedules or Schedules.of(state.run)).state_dict(),
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "fingerprint": fingerprint,

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mega.core.architecture import active_parameters, parameters
-from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.resolve import data_parallel, microbatches, overlaps_exchanges
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
 from mega.core.training.start.inputs import Inputs
-from mega.core.training.start.introduce import expert_axes
+from mega.core.training.start.introduce import expert_axes, overlap_note
 from mega.core.training.wire import build_mesh, build_stages
 
 
@@ -49,6 +49,8 @@ def dry_run(inputs: Inputs, world: int) -> None:
     active = f", {active_parameters(run.model):,} active" if run.model.experts else ""
     console.print(f"model: {parameters(run.model):,} parameters{active}")
     console.print(f"plan: {parallel.schedule}, {count} microbatches a step, proven; bubble {100 * bubble:.1f}%")
+    if parallel.tp > 1:
+        console.print(overlap_note(run, overlaps_exchanges(run), None))
     for note in inputs.notes:
         console.print(note, markup=False, emoji=False)
     console.print("everything checked, nothing trained")

@@ -13,7 +13,15 @@ import torch
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.layer import Attention
 from mega.core.architecture.words import parameter_words, shape_words
-from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
+from mega.core.config.resolve import (
+    data_parallel,
+    lengths,
+    microbatches,
+    no_overlap_reason,
+    overlap_exclusions,
+    records_graph,
+    text_lengths,
+)
 from mega.core.config.retriever import retriever_words
 from mega.core.config.run import RunConfig
 from mega.core.data.build import Datasets
@@ -22,7 +30,13 @@ from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask, Kind
 from mega.core.ops.suite import Ops, attention_advice, attention_words
 from mega.core.processes.connect import threads
-from mega.core.training.saves.resume import ResumePoint, differences, new_tensors
+from mega.core.training.saves.resume import (
+    ResumePoint,
+    differences,
+    new_tensors,
+    overlap_difference,
+    overlapped_before,
+)
 from mega.core.training.start.inputs import Inputs
 from mega.core.training.start.untrained import untrained_tokens
 from mega.core.training.state import Progress, TrainState
@@ -48,6 +62,8 @@ def introduce(
         report(note)
     for line in device_notes(run, state.device, state.mesh.world):
         report(line)
+    if run.parallel.tp > 1 and (state.device.is_cuda or state.overlaps):
+        report(overlap_note(run, state.overlaps, overlapped_before(run, point)))
     for line in summary(run, state.device, chosen_ops(run, state.device.torch), state.mesh.world):
         report(line)
     if not run.evaluation.skip_train:
@@ -65,6 +81,8 @@ def introduce(
     if not point.weights_only:
         for line in differences(run, point, inputs.datasets, state.mesh, state.device.threads):
             report(line)
+        if difference := overlap_difference(run, point, state.overlaps):
+            report(difference)
     if state.mesh.rank == 0 and (words := untrained_tokens(run, inputs.tokenizer, point.base or point.checkpoint)):
         report(words)
     if state.progress.step >= steps:
@@ -174,6 +192,23 @@ def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
     if cuda_graph is None and not recorded and (run.parallel.pp > 1 or run.parallel.zero > 1):
         reason = "which --pp and --zero 2 and 3 exclude"
     yield f"micro batches: {'replayed from a recorded graph' if recorded else 'launched kernel by kernel'}, {reason}"
+
+
+def overlap_note(run: RunConfig, overlaps: bool, overlapped: bool | None) -> str:
+    """Return the line about the exchanges of tensor ranks (--tp-overlap). overlaps: whether they overlap GEMMs.
+    overlapped: from `overlapped_before`."""
+    refusal = no_overlap_reason(run)
+    if run.parallel.tp_overlap is not None:
+        reason = "as asked"
+    elif overlapped == overlaps and (overlaps or refusal is None):
+        reason = "as in the checkpoint"
+    elif overlaps:
+        reason = "as this is faster on GPUs that can map each other's memory"
+    elif refusal is None or (overlapped and not overlap_exclusions(run)):
+        reason = "as ranks cannot map each other's memory"
+    else:
+        reason = refusal
+    return f"exchanges of tensor ranks: {'overlap' if overlaps else 'do not overlap'} GEMMs, {reason}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -43,7 +43,14 @@ from mega.core.training.routines import routines
 from mega.core.training.sampling import Sampler
 from mega.core.training.saves.memory import PeerCopies, peer_copies
 from mega.core.training.saves.place import check_no_newer, check_shared, lock
-from mega.core.training.saves.resume import ResumePoint, check_corpora, find_resume_point, restore, sidecar_files
+from mega.core.training.saves.resume import (
+    ResumePoint,
+    check_corpora,
+    find_resume_point,
+    overlapped_before,
+    restore,
+    sidecar_files,
+)
 from mega.core.training.saves.saver import Saver
 from mega.core.training.schedules import Schedules, check_end, resumed_schedules
 from mega.core.training.start.consistency import check_consistent, comparable
@@ -182,12 +189,14 @@ def begin(
         f"making a model of {count_words(parameters(run.model))} parameters, its gradients and its optimizer's state"
     )
     quiet = rank > 0 or report is discard
+    with report_if_slow("finding the checkpoint", quiet=quiet):
+        point = find_resume_point(run, report, exchange)
     with report_if_slow(message, quiet=quiet):
-        state, kind = build_state(run, mesh, device), kind_of(run)
+        state, kind = build_state(run, mesh, device, overlapped_before(run, point)), kind_of(run)
     state.guard.level = inputs.level()
-    with report_if_slow("loading weights", quiet=quiet):
-        point = _resume(state, exchange, report)
     if point is not None:
+        with report_if_slow("loading weights", quiet=quiet):
+            together(partial(restore, state, point), exchange)  # an error on one rank is raised on all ranks
         check_corpora(run, point, inputs.datasets)
     inputs = _with_former_blends(inputs, point, report)
     kind.begin(state, inputs.datasets, point)
@@ -266,14 +275,6 @@ def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Calla
         report(f"the blend changes at sample {phases[-1].until:,}; each corpus continues where it was")
     with ACTIVITY.during("building caches"):
         return dataclasses.replace(inputs, datasets=datasets(run, inputs.tokenizer, phases))
-
-
-def _resume(state: TrainState, exchange: JsonExchange, report: Callable[[str], None] = discard) -> ResumePoint | None:
-    """Restore the state from the checkpoint at which the run starts, if any. Errors: ValueError on all ranks."""
-    point = find_resume_point(state.run, report, exchange)
-    if point is not None:
-        together(partial(restore, state, point), exchange)  # an error on one rank is raised on all ranks
-    return point
 
 
 def _stop(state: TrainState) -> StopSignal:
