@@ -26,7 +26,7 @@ from mega.core.device import Device
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
-from mega.core.training.saves.resume import ResumePoint, differences, overlapped_before, restore
+from mega.core.training.saves.resume import ResumePoint, differences, overlap_difference, overlapped_before, restore
 from mega.core.training.saves.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.wire import build_mesh, build_state
@@ -209,25 +209,17 @@ def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path,
 TENSOR = "--nproc 2 --tp 2 --sequence-parallel".split()
 
 
-def test_a_run_keeps_the_overlap_of_its_checkpoint(
-    corpus: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_keeps_the_overlap_of_its_checkpoint(corpus: str, tmp_path: Path) -> None:
     """Bit for bit, as if it had not stopped, though a CPU overlaps nothing by default; a typed option counts more."""
     whole, second = tmp_path / "whole", tmp_path / "second"
     assert run_here(corpus, whole, *TENSOR, "--tp-overlap") == 0
-    assert "exchanges of tensor ranks: overlap GEMMs, as asked" in capfd.readouterr().out
     source = CheckpointStore(whole).path(4)
     assert run_here(corpus, second, *TENSOR, "--load", str(source)) == 0
-    said = capfd.readouterr().out
-    assert "exchanges of tensor ranks: overlap GEMMs, as in the checkpoint" in said and "not as in" not in said
     resumed, straight = (CheckpointStore(place).open(8) for place in (second, whole))
     assert losses(second).items() <= losses(whole).items() and not list(diff(straight, resumed))
     assert resumed.meta["tp_overlap"] and resumed.meta["config"]["parallel"]["tp_overlap"] is None
     line = [*TENSOR, "--no-tp-overlap", "--load", str(source), "--exit-interval", "5"]
     assert run_here(corpus, tmp_path / "third", *line) == 0
-    said = capfd.readouterr().out
-    assert "not as in the checkpoint: --no-tp-overlap (was --tp-overlap); results differ by rounding" in said
-    assert "overlap GEMMs" not in said
     assert CheckpointStore(tmp_path / "third").open(5).meta["tp_overlap"] is False
 
 
@@ -252,7 +244,12 @@ def test_the_overlap_that_a_checkpoint_records(
     source.meta["config"]["parallel"]["tp_overlap"] = option
     values = {"micro_batch": 1, "seq_length": 32, "tp": 2, "pp": 2, "sequence_parallel": True, **flags}
     run = resolve(updated(Options(model=model_of(source.meta, "the checkpoint")), values), 8)
-    assert overlapped_before(run, ResumePoint(source, weights_only=False)) is expected
+    point = ResumePoint(source, weights_only=False)
+    assert overlapped_before(run, point) is expected
+    words = {True: "--no-tp-overlap (was --tp-overlap)", False: "--tp-overlap (was --no-tp-overlap)"}
+    other = None if expected is None else f"not as in the checkpoint: {words[expected]}; results differ by rounding"
+    for overlaps in (True, False):
+        assert overlap_difference(run, point, overlaps) == (None if overlaps == expected else other)
     assert overlapped_before(run, ResumePoint(source, weights_only=True)) is None
     source.meta.pop("fingerprint")  # as of an imported checkpoint
     assert overlapped_before(run, ResumePoint(source, weights_only=False)) is None
