@@ -124,6 +124,8 @@ def test_another_schedule_is_refused_or_chosen(
         assert run_here(corpus, tmp_path / choice, *source, choice) == 0
         rows = [json.loads(line) for line in (tmp_path / choice / "metrics.jsonl").read_text().splitlines()]
         rates[choice] = next(row["lr"] for row in rows if row.get("step") == 5)
+        changed = "not as in the checkpoint: --lr 0.02 (was 0.01)" in capsys.readouterr().out.replace("\n", " ")
+        assert changed == (choice == "--override-schedule")
     assert rates["--override-schedule"] == pytest.approx(2 * rates["--use-checkpoint-schedule"])
 
 

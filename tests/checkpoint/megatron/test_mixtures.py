@@ -30,7 +30,7 @@ from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import CheckpointStore, locate
-from mega.core.checkpoint.own.together import alone
+from mega.core.checkpoint.own.together import alone, together
 from mega.core.config.mixture import MixtureOptions
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
@@ -41,8 +41,8 @@ from mega.core.parallel.mesh import Groups
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.processes.pool import Pool
+from mega.core.training.saves.resume import find_resume_point, restore
 from mega.core.training.start.inputs import ResolvedRun, resolve_run
-from mega.core.training.start.rank import _resume
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.checkpoint.megatron.test_state import NUMBERS, PROGRESS, SCHEDULE
@@ -98,7 +98,10 @@ def trained(groups: Groups, rank: int, resolved: ResolvedRun, world: int, steps:
     run, device = resolved.run, Device(CPU, "gloo")
     mesh = build_mesh(run, rank, world, groups)
     state = build_state(run, mesh, device)
-    _resume(state, partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone)
+    exchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
+    point = find_resume_point(run, [].append, exchange)
+    assert point is not None
+    together(partial(restore, state, point), exchange)
     assert state.progress.step == 3
     rows = []
     for number, (tokens, labels, lr) in enumerate(steps):

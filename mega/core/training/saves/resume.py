@@ -33,6 +33,7 @@ from mega.core.files import url_of
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.schedules import Schedules
 from mega.core.training.state import Progress, TrainState
 from mega.core.untrusted import Json, below, numbers_below
 
@@ -260,13 +261,37 @@ def overlap_difference(run: RunConfig, point: ResumePoint, overlaps: bool) -> st
     return f"not as in the checkpoint: {current} (was {before}); results differ by rounding"
 
 
+def _noted_changes(run: RunConfig, stored: Mapping[str, Json]) -> Iterator[str]:
+    """Yield each option whose change is reported, with its value here and in the checkpoint. stored: the checkpoint's
+    options by name."""
+    for name in options_with(on_resume="noted"):
+        value = value_of(run, name)
+        comparable_value = list(value) if isinstance(value, tuple) else value
+        if name in stored and stored[name] != comparable_value:
+            yield f"{flag_of(name)} {_shown(comparable_value)} (was {_shown(stored[name])})"
+
+
+def _schedule_changes(run: RunConfig, point: ResumePoint) -> Iterator[str]:
+    """Yield what --override-schedule changes. A schedule that this version cannot read is not used, so it is not an
+    error."""
+    state = point.checkpoint.meta.get("schedule")
+    if not run.checkpoint.override_schedule or state is None:
+        return
+    try:
+        stored = Schedules.from_state_dict(state, str(point.checkpoint.path))
+    except CheckpointError:
+        return
+    for flag, value, stored_value in Schedules.of(run).differences(stored):
+        yield f"{flag} {value} (was {stored_value})"
+
+
 def differences(
     run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh, threads: int | None = None
 ) -> Iterator[str]:
     """Yield messages about differences from the checkpoint: options, layout, and the content of token files.
 
-    threads: the number from `Device.threads`. The schedule is not compared here, because schedules.py refuses a
-    different schedule.
+    threads: the number from `Device.threads`. The schedule is compared only with --override-schedule, because otherwise
+    schedules.py refuses a different schedule.
     """
     sections = below(point.checkpoint.meta, "config")
     stored = {name: value for section in sections for name, value in below(sections, section).items()}
@@ -281,12 +306,7 @@ def differences(
         yield f"not as in the checkpoint: {_layout(sizes)} (was {_layout(layout)}); results differ by rounding"
     elif None not in (threads, before := point.checkpoint.meta.get("threads")) and threads != before:
         yield f"not as in the checkpoint: {threads} CPU threads a rank (was {before}); results differ by rounding"
-    changes = []
-    for name in options_with(on_resume="noted"):
-        value = value_of(run, name)
-        comparable_value = list(value) if isinstance(value, tuple) else value
-        if name in stored and stored[name] != comparable_value:
-            changes.append(f"{flag_of(name)} {_shown(comparable_value)} (was {_shown(stored[name])})")
+    changes = [*_noted_changes(run, stored), *_schedule_changes(run, point)]
     if changes:
         yield f"not as in the checkpoint: {', '.join(changes)}"
     if architecture(run.model).drops and _dropout_rule(point) == OLD_RULE:
