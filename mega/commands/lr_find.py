@@ -25,7 +25,8 @@ def run(options: Options) -> int:
     metrics, reports = Path(metrics_file(planned)), is_first_rank() and not options.runtime.dry_run
     before, diverged = _version(metrics), False
     if reports:
-        print(f"sweep: from {planned.schedule.min_lr:g} (--min-lr) to {planned.optimizer.lr:g} (--lr)", flush=True)
+        rates = f"from {planned.schedule.min_lr:g} (--min-lr) to {planned.optimizer.lr:g} (--lr)"
+        print(f"sweep: {rates}; no checkpoint is saved", flush=True)
     try:
         code = finetune.train(planned)
     except FloatingPointError:
@@ -40,7 +41,10 @@ def run(options: Options) -> int:
     suggestion, picture = suggest(points), metrics.with_suffix(".svg")
     draw(points, suggestion, picture)
     print(f"suggested: --lr {suggestion.rate:.1e}, where the loss falls fastest")
-    print(f"lowest loss at {suggestion.least:.1e}: rates from there on do not hold; {picture}")
+    above = "rates from there on do not hold"
+    if suggestion.least == points[-1].lr:
+        above = "the highest rate of the sweep; give a higher --lr to see where the loss rises"
+    print(f"lowest loss at {suggestion.least:.1e}: {above}; {picture}")
     return 0
 
 

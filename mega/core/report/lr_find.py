@@ -45,21 +45,19 @@ class Suggestion(NamedTuple):
 
 
 def sweep(options: Options) -> Options:
-    """Return the options for a sweep, which neither saves nor validates. The run's length and options for saving are
-    ignored.
+    """Return the options for a sweep, which neither saves nor validates, as high learning rates ruin the weights. The
+    run's length and the options for saving and resuming are ignored.
 
-    Errors: ValueError naming a flag that a sweep excludes.
+    Errors: ValueError if the sweep would not begin below its end.
     """
-    if options.checkpoint.save is not None or options.checkpoint.resume is not None:
-        flag = "--save" if options.checkpoint.save is not None else "--resume"
-        raise ValueError(f"{flag}: a sweep of learning rates ruins the weights, so that none are kept; leave it out")
     steps = options.batch.steps or STEPS
     first, last = options.schedule.min_lr or FIRST, options.optimizer.lr or LAST
     if first >= last:
         raise ValueError(f"--min-lr {first}: must be less than --lr {last}, with which the sweep ends")
     values = {"steps": steps, "samples": None, "lr": last, "min_lr": first, "lr_decay": "range-exponential"}
     schedule = {"lr_decay_steps": steps, "lr_warmup_steps": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}
-    unused: dict[str, object] = {"epochs": None, "lr_decay_samples": None, "save_interval": None}
+    unused: dict[str, object] = {"epochs": None, "lr_decay_samples": None}
+    unused |= {"save": None, "resume": None, "save_interval": None}
     unused |= {name: entry.default for name, entry in entries().items() if "save" in entry.option.needs}
     metrics = options.log.metrics or "lr-find.jsonl"
     return updated(options, {**values, **schedule, **unused, "eval_iters": 0, "metrics": metrics})
