@@ -68,11 +68,23 @@ def multiply(
 
 
 @dataclass(frozen=True)
-class Fp8Matmuls(Matmuls):
-    """The GEMMs of a linear layer in fp8."""
+class NarrowMatmuls(Matmuls):
+    """What the GEMMs of a linear layer in fp8 have in common, with scales of tensors or of blocks."""
 
     wide: Matmuls
     """The GEMMs of layers in which fp8 would cost too much accuracy."""
+
+    def exact(self) -> Matmuls:
+        return self.wide
+
+    def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: self.forward(x, factor.weight, factor.bias)
+
+
+@dataclass(frozen=True)
+class Fp8Matmuls(NarrowMatmuls):
+    """The GEMMs of a linear layer in fp8."""
+
     cast: Callable[..., Cast] = cast
     """The function `cast`, or a faster implementation."""
     multiply: Callable[..., torch.Tensor] = multiply
@@ -81,9 +93,6 @@ class Fp8Matmuls(Matmuls):
     @property
     def words(self) -> str:  # type: ignore[override]
         return "fp8, emulated" if self.multiply is multiply else "cuBLAS in fp8"
-
-    def exact(self) -> Matmuls:
-        return self.wide
 
     def forward(
         self,
@@ -96,9 +105,6 @@ class Fp8Matmuls(Matmuls):
         assert out is None, "--fp8 excludes --tp-overlap"
         a, b = (self.cast(factor.detach(), FORWARD, rows=True) for factor in (x, weight))
         return self.multiply(a.rows, b.rows, a.inverse, b.inverse, x.dtype, bias, fast=True)
-
-    def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: self.forward(x, factor.weight, factor.bias)
 
     def prepare(self, grad: torch.Tensor) -> Cast:
         return self.cast(grad, BACKWARD, rows=True, columns=True)

@@ -20,7 +20,7 @@ import torch
 
 from mega.core.config.sections import FP8_BLOCK
 from mega.core.ops.block_scales import WEIGHT_BLOCK, dequantise, quantise
-from mega.core.ops.matmuls import Factor, Matmuls
+from mega.core.ops.fp8 import NarrowMatmuls
 
 ROW_BLOCK = (1, FP8_BLOCK)
 """Rows and columns of a block of an activation or of a gradient, along the dim that the GEMM sums over."""
@@ -73,11 +73,9 @@ def multiply(
 
 
 @dataclass(frozen=True)
-class BlockMatmuls(Matmuls):
+class BlockMatmuls(NarrowMatmuls):
     """The GEMMs of a linear layer in fp8 with one scale per block."""
 
-    wide: Matmuls
-    """The GEMMs of layers in which fp8 would cost too much accuracy."""
     cast_rows: Callable[..., BlockCast] = cast_rows
     """The function `cast_rows`, or a faster implementation."""
     cast_blocks: Callable[..., BlockCast] = cast_blocks
@@ -88,9 +86,6 @@ class BlockMatmuls(Matmuls):
     @property
     def words(self) -> str:  # type: ignore[override]
         return "fp8 in blocks, emulated" if self.multiply is multiply else "fp8 with scales of blocks"
-
-    def exact(self) -> Matmuls:
-        return self.wide
 
     def forward(
         self,
@@ -103,9 +98,6 @@ class BlockMatmuls(Matmuls):
         assert out is None, "--fp8 excludes --tp-overlap"
         a = self.cast_rows(x.detach(), rows=True).rows
         return self.multiply(a, self.cast_blocks(weight.detach(), rows=True).rows, x.dtype, bias)
-
-    def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: self.forward(x, factor.weight, factor.bias)
 
     def prepare(self, grad: torch.Tensor) -> BlockCast:
         return self.cast_rows(grad, rows=True, columns=True)
