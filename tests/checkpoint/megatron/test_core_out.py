@@ -19,6 +19,7 @@ from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.megatron.arguments import arguments_of, vocabulary
 from mega.core.checkpoint.forms.megatron.state import DISTRIBUTED
 from mega.core.checkpoint.forms.megatron.torch_dist import read_records
+from mega.core.checkpoint.forms.megatron.trees_write import null_ids
 from mega.core.checkpoint.forms.pickles import read_pickled
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
@@ -180,7 +181,7 @@ def test_arguments_pass_megatrons_check(position: Any, compared: bool) -> None:
         "pipeline_model_parallel_size": 1,
     }
     assert {key: values[key] for key in typed} == typed
-    assert arguments_of(model, 2, 1)["tokenizer_type"] == "GPT2BPETokenizer"  # None would stop who gives --vocab-file
+    assert arguments_of(model, 2, 1)["tokenizer_type"] == "NullTokenizer"  # None would stop Megatron's converters
 
 
 def test_what_must_be_typed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +198,36 @@ def test_what_must_be_typed_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--saver megatron is for Megatron-LM of 2023" in said(run, "--saver", "megatron")
     out = said(run, "--saver", "torch_dist", "--tokenizer-type", "NullTokenizer", "--no-load-optim")
     assert "--ckpt-format torch_dist --tensor-model" in out and "--tokenizer-type NullTokenizer" in out
+    assert "names none" not in out and "--vocab-size" not in said(run, "--saver", "mcore-local", "--no-load-optim")
+
+
+@pytest.mark.parametrize("saver", ["torch_dist", "mcore", "megatron"])
+def test_a_tree_names_no_tokenizer_that_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saver: str
+) -> None:
+    """A checkpoint of ids alone does not name GPT-2's tokenizer, unless --tokenizer-type does."""
+    run = own_weights(tmp_path / "run", LLAMA)
+
+    def written(folder: str, *line: str) -> tuple[Any, str]:
+        tree = tmp_path / folder
+        assert main(["reshard", "--load-dir", str(run), "--save-dir", str(tree), "--saver", saver, *line]) == 0
+        (file,) = [*tree.glob("iter_*/common.pt"), *tree.glob("iter_*/mp_rank_00/model_optim_rng.pt")]
+        return read_pickled(file)["args"].values, capsys.readouterr().out
+
+    arguments, out = written("unknown")
+    assert arguments["tokenizer_type"] == "NullTokenizer" and "GPT2BPETokenizer" not in out
+    assert "tokenizer: the checkpoint names none" in out
+    if saver != "megatron":
+        assert f"--tokenizer-type NullTokenizer --vocab-size {LLAMA.vocab} " in out
+    arguments, out = written("known", "--tokenizer-type", "GPT2BPETokenizer")
+    assert arguments["tokenizer_type"] == "GPT2BPETokenizer" and "names none" not in out
+
+
+@pytest.mark.parametrize(("last", "ids"), [(True, 257), (False, 258)])
+def test_ids_of_null_tokenizer_are_those_of_megatron(last: bool, ids: int) -> None:
+    recorded = {"tokenizer": "NullTokenizer", "vocab_size": 257, "null_eod_last": last}
+    assert null_ids({"config": {"tokenizer": recorded}}) == ids
+    assert null_ids({"config": {"tokenizer": {**recorded, "tokenizer": "GPT2BPETokenizer"}}}) is None
 
 
 def test_a_schedule_that_megatron_has_not_is_overridden(tmp_path: Path) -> None:

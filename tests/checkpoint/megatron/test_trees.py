@@ -246,7 +246,7 @@ def test_a_file_that_gives_no_hint_is_no_fault(tmp_path: Path, content: str | No
 def test_what_is_said_on_the_way_to_another_tree_is_said_once(tmp_path: Path) -> None:
     Trees.released(tmp_path / "tree", None)
     report = convert(tmp_path / "tree", tmp_path / "other", "megatron", Layout())
-    assert len(report.notes) == len(set(report.notes)) == 3
+    assert len(report.notes) == len(set(report.notes)) == 4
     back = convert(tmp_path / "other", tmp_path / "run", "mega", Layout(), vocab=53)
     assert "53 of 56 rows" in back.notes[0]
 

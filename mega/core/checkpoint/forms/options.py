@@ -58,7 +58,9 @@ class ReshardOptions(VerbSection):
     )
     model_type: Literal["GPT"] = option("GPT", "accepted; determined from the files")
     megatron_path: str | None = option(None, "accepted; not needed")
-    tokenizer_type: str | None = option(None, "tokenizer type to record in a Megatron-LM checkpoint")
+    tokenizer_type: str | None = option(
+        None, "tokenizer type to record in a Megatron-LM checkpoint [the checkpoint's, else NullTokenizer]"
+    )
     use_distributed_optimizer: bool = option(False, "write optimizer state for Megatron-LM's distributed optimizer")
     tokenizer_model: str | None = option(None, "accepted; not needed")
     max_queue_size: int = option(50, "accepted; not needed")

@@ -303,9 +303,10 @@ RETRIEVER_OPTIONS = tuple(field.name for field in dataclasses.fields(RetrieverOp
 """Options of a retriever; families.py writes the corresponding arguments."""
 
 
-TOKENIZER = "GPT2BPETokenizer"
-"""The tokenizer type that is written if the mega checkpoint does not name a tokenizer. Megatron checks the recorded
-type only if --vocab-file is given, and with --vocab-file the tokenizer is usually GPT-2's."""
+TOKENIZER = "NullTokenizer"
+"""The tokenizer type that is written if none is known. Megatron's converters stop if the type is missing, and
+NullTokenizer, which reads ids instead of text, is the only type that claims nothing about text. Megatron compares the
+type with the flag if --vocab-file is given, so such a user must record the type with --tokenizer-type."""
 
 
 def _size_arguments(model: Architecture, rope_fraction: float) -> dict[str, object]:
@@ -392,6 +393,8 @@ def core_flags(arguments: Mapping[str, object]) -> list[str]:
         *("normalization", "norm_epsilon", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"),
         *("padded_vocab_size", "tokenizer_type"),  # without padded_vocab_size, core pads torch_dist differently
     ]
+    names += ["vocab_size"] if arguments["tokenizer_type"] == TOKENIZER else []
+    arguments = {"vocab_size": arguments["true_vocab_size"], **arguments}
     short = {"rotary_base", "norm_epsilon", "attention_dropout", "hidden_dropout"}
     values = {name: f"{arguments[name]:g}" if name in short else arguments[name] for name in names}
     bias = arguments["add_bias_linear"]

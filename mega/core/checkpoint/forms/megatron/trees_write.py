@@ -20,7 +20,13 @@ import torch
 from mega.core.architecture import Architecture, architecture
 from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
-from mega.core.checkpoint.forms.megatron.arguments import arguments_of, core_flags, padding_note, unused_by_core
+from mega.core.checkpoint.forms.megatron.arguments import (
+    TOKENIZER,
+    arguments_of,
+    core_flags,
+    padding_note,
+    unused_by_core,
+)
 from mega.core.checkpoint.forms.megatron.eras import ALIASES, ERAS, HEADS, OWN_STACKS, STYLES, Era, styled
 from mega.core.checkpoint.forms.megatron.expert_ranks import names_of_rank
 from mega.core.checkpoint.forms.megatron.families import (
@@ -46,6 +52,12 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import below
+
+UNKNOWN_TOKENIZER = (
+    f"tokenizer: the checkpoint names none, so the export names {TOKENIZER}, which reads ids instead of text; to use "
+    "another in Megatron-LM, which compares the names if --vocab-file is given, export with its --tokenizer-type"
+)
+"""Message about a checkpoint whose tokenizer is unknown."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,9 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
         arguments |= {"use_distributed_optimizer": options.distributed, "data_parallel_size": layout.ep}
         arguments |= {"expert_model_parallel_size": layout.ep} if own.model.experts else {}
         arguments |= {"ckpt_format": to if to == "torch_dist" else "torch"}
+        arguments |= {} if (ids := null_ids(checkpoint.meta)) is None else {"vocab_size": ids}
     notes = (
+        *([UNKNOWN_TOKENIZER] if tokenizer is None else []),
         *padding_note(model.input.vocab, model.input.rows(layout.tp)),
         *(unused_by_core(arguments) if core else ()),
         _for_core(model.family, arguments, era, scalars) if core else _for_legacy(to, scalars, own.model.retriever),
@@ -124,6 +138,16 @@ def _tokenizer(meta: Mapping[str, object]) -> str | None:
     """Return the kind of tokenizer with which a mega checkpoint was trained, if it is recorded."""
     kind = below(meta, "config", "tokenizer").get("tokenizer")
     return kind if isinstance(kind, str) else None
+
+
+def null_ids(meta: Mapping[str, object]) -> int | None:
+    """Return Megatron-core's --vocab-size for the NullTokenizer with which a mega checkpoint was trained; None for
+    other tokenizers. In Megatron-core the last id ends a document, in mega with --no-null-eod-last an additional id."""
+    options = below(meta, "config", "tokenizer")
+    size = options.get("vocab_size")
+    if _tokenizer(meta) != TOKENIZER or not isinstance(size, int):
+        return None
+    return size + (not options.get("null_eod_last"))
 
 
 def _for_legacy(to: str, scalars: OptimizerScalars | None, retriever: bool) -> str:
