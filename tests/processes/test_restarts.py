@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -63,6 +65,14 @@ def ends(how: str) -> int:
 def test_which_endings_are_final(how: str, code: int, final: bool, reason: str) -> None:
     ending = run_attempt(local_environments(1), ends, (how,))
     assert ending is not None and (ending.code, ending.final, ending.reason) == (code, final, reason)
+
+
+def test_the_module_of_a_partials_function_is_imported_before_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(multiprocessing.forkserver, "set_forkserver_preload", imported.extend)
+    ending = run_attempt(local_environments(1), partial(partial(ends, "0")), ())
+    assert ending is not None and ending.code == 0
+    assert imported[-1] == ends.__module__
 
 
 def test_a_killed_rank_is_named_though_other_hosts_were_faster(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 from mega import __version__
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.interface import is_own
-from mega.core.processes.launch import Ending, fork_server, launcher_folder, run_attempt
+from mega.core.processes.launch import Ending, fork_server, launcher_folder, module_of, run_attempt
 from mega.core.processes.leader import ENDING, Leader, Place, Size, listen_first, outlast
 from mega.core.processes.rendezvous import HANDSHAKE, duration
 from mega.core.processes.restarts import (
@@ -64,7 +64,7 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
     first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     size = Size(hosts, nproc, minutes, limit, __version__, job.alike)
     with stopping_on_signals(), memory(job) as folder:
-        fork_server(job.target.__module__)  # imports torch while this host waits, even as a spare
+        fork_server(module_of(job.target))  # imports torch while this host waits, even as a spare
         server = _listen(first)
         elsewhere = None if server.getsockname()[1] == first[1] else first
         leader = Leader(server, size, lambda: (job.saved(), noted_step(folder)), elsewhere).start()

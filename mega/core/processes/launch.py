@@ -28,6 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import IO, TYPE_CHECKING, TypeVarTuple
@@ -127,7 +128,7 @@ def run_attempt(
     `bell` had data to read before the ranks ended. patience: seconds that the other ranks have to end after a rank has
     failed.
     """
-    heeded, server = handled_signals(), fork_server(target.__module__)
+    heeded, server = handled_signals(), fork_server(module_of(target))
     prefix = environments[0][LAUNCHER_FILE]
     ranks: list[BaseProcess] = [
         server.Process(target=_rank, args=(dict(each), heeded, target, args)) for each in environments
@@ -188,6 +189,17 @@ def fork_server(*modules: str) -> ForkServerContext:
         for number, handler in before.items():
             signal.signal(number, handler)
     return context
+
+
+def module_of(target: Callable[..., object]) -> str:
+    """Return the module that a process imports to call `target`. The module of a `partial` is that of its function.
+
+    >>> module_of(partial(partial(launcher_folder)))
+    'mega.core.processes.launch'
+    """
+    while isinstance(target, partial):
+        target = target.func
+    return target.__module__
 
 
 def launcher_folder() -> str:
