@@ -189,6 +189,7 @@ def test_what_a_save_finds_broken_is_rolled_back_too(tmp_path: Path, pool: Pool)
 
 def break_fourth(training: Training) -> None:
     def damage() -> None:
+        training.state.grads.wait_param_gather()  # a gather that ends later writes this rank's span once more
         next(training.state.flats())[0] = math.nan
 
     training.routines = (Routine(lambda step: step == 4, damage), *training.routines)
