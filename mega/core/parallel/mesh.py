@@ -88,12 +88,15 @@ class Groups:
     Every rank of the world must create every group, even groups without this rank, in the same order. A mesh creates
     groups in an order that depends only on its sizes and the model's inventory. (torch can create a group among its
     members only. But the group's name would then depend on each member's number of groups, which differs between the
-    first, middle and last stages.) timeout: timeout of every collective. It is passed to each group, because a new
-    group would otherwise have torch's default timeout, not that of the first group.
+    first, middle and last stages.)
     """
 
     backend: str | None = None
     timeout: timedelta | None = None
+    """Of every collective. It is passed to each group, because a new group would otherwise have torch's default
+    timeout, not that of the first group."""
+    gloo: str = "gloo"
+    """The name under which torch knows the backend of gloo groups."""
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
 
     def create(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
@@ -101,8 +104,12 @@ class Groups:
         backend."""
         for ranks in parts:
             if len(ranks) > 1 and (ranks, purpose) not in self.groups:
+                name = backend or self.backend
                 self.groups[ranks, purpose] = dist.new_group(
-                    list(ranks), self.timeout, backend or self.backend, group_desc=_group_description(ranks, purpose)
+                    list(ranks),
+                    self.timeout,
+                    self.gloo if name == "gloo" else name,
+                    group_desc=_group_description(ranks, purpose),
                 )
 
     def get(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:

@@ -6,6 +6,7 @@ restarts                 restarts of a job after a transient failure
 hosts, leader, wire      restarts on several hosts, where a spare replaces a lost host: the code of each host, the code
                          of the leader, and their connection
 scripts, options         scripts and manifests that start a run on several hosts, for schedulers
+one_device               gloo groups that share one thread, for a pool
 connect, rendezvous, interface   process groups, the store in which ranks find each other, and the network interface
 roll_call, questions, position   finding the rank that the others wait for: the watchdog, its messages, and the answers
 flight                   the collective in which ranks wait, read from torch's flight recorder

@@ -17,6 +17,7 @@ import torch
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect, threads
 from mega.core.processes.launch import end_ranks, fork_server, rank_environment
+from mega.core.processes.one_device import gloo_on_one_device
 from mega.core.processes.signals import STOPPING, restore_signals
 from mega.core.processes.world import MEETING_FILE
 
@@ -122,6 +123,7 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
                 disconnect()
                 os.environ.update(environment)
                 _, _, groups = connect("cpu")
+                groups.gloo = gloo_on_one_device()
                 # Limit threads even for one rank, because threads that spin are very slow on a busy machine.
                 torch.set_num_threads(threads(size))
                 meeting = environment[MEETING_FILE]
