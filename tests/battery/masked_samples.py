@@ -121,6 +121,14 @@ def digests(shared: Path, seed: int, corpora: int) -> None:
                 print(number, kind, pairs, rows, settings, found)
 
 
+def digests_of(root: Path, options: argparse.Namespace) -> list[str]:
+    """The lines that this script prints with --digests, with the package of the tree `root`."""
+    command = [sys.executable, __file__, "--digests", "--shared", str(options.shared.resolve())]
+    command += ["--seed", str(options.seed), "--corpora", str(options.corpora)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?")
@@ -138,15 +146,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, options.revision], cwd=ROOT, check=True)
-        found = []
-        for root in (tree, ROOT):
-            command = [sys.executable, __file__, "--digests", "--shared", str(options.shared.resolve())]
-            command += ["--seed", str(options.seed), "--corpora", str(options.corpora)]
-            run = subprocess.run(
-                command, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE, text=True, check=True
-            )
-            found.append(run.stdout.splitlines())
-        subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+        try:
+            found = [digests_of(root, options) for root in (tree, ROOT)]
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
     wrong = [line for line, other in zip(*found, strict=True) if line != other]
     print(f"seed {options.seed}: {len(found[0]) - len(wrong)} of {len(found[0])} equal", *wrong, sep="\n")
     return 1 if wrong else 0
