@@ -15,14 +15,23 @@ import pytest
 from mega.cli import main
 from mega.core.batch import EncoderDecoderBatch, MaskedBatch
 from mega.core.config.sections import DataConfig, MaskingConfig
-from mega.core.data import masked
+from mega.core.data import masked, masking
 from mega.core.data.batches import Batches
 from mega.core.data.build import Datasets, build_datasets
 from mega.core.data.dataset import BlendedDataset
 from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.mapping import _document, mt19937_64, sentence_mapping
 from mega.core.data.masked import BertDataset, BertSample, T5Dataset, T5Sample, Texts, bert_samples, t5_samples
-from mega.core.data.masking import Exhausted, Stream, Vocabulary, WordIndex, choose_words
+from mega.core.data.masking import (
+    SPARE,
+    Exhausted,
+    Streams,
+    Vocabulary,
+    WordIndex,
+    choose_words,
+    draw_below,
+    draw_coins,
+)
 from mega.core.data.order import split_boundaries
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.recipes import recipe
@@ -32,7 +41,7 @@ from tests.support.shared import shared
 
 ROLES = Roles(cls=1, sep=2, mask=3, pad=0, bos=40, eos=41, sentinels=(42, 43, 44, 45, 46))
 SMALL = Vocabulary(ROLES, np.array([4 <= i < 40 and i % 4 == 0 for i in range(47)]), np.arange(40))
-TEXT, BOUNDS = np.array([5, 6, *range(8, 21)]), [0, 5, 8, 15]
+TEXT, BOUNDS = np.array([5, 6, *range(8, 21)]), np.array([0, 5, 8, 15])
 
 
 def test_mersenne_twister() -> None:
@@ -98,7 +107,7 @@ def padded(values: str, length: int, filler: int) -> list[int]:
 
 def test_golden_bert() -> None:
     def sample(target: int, prob: float, head: bool, seed: int) -> BertSample:
-        texts = Texts(TEXT, BOUNDS, [0, 3], [target], [seed])
+        texts = Texts(TEXT, np.array([0]), BOUNDS, np.array([0, 3]), np.array([target]), [seed])
         return bert_samples(texts, 24, SMALL, mask_prob=prob, binary_head=head)[0]
 
     one = sample(13, 0.15, True, 1234)
@@ -119,7 +128,8 @@ def test_golden_bert() -> None:
 
 
 def t5(seed: int, vocabulary: Vocabulary = SMALL, decoder: int = 12) -> T5Sample:
-    return t5_samples(Texts(TEXT, BOUNDS, [0, 3], [15], [seed]), 20, decoder, vocabulary, mask_prob=0.3)[0]
+    texts = Texts(TEXT, np.array([0]), BOUNDS, np.array([0, 3]), np.array([15]), [seed])
+    return t5_samples(texts, 20, decoder, vocabulary, mask_prob=0.3)[0]
 
 
 def test_golden_t5() -> None:
@@ -142,29 +152,69 @@ def test_t5_says_what_does_not_suffice() -> None:
         t5(1234, decoder=8)
 
 
-def test_a_stream_draws_as_numpy_does() -> None:
-    stream = Stream()
-    for seed in range(300):
+def test_streams_draw_as_numpy_does() -> None:
+    seeds = np.arange(300)
+    streams = Streams().seeded(seeds.tolist())
+    below, coins = draw_below(streams, 1 + seeds % 37), draw_coins(streams, seeds % 9).tolist()
+    for seed, stream in enumerate(streams):
         generator = np.random.RandomState(seed)
-        stream.seed(seed)
-        assert stream.below(1 + seed % 37) == generator.randint(0, 1 + seed % 37)
-        assert list(stream.coins(seed % 9)) == (generator.random_sample(seed % 9) < 0.5).tolist()
-        order = np.arange(seed)
-        generator.shuffle(order)
-        assert np.array_equal(stream.shuffled(np.arange(seed)), order)
-        assert stream.uniform() == generator.random_sample()
+        assert below[seed] == generator.randint(0, 1 + seed % 37)
+        for _ in range(seed % 9):
+            assert coins.pop(0) == (generator.random_sample() < 0.5)
+        orders = np.arange(seed), np.arange(seed)
+        stream.shuffle(orders[0])
+        generator.shuffle(orders[1])
+        assert np.array_equal(*orders) and stream.geometric(0.2) == generator.geometric(0.2)
+    assert not coins
 
 
 def texts_of(rows: list[list[int]], target: int) -> Texts:
     """Samples of one sentence each; sample i has seed i."""
-    bounds = [0, *accumulate(map(len, rows))]
+    bounds = np.array([0, *accumulate(map(len, rows))])
     return Texts(
         np.array([token for row in rows for token in row]),
+        bounds[:-1],
         bounds,
-        list(range(len(rows) + 1)),
-        [target] * len(rows),
+        np.arange(len(rows) + 1),
+        np.full(len(rows), target),
         list(range(len(rows))),
     )
+
+
+def pair_one_by_one(sentences: list[list[int]], generator: np.random.RandomState, target: int) -> tuple[Any, ...]:
+    """Both parts of a sample and whether they were exchanged, as the original cuts them: one token at a time."""
+    cut = generator.randint(1, len(sentences)) if len(sentences) >= 3 else 1
+    parts = [[token for sentence in some for token in sentence] for some in (sentences[:cut], sentences[cut:])]
+    if swapped := bool(generator.random_sample() < 0.5):
+        parts.reverse()
+    while sum(map(len, parts)) > target:
+        part = parts[0] if len(parts[0]) > len(parts[1]) else parts[1]
+        part.pop(0 if generator.random_sample() < 0.5 else -1)
+    return *parts, swapped
+
+
+def test_parts_are_cut_as_one_by_one() -> None:
+    """Of 400 samples drawn at random, which are not adjacent in the corpus."""
+    draw = random.Random(3)
+    samples = [
+        [[draw.randint(4, 39) for _ in range(draw.randint(0, 30))] for _ in range(draw.randint(2, 9))]
+        for _ in range(400)
+    ]
+    ids, begins, bounds = list[int](), list[int](), [0]
+    for sample in samples:
+        ids += [0] * draw.randint(0, 3)
+        begins.append(len(ids))
+        ids += [token for sentence in sample for token in sentence]
+        bounds += [bounds[-1] + size for size in accumulate(map(len, sample))]
+    targets = [draw.choice([2, 20, 60, 300]) for _ in samples]
+    sentences = [0, *accumulate(map(len, samples))]
+    seeds = list(range(len(samples)))
+    texts = Texts(*map(np.array, (ids, begins, bounds, sentences, targets)), seeds)
+    first, sizes, swapped = masked._pairs(texts, Streams().seeded(seeds), True)
+    for seed, (sample, target) in enumerate(zip(samples, targets, strict=True)):
+        parts = [ids[begin : begin + size] for begin, size in zip(first[seed], sizes[seed], strict=True)]
+        assert (*parts, swapped[seed]) == pair_one_by_one(sample, np.random.RandomState(seed), target)
+    assert 100 < sum(texts.sizes > targets) < 400 and 150 < swapped.sum() < 250
 
 
 def test_statistics_of_masking() -> None:
@@ -230,15 +280,16 @@ def random_texts(count: int) -> list[list[int]]:
 def test_spans_are_chosen_as_word_by_word() -> None:
     """Of 500 texts drawn at random, with any budget: the original's loop."""
     rng = random.Random(2)
-    texts, words, stream, orders = random_texts(500), WordIndex(), Stream(), list[Any]()
+    texts = random_texts(500)
     budgets = [rng.choice([0, 1, 9, rng.random() * 60]) for _ in texts]
-    runs = np.ones((len(texts), 2 * 60 + 4), np.uint8)
+    runs = np.ones((len(texts), 2 * 60 + 2 + SPARE), np.uint8)
     runs[:, :120:2] = [[rng.randint(1, 10) for _ in range(60)] for _ in texts]
-    for seed, tokens in enumerate(texts):
-        stream.seed(seed)
-        first, end = words.add(SMALL.kinds[tokens].tobytes())
-        orders.append(stream.shuffled(np.arange(first, end)))
-    drawn, begin = choose_words(words, orders, [int(budget) for budget in budgets], runs).tolist(), 0
+    words = WordIndex.of(SMALL.kinds[np.concatenate(texts).astype(int)], np.cumsum([len(tokens) for tokens in texts]))
+    order = words.shuffled(Streams().seeded(range(len(texts))))
+    drawn, begin = np.full(len(words.positions), -1), 0
+    chosen, positions = choose_words(words, order, np.array(budgets, int), runs)
+    drawn[chosen] = positions
+    drawn = drawn.tolist()
     for seed, (tokens, budget) in enumerate(zip(texts, budgets, strict=True)):
         lengths = iter(runs[seed, :120:2].tolist())
         expected = list(word_by_word(tokens, SMALL, np.random.RandomState(seed), budget, lengths.__next__))
@@ -273,14 +324,15 @@ def test_masks_are_drawn_as_one_by_one(draws: int, monkeypatch: pytest.MonkeyPat
     """Of 300 texts in one call and alone; also if more numbers are needed than were drawn at first."""
     exhausted = list[int]()
 
-    def with_enough(attempt: Any, _: int) -> Any:
-        count = draws
-        while True:
+    def with_enough(attempt: Any, draw: Any, _: int) -> Any:
+        def counted(outputs: Any) -> Any:
             try:
-                return attempt(count)
+                return attempt(outputs)
             except Exhausted:
-                exhausted.append(count)
-                count += 7
+                exhausted.append(outputs.shape[1])
+                raise
+
+        return masking.with_enough(counted, draw, draws)
 
     monkeypatch.setattr(masked, "with_enough", with_enough)
     rows = random_texts(300)
@@ -290,7 +342,7 @@ def test_masks_are_drawn_as_one_by_one(draws: int, monkeypatch: pytest.MonkeyPat
             tokens = [ROLES.cls, *row, ROLES.sep]
             expected = masked_one_by_one(tokens, np.random.RandomState(seed), prob, 64)
             assert sample.text.tolist() == expected + [0] * (70 - len(expected))
-    alone = Texts(np.array(rows[3]), [0, len(rows[3])], [0, 1], [64], [3])
+    alone = texts_of([rows[3]], 64)._replace(seeds=[3])
     assert np.array_equal(bert_samples(alone, 70, SMALL, mask_prob=0.7, binary_head=False)[0].rows, together[3].rows)
     assert bool(exhausted) == (draws == 5)
 
@@ -326,6 +378,14 @@ def test_real_text(tmp_path: Path) -> None:
         assert np.array_equal(sample.rows, together[i].rows) and sample[1:] == together[i][1:]
         swapped += sample.is_random
     assert 60 < swapped < 140
+    unmapped = BertDataset(
+        IndexedDataset(tmp_path / "a", mmap=False), mapping(125, 2), vocabulary, seq_length=128, seed=5
+    )
+    assert np.array_equal(unmapped.samples(range(200)).rows, together.rows)
+    blocks = bert.samples([*range(200)] * 6)  # more than are made at once
+    assert len(blocks) == 1200 and all(np.array_equal(blocks[i].rows, together[i % 200].rows) for i in (0, 1100, 1199))
+    one, other = (vars(bert.collate(some, 4)) for some in (together[3:9], list(together)[3:9]))
+    assert all(one[name] is other[name] or one[name].equal(other[name]) for name in one) and len(one["tokens"]) == 6
     with ThreadPoolExecutor(4) as threads:  # each has a generator of its own
         for i, sample in zip(range(200), threads.map(bert.__getitem__, range(200)), strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(sample, bert[i], strict=True))

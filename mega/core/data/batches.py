@@ -165,10 +165,10 @@ class Batches:
             permutation = self._permutation = epoch, torch.randperm(count, generator=generator).numpy()
         return permutation[1]
 
-    def _batch(self, first: int, samples: list[object]) -> Batch:
+    def _batch(self, first: int, samples: Sequence[object]) -> Batch:
         """Return a batch of samples. The global indices of the batch start at `first`."""
         if self._of_tokens:
-            rows = cast(list[NDArray[np.int64]], samples)
+            rows = cast(Sequence[NDArray[np.int64]], samples)
             smallest, largest = min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)
             if smallest < 0 or largest >= self._vocab:
                 raise ValueError(

@@ -16,7 +16,7 @@ class Dataset(Protocol):
 
     A dataset with samples of another type has a method `collate(samples, index of the first sample)`, which builds a
     batch. A dataset that reads many samples in less time than each alone has a method `samples(entries)`, which returns
-    a list.
+    a sequence of samples; slices of it are passed to `collate`.
     """
 
     def __len__(self) -> int: ...
@@ -24,9 +24,9 @@ class Dataset(Protocol):
     def __getitem__(self, sample: int) -> Any: ...
 
 
-def samples_of(dataset: Dataset, entries: Sequence[int]) -> list[object]:
+def samples_of(dataset: Dataset, entries: Sequence[int]) -> Sequence[object]:
     """Return the samples `entries` of a dataset, by its method `samples` if it has one."""
-    samples: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "samples", None)
+    samples: Callable[[Sequence[int]], Sequence[object]] | None = getattr(dataset, "samples", None)
     return samples(entries) if samples and entries else [dataset[entry] for entry in entries]
 
 

@@ -141,15 +141,19 @@ class IndexedDataset:
         """Return sequences `first` .. `last` - 1 (at least one), concatenated, as a view."""
         if not 0 <= first < last <= len(self):
             raise IndexError(f"{self.prefix}: no sequences {first}..{last - 1}, there are {len(self)}")
-        (run,) = self.runs(np.array([first]), np.array([last]))
-        return run
+        begin = int(self._offsets[first]) // self.dtype.itemsize
+        return self.tokens[begin : begin + int(self.lengths[first:last].sum())]
 
-    def runs(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> list[NDArray[np.integer]]:
-        """Return sequences first[i] .. last[i] - 1 (at least one), concatenated, as a view, for each i. The numbers are
-        not checked."""
+    def runs(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """Return an array that contains sequences first[i] .. last[i] - 1 (at least one) consecutively for each i, and
+        the index of their first token in it. The array is a view of all tokens if they are memory-mapped. The numbers
+        are not checked."""
         begins = self._offsets[first] // self.dtype.itemsize
+        if isinstance(self.tokens, np.ndarray):
+            return self.tokens, begins
         ends = self._offsets[last - 1] // self.dtype.itemsize + self.lengths[last - 1]
-        return [self.tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        runs = [self.tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        return np.concatenate(runs), (ends - begins).cumsum() - (ends - begins)
 
     @property
     def documents(self) -> int:

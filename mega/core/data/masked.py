@@ -6,21 +6,25 @@ Rows of many samples are filled together, because the operations per sample take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import IndexedDataset
 from mega.core.data.masking import (
+    SPARE,
     BertDraws,
     Ints,
     Stream,
+    Streams,
     Vocabulary,
     WordIndex,
     choose_words,
+    draw_below,
+    draw_coins,
     ranges,
     with_enough,
 )
@@ -31,7 +35,8 @@ if TYPE_CHECKING:
 
 Sample = TypeVar("Sample")
 
-_stream = Stream()
+_BLOCK = 1024
+_streams = Streams()
 
 
 def _row(rows: Ints, number: int) -> Ints:
@@ -42,7 +47,8 @@ def _row(rows: Ints, number: int) -> Ints:
 class BertSample(NamedTuple):
     """A BERT sample."""
 
-    rows: Ints  # int64 [5, seq_length], the five properties below
+    rows: Ints  # int64 [3, seq_length], the first three properties below
+    length: int  # The number of tokens without padding
     is_random: int  # 1 if the two parts are in the wrong order
     truncated: int  # 1 if tokens were cut off
 
@@ -64,12 +70,39 @@ class BertSample(NamedTuple):
     @property
     def loss_mask(self) -> Ints:
         """1 at predicted positions."""
-        return _row(self.rows, 3)
+        return (self.labels >= 0).astype(np.int64)
 
     @property
     def padding_mask(self) -> Ints:
         """1 for tokens, 0 for padding."""
-        return _row(self.rows, 4)
+        return (np.arange(len(self.text)) < self.length).astype(np.int64)
+
+
+class BertSamples(Sequence[BertSample]):
+    """BERT samples in common arrays, from which a batch is built without reading each sample. See `BertSample`.
+
+    rows: int64 [3, samples, seq_length]. lengths, is_random, truncated: int64 [samples].
+    """
+
+    def __init__(self, rows: Ints, lengths: Ints, is_random: Ints, truncated: Ints) -> None:
+        self.rows, self.lengths, self.is_random, self.truncated = rows, lengths, is_random, truncated
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[BertSample]:
+        flags = (each.tolist() for each in (self.lengths, self.is_random, self.truncated))
+        return map(BertSample, self.rows.swapaxes(0, 1), *flags)
+
+    @overload
+    def __getitem__(self, index: int) -> BertSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> BertSamples: ...
+    def __getitem__(self, index: int | slice) -> BertSample | BertSamples:
+        flags = self.lengths[index], self.is_random[index], self.truncated[index]
+        if isinstance(index, slice):
+            return BertSamples(self.rows[:, index], *flags)
+        return BertSample(self.rows[:, index], *map(int, flags))
 
 
 class T5Sample(NamedTuple):
@@ -95,7 +128,7 @@ class T5Sample(NamedTuple):
         return _row(self.rows, 2)
 
 
-def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | None = None) -> MaskedBatch:
+def bert_batch(samples: Sequence[BertSample], first_sample: int, max_masked: int | None = None) -> MaskedBatch:
     """Build a microbatch of BERT samples, whose first row is global sample `first_sample`.
 
     max_masked: maximum number of masked tokens in a row; None if unknown.
@@ -104,38 +137,50 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | 
 
     from mega.core.batch import MaskedBatch
 
-    text, types, labels, weights, padding = np.stack([row.rows for row in rows], 1)
-    # Positions [b, max_masked] of the masked tokens. A row with fewer masked tokens is filled with unmasked positions
-    # of weight 0.
-    predicted = (
-        None if max_masked is None else torch.from_numpy(np.argsort(weights < 1, axis=1, kind="stable")[:, :max_masked])
-    )
-    assert max_masked is None or weights.sum(axis=1).max() <= max_masked, (weights.sum(axis=1), max_masked)
+    if not isinstance(samples, BertSamples):
+        rows, *flags = zip(*samples, strict=True)
+        samples = BertSamples(np.stack(rows, 1), *map(np.array, flags))
+    text, types, labels = samples.rows
+    is_masked = labels >= 0
     return MaskedBatch(
         tokens=torch.from_numpy(text),
         labels=torch.from_numpy(np.maximum(labels, 0)),
-        loss_weights=torch.from_numpy(weights.astype(np.float32)),
+        loss_weights=torch.from_numpy(is_masked.astype(np.float32)),
         types=torch.from_numpy(types),
-        lengths=torch.from_numpy(padding.sum(axis=1)),
-        pairs=torch.tensor([row.is_random for row in rows]),
-        samples=torch.arange(first_sample, first_sample + len(rows)),
-        predicted=predicted,
+        lengths=torch.from_numpy(samples.lengths),
+        pairs=torch.from_numpy(samples.is_random),
+        samples=torch.arange(first_sample, first_sample + len(samples)),
+        predicted=None if max_masked is None else torch.from_numpy(_predicted(is_masked, max_masked)),
     )
 
 
+def _predicted(is_masked: NDArray[np.bool_], width: int) -> Ints:
+    """Return int64 [b, width], the columns of the masked tokens of each row. A row with fewer masked tokens is filled
+    with its first columns that are not masked."""
+    counts = is_masked.sum(axis=1, keepdims=True)
+    assert counts.max() <= width, (counts, width)
+    spare = ~is_masked[:, :width]
+    spare &= spare.cumsum(axis=1) <= width - counts
+    predicted, filled = np.empty(spare.shape, np.int64), np.arange(spare.shape[1]) < counts
+    predicted[filled] = is_masked.reshape(-1).nonzero()[0] % is_masked.shape[1]
+    predicted[~filled] = spare.reshape(-1).nonzero()[0] % spare.shape[1]
+    return predicted
+
+
 class Texts(NamedTuple):
-    """The sentences of many samples, consecutively. `bounds` and `sentences` have one more entry for the end."""
+    """The sentences of many samples. Those of each sample are consecutive in `ids`."""
 
     ids: NDArray[np.integer]
-    bounds: list[int]  # The first id of each sentence
-    sentences: list[int]  # The first sentence of each sample
-    targets: list[int]  # The target length of each sample
+    begins: Ints  # [samples], the position in `ids` of each sample's first id
+    bounds: Ints  # [sentences + 1], the number of ids of all samples before each sentence, and in total
+    sentences: Ints  # [samples + 1], the first sentence of each sample, and the number of sentences
+    targets: Ints  # [samples], the target length of each sample
     seeds: list[int]  # The seed of each sample's stream
 
     @property
-    def begins(self) -> list[int]:
-        """The first id of each sample, and the number of ids."""
-        return [self.bounds[number] for number in self.sentences]
+    def sizes(self) -> Ints:
+        """The number of ids of each sample."""
+        return np.diff(self.bounds.take(self.sentences))
 
 
 class _Mapped(Generic[Sample]):
@@ -151,8 +196,13 @@ class _Mapped(Generic[Sample]):
     def __getitem__(self, sample: int) -> Sample:
         return self.samples([sample])[0]
 
-    def samples(self, entries: Sequence[int]) -> list[Sample]:
+    def samples(self, entries: Sequence[int]) -> Sequence[Sample]:
         """Return the samples `entries`. Many at once take less time than each alone."""
+        # Blocks, because each sample of a block occupies a stream of random numbers of 3 KB
+        blocks = [self._block(entries[first : first + _BLOCK]) for first in range(0, len(entries), _BLOCK)]
+        return blocks[0] if len(blocks) == 1 else [sample for block in blocks for sample in block]
+
+    def _block(self, entries: Sequence[int]) -> Sequence[Sample]:
         raise NotImplementedError
 
     def _read(self, entries: Sequence[int]) -> Texts:
@@ -161,12 +211,14 @@ class _Mapped(Generic[Sample]):
             raise IndexError(f"no sample {wrong[0]}, there are {len(self)}")
         first, last, targets = self._mapping[numbers].T.astype(np.int64)
         lengths = self._corpus.lengths[ranges(first, last - first)]
+        ids, begins = self._corpus.runs(first, last)
         return Texts(
-            ids=np.concatenate(self._corpus.runs(first, last)),
-            bounds=[0, *lengths.cumsum(dtype=np.int64).tolist()],
-            sentences=[0, *(last - first).cumsum().tolist()],
-            targets=targets.tolist(),
-            seeds=[(self._seed + number) % 2**32 for number in numbers.tolist()],
+            ids,
+            begins,
+            bounds=np.append(0, lengths.cumsum(dtype=np.int64)),
+            sentences=np.append(0, (last - first).cumsum()),
+            targets=targets,
+            seeds=((self._seed + numbers) % 2**32).tolist(),
         )
 
 
@@ -189,7 +241,7 @@ class BertDataset(_Mapped[BertSample]):
         self._vocabulary, self._length = vocabulary, seq_length
         self._mask_prob, self._binary_head = mask_prob, binary_head
 
-    def samples(self, entries: Sequence[int]) -> list[BertSample]:
+    def _block(self, entries: Sequence[int]) -> BertSamples:
         return bert_samples(
             self._read(entries),
             self._length,
@@ -222,7 +274,7 @@ class T5Dataset(_Mapped[T5Sample]):
         super().__init__(corpus, mapping, seed)
         self._vocabulary, self._lengths, self._mask_prob = vocabulary, (seq_length, decoder_seq_length), mask_prob
 
-    def samples(self, entries: Sequence[int]) -> list[T5Sample]:
+    def _block(self, entries: Sequence[int]) -> list[T5Sample]:
         return t5_samples(self._read(entries), *self._lengths, self._vocabulary, mask_prob=self._mask_prob)
 
     def collate(self, rows: Sequence[T5Sample], first_sample: int) -> EncoderDecoderBatch:
@@ -246,117 +298,92 @@ class T5Dataset(_Mapped[T5Sample]):
 
 def bert_samples(
     texts: Texts, seq_length: int, vocabulary: Vocabulary, *, mask_prob: float, binary_head: bool
-) -> list[BertSample]:
+) -> BertSamples:
     """Build [CLS] A [SEP] B [SEP] with masks. A and B together have at most as many tokens as the sample's target.
 
     Words are masked in runs of 1 to 3 words, in random order, until `mask_prob` of the tokens are masked.
     """
-    kinds = vocabulary.kinds[texts.ids].tobytes()
-    ascending = np.arange(len(kinds))
+    streams = _streams.seeded(texts.seeds)
+    first, sizes, swapped = _pairs(texts, streams, binary_head)
+    ids = texts.ids.take(ranges(first.reshape(-1), sizes.reshape(-1)))
+    words = WordIndex.of(vocabulary.kinds.take(ids), sizes.sum(1).cumsum())
+    order = words.shuffled(streams)
+    rows, positions, lengths = _filled(ids, sizes, seq_length, vocabulary.roles)
+    budgets = _budgets(texts.targets, lengths, mask_prob)
 
-    def attempt(draws: int) -> list[BertSample]:
-        pairs, orders, words = list[_Pair](), list[Ints](), WordIndex()
-        outputs = np.empty((len(texts.targets), draws), np.uint64)
-        for i, (seed, target) in enumerate(zip(texts.seeds, texts.targets, strict=True)):
-            _stream.seed(seed)
-            bounds = texts.bounds[texts.sentences[i] : texts.sentences[i + 1] + 1]
-            pair = _pair(bounds, target, binary_head)
-            pairs.append(pair)
-            first, end = words.add(kinds[pair[0] : pair[1]] + kinds[pair[2] : pair[3]])
-            orders.append(_stream.shuffled(ascending[first:end]))
-            outputs[i] = _stream.raw(draws)
-        filled = _filled(texts, pairs, seq_length, vocabulary.roles)
-        _mask(filled, words, orders, BertDraws(outputs, vocabulary), texts.targets, vocabulary, mask_prob)
-        swapped, truncated = (pair[4] for pair in pairs), (np.diff(texts.begins) > texts.targets).astype(int)
-        return list(map(BertSample, filled.swapaxes(0, 1), swapped, truncated.tolist()))
+    def draw(count: int) -> NDArray[np.uint64]:
+        return np.concatenate([stream.raw(count) for stream in streams]).reshape(-1, count)
 
-    return with_enough(attempt, 40 + ceil(4.5 * mask_prob * max(texts.targets)))
+    def attempt(outputs: NDArray[np.uint64]) -> None:
+        draws = BertDraws(outputs, vocabulary)
+        tokens, starts = choose_words(words, order, budgets, draws.runs, draws.steps)
+        tokens = words.positions.take(tokens)
+        in_rows, true_ids = positions.take(tokens), ids.take(tokens)
+        rows[0].reshape(-1)[in_rows] = draws.replacements(starts, true_ids)
+        rows[2].reshape(-1)[in_rows] = true_ids
 
-
-_Pair = tuple[int, int, int, int, int]
-"""The two parts of a sample: the first id of each in `Texts.ids` and the id after its last, and 1 if the parts were
-exchanged."""
+    with_enough(attempt, draw, 24 + ceil(4.5 * mask_prob * int(texts.targets.max())))
+    return BertSamples(rows, lengths, swapped, (texts.sizes > texts.targets).astype(np.int64))
 
 
-def _pair(bounds: list[int], target: int, binary_head: bool) -> _Pair:
-    """Divide the sentences into two runs, exchange the runs with probability 1/2, and remove tokens until both have at
-    most `target` tokens together. Without binary_head, the second part is empty.
+def _pairs(texts: Texts, streams: Sequence[Stream], binary_head: bool) -> tuple[Ints, Ints, Ints]:
+    """Divide the sentences of each sample into two runs, exchange the runs with probability 1/2, and remove tokens
+    until both have at most as many tokens together as the sample's target. Without binary_head, the second part is
+    empty.
 
     Each token is removed from a random end of the longer part; of the second part if both are equally long.
-    bounds: the first id of each sentence, and the id after the last sentence.
+    Return int64 [samples, 2], the position of the first id of both parts in `Texts.ids`; int64 [samples, 2], their
+    numbers of tokens; and int64 [samples], 1 if the parts were exchanged.
     """
-    excess = max(bounds[-1] - bounds[0] - target, 0)
-    first, first_end, second, second_end, swapped = bounds[0], bounds[-1], bounds[-1], bounds[-1], 0
+    samples, begins, ends = np.arange(len(texts.targets)), texts.begins, texts.begins + texts.sizes
+    excess = np.maximum(texts.sizes - texts.targets, 0)
+    flips, sentences, cut = excess + binary_head, texts.sentences, ends
     if binary_head:
-        first_end = second = bounds[1 + _stream.below(len(bounds) - 2)]
-    coins = _stream.coins(binary_head + excess)
-    if binary_head and (swapped := coins[0]):
-        first, first_end, second, second_end = second, second_end, first, first_end
-    if excess:
-        at_begin = coins[binary_head:]
-        # The longer part loses tokens until both are equally long; then the second, the first, the second, ...
-        longer = first_end - first - (second_end - second)
-        alone, in_turn = at_begin[: abs(longer)], at_begin[abs(longer) :]
-        of_first, of_second = in_turn[1::2], in_turn[::2]
-        if longer > 0:
-            of_first += alone
-        else:
-            of_second += alone
-        first += of_first.count(1)
-        first_end -= of_first.count(0)
-        second += of_second.count(1)
-        second_end -= of_second.count(0)
-    return first, first_end, second, second_end, swapped
+        cut = sentences[:-1] + 1 + draw_below(streams, np.diff(sentences) - 1)
+        cut = begins + texts.bounds.take(cut) - texts.bounds.take(sentences[:-1])
+    coins = draw_coins(streams, flips)
+    first, end = np.stack([begins, cut], 1), np.stack([cut, ends], 1)
+    coin, swapped = flips.cumsum() - flips, np.zeros(len(samples), np.int64)
+    if binary_head:
+        swapped = coins[coin].astype(np.int64)
+        first, end = (np.where(swapped[:, None], each[:, ::-1], each) for each in (first, end))
+    # The longer part loses tokens until both are equally long; then the second, the first, the second, ...
+    longer = end[:, 0] - first[:, 0] - (end[:, 1] - first[:, 1])
+    turn, sample = ranges(-abs(longer), excess), samples.repeat(excess)
+    of_second = np.where(turn < 0, (longer <= 0)[sample], turn % 2 == 0)
+    at_begin = coins[ranges(coin + binary_head, excess)]
+    removed = np.bincount(4 * sample + 2 * of_second + at_begin, minlength=4 * len(samples)).reshape(-1, 2, 2)
+    first, end = first + removed[:, :, 1], end - removed[:, :, 0]
+    return first, end - first, swapped
 
 
-def _filled(texts: Texts, pairs: list[_Pair], seq_length: int, roles: Roles) -> Ints:
-    """Return the rows of BERT samples without masks, int64 [5, samples, seq_length]; see `BertSample`."""
-    rows = np.empty((5, len(pairs), seq_length), np.int64)
-    for row, filler in zip(rows, (roles.pad, roles.pad, -1, 0, 0), strict=True):
-        row.fill(filler)
-    tokens, types, _, _, padding_mask = rows
-    first = np.array(pairs)[:, 0:4:2]  # of both parts
-    sizes = np.array(pairs)[:, 1:4:2] - first
-    begins = sizes[:, :1] + 2  # positions of the second parts
+def _filled(ids: NDArray[np.integer], sizes: Ints, seq_length: int, roles: Roles) -> tuple[Ints, Ints, Ints]:
+    """Return the rows of BERT samples without masks, int64 [3, samples, seq_length], see `BertSample`; the position of
+    each of the ids in rows[0]; and the length of each sample.
+
+    ids: both parts of all samples, concatenated. sizes: int64 [samples, 2], the number of ids in each part.
+    """
+    rows = np.empty((3, len(sizes), seq_length), np.int64)
+    begins = sizes[:, :1] + 2  # columns of the second parts
     ends = begins + sizes[:, 1:] + (sizes[:, 1:] > 0)
-    columns = np.arange(seq_length)
-    inside = columns < ends
-    is_sep = (columns == begins - 1) | (columns == ends - 1)
-    is_text = inside & ~is_sep
-    is_text[:, 0] = False
-    tokens[:, 0] = roles.cls
-    tokens[is_sep] = roles.sep
-    tokens[is_text] = texts.ids[ranges(first.reshape(-1), sizes.reshape(-1))]
-    np.copyto(types, columns >= begins, where=inside)
-    padding_mask[:] = inside
-    return rows
+    assert ends.max() <= seq_length, (ends.max(), seq_length)
+    columns, row_begins = np.arange(seq_length), np.arange(len(sizes))[:, None] * seq_length
+    rows[0] = roles.pad
+    rows[1] = roles.pad
+    np.copyto(rows[1], columns >= begins, where=columns < ends)
+    rows[2] = -1
+    positions = ranges((row_begins + np.append(np.ones_like(begins), begins, 1)).reshape(-1), sizes.reshape(-1))
+    text = rows[0].reshape(-1)
+    text[positions] = ids
+    text[row_begins] = roles.cls
+    text[row_begins + begins - 1] = roles.sep
+    text[row_begins + ends - 1] = roles.sep
+    return rows, positions, ends[:, 0]
 
 
-def _mask(
-    rows: Ints,
-    words: WordIndex,
-    orders: list[Ints],
-    draws: BertDraws,
-    targets: list[int],
-    vocabulary: Vocabulary,
-    mask_prob: float,
-) -> None:
-    """Mask words in the rows of BERT samples. Raises `Exhausted`, and changes nothing, if there are too few draws."""
-    tokens, _, labels, loss_mask, padding_mask = rows
-    budgets = _budgets(targets, padding_mask.sum(1), mask_prob)
-    drawn = choose_words(words, orders, budgets, draws.runs, draws.steps)
-    chosen = (drawn >= 0).nonzero()[0]
-    in_words = ((vocabulary.kinds[tokens] > 0) & (padding_mask > 0)).reshape(-1).nonzero()[0]
-    positions = np.unravel_index(in_words[chosen], tokens.shape)
-    labels[positions] = tokens[positions]
-    tokens[positions] = draws.replacements(drawn[chosen], tokens[positions])
-    loss_mask[positions] = 1
-
-
-def _budgets(targets: list[int], sizes: Ints, mask_prob: float) -> list[int]:
+def _budgets(targets: Ints, sizes: Ints, mask_prob: float) -> Ints:
     """Return the maximum number of tokens to mask in each sample. sizes: number of tokens."""
-    limits = np.minimum(mask_prob * np.array(targets), np.maximum(1, np.rint(sizes * mask_prob)))
-    budgets: list[int] = limits.astype(np.int64).tolist()
+    budgets: Ints = np.minimum(mask_prob * targets, np.maximum(1, np.rint(sizes * mask_prob))).astype(np.int64)
     return budgets
 
 
@@ -367,34 +394,35 @@ def t5_samples(
 
     Raises ValueError if there are too few sentinels, or the decoder's sequence length is too short.
     """
-    begins = np.array(texts.begins)
-    sizes = np.minimum(np.diff(begins), texts.targets)
-    tokens = texts.ids[ranges(begins[:-1], sizes)].astype(np.int64)
-    kinds, ends = vocabulary.kinds[tokens], sizes.cumsum()
-    budgets = _budgets(texts.targets, sizes, mask_prob)
-    all_kinds, ascending, words = kinds.tobytes(), np.arange(len(tokens)), WordIndex()
-    bounds = [words.add(all_kinds[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
+    sizes = np.minimum(texts.sizes, texts.targets)
+    tokens = texts.ids.take(ranges(texts.begins, sizes)).astype(np.int64)
+    ends, budgets, streams = sizes.cumsum(), _budgets(texts.targets, sizes, mask_prob), _streams.seeded(texts.seeds)
+    words = WordIndex.of(vocabulary.kinds.take(tokens), ends)
+    order = words.shuffled(streams)
 
-    def attempt(draws: int) -> Ints:
-        orders, lengths = list[Ints](), np.empty((len(sizes), draws), np.int64)
-        for i, (seed, (first, end)) in enumerate(zip(texts.seeds, bounds, strict=True)):
-            _stream.seed(seed)
-            orders.append(_stream.shuffled(ascending[first:end]))
-            lengths[i] = _stream.geometric(0.2, draws)
+    def draw(count: int) -> Ints:
+        return np.stack([stream.geometric(0.2, count) for stream in streams])
+
+    def attempt(lengths: Ints) -> Ints:
         # The number of words of a run has a geometric distribution with mean 5, truncated at 10.
-        runs = np.ones((len(sizes), 2 * draws + 2), np.uint8)
-        runs[:, :-2:2] = np.minimum(lengths, 10)
-        return choose_words(words, orders, budgets, runs)
+        runs = np.ones((len(sizes), 2 * lengths.shape[1] + SPARE), np.uint8)
+        runs[:, :-SPARE:2] = np.minimum(lengths, 10)
+        spans = np.full(len(words.positions), -1)
+        span_tokens, starts = choose_words(words, order, budgets, runs)
+        spans[span_tokens] = starts
+        return spans
 
-    drawn = with_enough(attempt, 32 + max(budgets) // 2)
-    truncated = np.diff(texts.begins) > texts.targets
-    encoder, decoder = _with_sentinels(tokens, kinds, ends, drawn, (seq_length, decoder_seq_length), vocabulary.roles)
+    spans = with_enough(attempt, draw, 32 + int(budgets.max()) // 2)
+    truncated = texts.sizes > texts.targets
+    encoder, decoder = _with_sentinels(
+        tokens, words.positions, ends, spans, (seq_length, decoder_seq_length), vocabulary.roles
+    )
     return [T5Sample(encoder[i], decoder[:, i], int(cut)) for i, cut in enumerate(truncated.tolist())]
 
 
 def _with_sentinels(
     tokens: Ints,
-    kinds: NDArray[np.uint8],
+    token_positions: Ints,
     ends: Ints,
     drawn: Ints,
     lengths: tuple[int, int],
@@ -402,11 +430,12 @@ def _with_sentinels(
 ) -> tuple[Ints, Ints]:
     """Return the encoder's rows, int64 [samples, lengths[0]], and the decoder's, int64 [3, samples, lengths[1]].
 
-    tokens: the ids of all samples, concatenated; sample i ends before ends[i]. kinds: their kinds. drawn: from
-    `choose_words`; the tokens of a span have the same draw.
+    tokens: the ids of all samples, concatenated; sample i ends before ends[i]. token_positions: see
+    `WordIndex.positions`. drawn: the position of each token's draw, -1 if it is not chosen; the tokens of a span have
+    the same draw.
     """
     chosen = (drawn >= 0).nonzero()[0]
-    positions = kinds.nonzero()[0][chosen]
+    positions = token_positions.take(chosen)
     first = np.diff(drawn[chosen], prepend=-1).nonzero()[0]  # of each span, as an index into positions
     begins, last = positions[first], positions[np.append(first[1:], len(positions))[: len(first)] - 1]
     text = np.searchsorted(ends, begins, side="right")

@@ -1,11 +1,13 @@
 """Choose the words of BERT and T5 samples that are masked. All random draws are identical to Megatron-LM's.
 
 Each sample uses a separate random stream, seeded with seed + sample index. A sample therefore does not depend on
-batches or ranks. Many samples are made in one call in three phases, so that few operations are done per sample:
+batches or ranks. Many samples are made in one call in four phases, so that few operations are done per sample:
 
-    1 per sample    draw from its stream: how its parts are cut, the order of its words, the numbers for phase 3
-    2 all at once   find the words; convert the drawn numbers to what they mean at every position of a stream
-    3 per sample    choose runs of words in the drawn order, until the budget of tokens is used up
+    1 per sample    seed its stream, and draw how its parts are cut
+    2 all at once   cut the parts and find their words
+    3 per sample    shuffle its words, and draw the numbers for phase 4
+    4 all at once   convert the numbers to what they mean at every position of a stream, and choose one run of words in
+                    each text at a time, in the drawn order, until the budget of tokens is used up
 
 This module does not read files and does not build rows.
 """
@@ -16,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Result = TypeVar("Result")
+Drawn = TypeVar("Drawn", NDArray[np.int64], NDArray[np.uint64])
 
 _SPECIAL, _BEGINS, _CONTINUES = 0, 1, 2
 
@@ -63,202 +66,216 @@ class Vocabulary:
         return kinds
 
 
-class Stream(threading.local):
-    """The random stream of one sample at a time: numpy's RandomState, and its raw outputs. One per thread, because
-    creating a stream takes longer than all other work for a sample."""
+class Stream:
+    """The random stream of one sample: numpy's RandomState, and its raw outputs."""
 
     def __init__(self) -> None:
-        self._bits = np.random.MT19937(0)
-        self._generator = np.random.RandomState(self._bits)
-        self.seed = self._generator.seed
-        self.uniform = self._generator.random_sample
-        self.geometric = self._generator.geometric
-        self.raw = self._bits.random_raw  # the generator's next 32-bit outputs, as uint64
+        bits = np.random.MT19937(0)
+        generator = np.random.RandomState(bits)
+        self.seed, self.shuffle, self.geometric = generator.seed, generator.shuffle, generator.geometric
+        self.raw = bits.random_raw  # the generator's next 32-bit outputs, as uint64
 
-    def below(self, count: int) -> int:
-        """Return what `RandomState.randint(0, count)` returns, in a tenth of its time."""
-        last = count - 1
+
+class Streams(threading.local):
+    """Streams that are used again for each call, because creating a stream takes ten times as long as all other work
+    for a sample. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self._streams: list[Stream] = []
+
+    def seeded(self, seeds: Sequence[int]) -> list[Stream]:
+        """Return one stream for each seed. They are valid until the next call."""
+        self._streams += [Stream() for _ in range(len(seeds) - len(self._streams))]
+        streams = self._streams[: len(seeds)]
+        for stream, seed in zip(streams, seeds, strict=True):
+            stream.seed(seed)
+        return streams
+
+
+def draw_below(streams: Sequence[Stream], counts: Ints) -> list[int]:
+    """Return what `RandomState.randint(0, count)` returns for each stream, in a tenth of its time."""
+    values = list[int]()
+    for stream, last in zip(streams, (counts - 1).tolist(), strict=True):
         low_bits = (1 << last.bit_length()) - 1
-        while last > 0:
-            if (value := self.raw() & low_bits) <= last:
-                return value
-        return 0
-
-    def coins(self, count: int) -> bytes:
-        """Return `RandomState.random_sample(count) < 0.5`, which is the highest bit of every second output."""
-        return self.raw(2 * count).astype("<u8", copy=False).tobytes()[3::16].translate(_IS_SMALL)
-
-    def shuffled(self, items: Ints) -> Ints:
-        """Return a shuffled copy."""
-        order = items.copy()
-        self._generator.shuffle(order)
-        return order
+        value = stream.raw() & low_bits if last > 0 else 0
+        while value > last > 0:
+            value = stream.raw() & low_bits
+        values.append(value)
+    return values
 
 
-_IS_SMALL = bytes(byte < 128 for byte in range(256))
+def draw_coins(streams: Sequence[Stream], counts: Ints) -> NDArray[np.bool_]:
+    """Return what `RandomState.random_sample(count) < 0.5` returns for each stream, concatenated: the highest bit of
+    every second output."""
+    outputs = [stream.raw(count) for stream, count in zip(streams, (2 * counts).tolist(), strict=True)]
+    return np.concatenate(outputs)[::2] < 2**31
 
 
 class Exhausted(Exception):
     """More numbers are needed than were drawn."""
 
 
-def with_enough(attempt: Callable[[int], Result], draws: int) -> Result:
-    """Return attempt(draws), with more draws if it raises `Exhausted`."""
+def with_enough(attempt: Callable[[Drawn], Result], draw: Callable[[int], Drawn], count: int) -> Result:
+    """Return attempt(draw(count)). If it raises `Exhausted`, draw further columns until they suffice."""
+    draws = draw(count)
     while True:
         try:
             return attempt(draws)
         except Exhausted:
-            draws *= 4
+            draws = np.concatenate([draws, draw(draws.shape[1])], axis=1)
 
 
-class WordIndex:
+class WordIndex(NamedTuple):
     """The words of many texts. Tokens and words of all texts are numbered consecutively, without CLS and SEP.
 
-    >>> words = WordIndex()
-    >>> words.add(bytes([0, 1, 2, 1, 0]))  # [CLS] un ##aff a [SEP]
-    (0, 2)
-    >>> words.add(bytes([0, 1, 0]))  # [CLS] b [SEP]
-    (2, 3)
-    >>> words.starts().tolist()
-    [0, 2, 3, 4]
-
-    bounds: the first word of each text, and the number of words. tokens: the number of tokens.
+    >>> kinds = np.array([0, 1, 2, 1, 0, 0, 1, 0])  # [CLS] un ##aff a [SEP] [CLS] b [SEP]
+    >>> words = WordIndex.of(kinds, np.array([5, 8]))
+    >>> words.starts.tolist(), words.bounds.tolist(), words.positions.tolist()
+    ([0, 2, 3, 4], [0, 2, 3], [1, 2, 3, 6])
     """
 
-    def __init__(self) -> None:
-        self.bounds, self.tokens = [0], 0
-        self._texts, self._begins = list[bytes](), list[int]()
+    starts: Ints  # [words + 1], the first token of each word, and the number of tokens
+    bounds: Ints  # [texts + 1], the first word of each text, and the number of words
+    positions: Ints  # [tokens], the position of each token in the texts, with CLS and SEP
 
-    def add(self, kinds: bytes) -> tuple[int, int]:
-        """Add a text, given by the kinds of its tokens. Return its first word, and the word after its last. Its first
-        token begins a word in any case."""
-        kinds = kinds.translate(None, b"\0") if _SPECIAL in kinds else kinds
-        first = self.bounds[-1]
-        end = first + kinds.count(_BEGINS)
-        if kinds[:1] == b"\2":
-            end += 1
-            self._begins.append(self.tokens)
-        self._texts.append(kinds)
-        self.bounds.append(end)
-        self.tokens += len(kinds)
-        return first, end
+    @classmethod
+    def of(cls, kinds: NDArray[np.integer], ends: Ints) -> WordIndex:
+        """Return the words of concatenated texts. The first token of a text begins a word in any case.
 
-    def starts(self) -> Ints:
-        """Return the first token of each word, and the number of tokens."""
-        kinds = np.frombuffer(bytearray().join(self._texts), np.uint8)
-        kinds[self._begins] = _BEGINS
-        return np.append((kinds == _BEGINS).nonzero()[0], self.tokens)
+        kinds: the kind of each token, see `Vocabulary.kinds`. ends: the end of each text.
+        """
+        is_token = kinds != _SPECIAL
+        positions = is_token.nonzero()[0]
+        bounds = np.append(0, np.searchsorted(positions, ends))  # of the texts, in tokens
+        begins = kinds[is_token] == _BEGINS
+        begins[bounds[:-1][bounds[:-1] < bounds[1:]]] = True
+        starts = np.append(begins.nonzero()[0], len(positions))
+        return cls(starts, np.searchsorted(starts, bounds), positions)
+
+    def shuffled(self, streams: Sequence[Stream]) -> Ints:
+        """Return the words of all texts. Those of each text are shuffled by its stream."""
+        order, bounds = np.arange(len(self.starts) - 1), self.bounds.tolist()
+        for stream, begin, end in zip(streams, bounds, bounds[1:], strict=False):
+            stream.shuffle(order[begin:end])
+        return order
+
+
+SPARE = 4
+"""The number of positions at the end of a text's draws at which no draw may begin."""
 
 
 def choose_words(
-    words: WordIndex,
-    orders: Sequence[Ints],
-    budgets: Sequence[int],
-    runs: NDArray[np.uint8],
-    steps: NDArray[np.uint8] | None = None,
-) -> Ints:
-    """Choose runs of words of all texts, each in the order of its text. Return int64 [tokens]: the position of each
-    token's draw, as an index into all positions; -1 for tokens that are not chosen.
+    words: WordIndex, order: Ints, budgets: Ints, runs: NDArray[np.uint8], steps: NDArray[np.uint8] | None = None
+) -> tuple[Ints, Ints]:
+    """Choose runs of words of all texts, each in the order of its text. Return the chosen tokens, int64 [chosen], and
+    the position of each token's draw as an index into all positions, int64 [chosen].
 
-    orders: the words of each text, shuffled. budgets: maximum number of tokens in all runs of each text. A run that
-    exceeds the budget is shortened. A run that overlaps an earlier run is dropped.
+    order: see `WordIndex.shuffled`. budgets: maximum number of tokens in all runs of each text. A run that exceeds the
+    budget is shortened. A run that overlaps an earlier run is dropped.
     runs: uint8 [texts, width], the number of words that is drawn at each position of a text's draws. The position after
-    this draw is two further. steps: uint8 [texts, width], the number of positions that the draw for one token takes;
-    None if tokens have no draws, so that all tokens of a run have the position after the run's draw.
+    this draw is two further. steps: uint8 [4, texts * width], the number of positions that the draws for 0 .. 3 tokens
+    take; None if tokens have no draws, so that all tokens of a run have the position after the run's draw.
 
-    Raises `Exhausted` if a text needs the draws of the last two positions.
+    Raises `Exhausted` if a text needs the draws of the last `SPARE` positions.
     """
-    starts, order, most = words.starts(), np.concatenate(orders), np.arange(int(runs.max()))[:, None]
-    run_at, jumps = runs.reshape(-1), [] if steps is None else [steps.reshape(-1) + np.arange(steps.size)]
+    starts, ends, run_at, ahead = words.starts, words.starts[1:], runs.reshape(-1), np.arange(runs.max())[:, None]
     at = np.arange(len(budgets)) * runs.shape[1]
     # Texts in which words are still to be chosen: their next word in `order`, the end of their words, the budget that
     # is left, the position of their next draw and their last position
-    state = [np.array(words.bounds[:-1]), np.array(words.bounds[1:]), np.array(budgets), at, at + runs.shape[1] - 2]
-    taken, chosen = np.zeros(len(starts) + len(most), np.bool_), list[tuple[Ints, Ints, Ints]]()
+    number, limit, budget, last = words.bounds[:-1], words.bounds[1:], budgets, at + runs.shape[1] - SPARE
+    is_masked, spans = np.zeros(len(ends), np.bool_), list[tuple[Ints, Ints, Ints]]()
     while True:
-        live = ((state[2] > 0) & (state[0] < state[1])).nonzero()[0]
-        if (state[3] >= state[4]).any():
+        if np.count_nonzero(at >= last):
             raise Exhausted
+        live = ((budget > 0) & (number < limit)).nonzero()[0]
         if not len(live):
-            return _per_token(chosen, words.tokens, jumps)
-        number, limit, left, at, last = (each.take(live) for each in state)
+            return _per_token(spans, steps)
+        if len(live) < len(at):
+            number, limit, budget, at, last = (each.take(live) for each in (number, limit, budget, at, last))
         word = order.take(number)
-        first, stop = starts.take(word), np.minimum(word + run_at.take(at), limit)
-        size = starts.take(stop) - first
-        while (is_long := (size > left) & (stop > word + 1)).any():
-            stop = stop - is_long
-            size = starts.take(stop) - first
-        run = word + most
-        in_run = run < stop
-        is_chosen = (size <= left) & ~(taken.take(run) & in_run).any(0)
-        taken[run[in_run & is_chosen]] = True
-        size, at = size * is_chosen, at + 2
-        chosen.append((first, size, at))
-        state = [number + 1, limit, left - size, _advanced(at, size, jumps), last]
+        first, run = starts.take(word), np.minimum(word + ahead, limit - 1)
+        # The number of words that the budget allows
+        fitting = (ends.take(run) <= first + budget).view(np.uint8).sum(0, np.uint8)
+        count, was_masked = np.minimum(run_at.take(at), fitting), is_masked.take(run)
+        count *= ~(was_masked & (run < word + count)).any(0)
+        stop, at = word + count, at + 2
+        is_masked[run] = was_masked | (run < stop)
+        size = starts.take(np.minimum(stop, limit)) - first
+        spans.append((first, size, at))
+        number, budget, at = number + 1, budget - size, at if steps is None else _advanced(at, size, steps)
 
 
-def _advanced(at: Ints, tokens: Ints, jumps: list[Ints]) -> Ints:
-    """Return the positions after the draws for a number of tokens. jumps: positions after the draws for 1, 2, 4, ...
-    tokens; more are added where needed."""
-    while jumps and len(jumps) < int(tokens.max()).bit_length():
-        jumps.append(jumps[-1].take(jumps[-1]))
-    for bit, jump in enumerate(jumps[: int(tokens.max()).bit_length()]):
-        at = np.where(tokens >> bit & 1, jump.take(at), at)
-    return at
+def _advanced(at: Ints, tokens: Ints, steps: NDArray[np.uint8]) -> Ints:
+    """Return the positions after the draws for a number of tokens. steps: see `choose_words`."""
+    positions: Ints = at + steps.take(np.minimum(tokens, 3) * steps.shape[1] + at)
+    if len(long := (tokens > 3).nonzero()[0]):
+        positions[long] = _advanced(positions.take(long), tokens.take(long) - 3, steps)
+    return positions
 
 
-def _per_token(chosen: list[tuple[Ints, Ints, Ints]], tokens: int, jumps: list[Ints]) -> Ints:
-    """Return the position of each token's draw. chosen: first tokens, numbers of tokens, and positions of the first
-    tokens' draws, of runs of words."""
-    drawn = np.full(tokens, -1)
-    if not chosen:
-        return drawn
-    first, size, at = (np.concatenate(part) for part in zip(*chosen, strict=True))
+def _per_token(runs: list[tuple[Ints, Ints, Ints]], steps: NDArray[np.uint8] | None) -> tuple[Ints, Ints]:
+    """Return all tokens of runs, and the position of each token's draw. runs: first tokens, numbers of tokens, and
+    positions of the first tokens' draws."""
+    none = np.zeros(0, np.int64)
+    token, size, at = (np.concatenate(part) for part in zip((none, none, none), *runs, strict=True))
+    tokens, positions = [none], [none]
     while len(more := size.nonzero()[0]):
-        first, size, at = first.take(more), size.take(more), at.take(more)
-        drawn[first] = at
-        first, size, at = first + 1, size - 1, jumps[0].take(at) if jumps else at
-    return drawn
-
-
-_LONGEST = 4
-"""Number of outputs that decide how a token is replaced. The draw of a random id uses the outputs after them."""
+        token, size, at = token.take(more), size.take(more), at.take(more)
+        tokens.append(token)
+        positions.append(at)
+        token, size, at = token + 1, size - 1, at if steps is None else at + steps[1].take(at)
+    return np.concatenate(tokens), np.concatenate(positions)
 
 
 class BertDraws:
     """What the outputs of BERT's streams mean, for a draw that begins at any of them. See `choose_words`.
 
-    outputs: uint64 [texts, draws], raw outputs of each text's stream. runs, steps: uint8 [texts, width].
+    outputs: uint64 [texts, draws], raw outputs of each text's stream. runs: uint8 [texts, draws]. steps: uint8 [4,
+    texts * draws].
     """
 
     def __init__(self, outputs: NDArray[np.uint64], vocabulary: Vocabulary) -> None:
-        texts, draws = outputs.shape
-        valid, columns, last = draws - _LONGEST, np.arange(draws, dtype=np.int32), len(vocabulary.ids) - 1
-        self._vocabulary, self._width = vocabulary, valid + 2
-        # RandomState makes a number in [0, 1) of two outputs.
-        uniform = (((outputs[:, :-1] >> 5) << 26) | (outputs[:, 1:] >> 6)) * 2.0**-53
-        # It draws an integer below n from the low bits of the first output in which they are less than n.
-        self._numbers = outputs & ((1 << last.bit_length()) - 1)
-        accepted = np.where(self._numbers <= last, columns, np.int32(draws))[:, ::-1]
-        self._accepted = np.minimum.accumulate(accepted, axis=1)[:, ::-1][:, _LONGEST:]
-        self._masked, self._kept = uniform[:, :valid] < 0.8, uniform[:, 2 : valid + 2] < 0.5
-        self.runs, self.steps = np.ones((texts, self._width), np.uint8), np.zeros((texts, self._width), np.uint8)
+        self._vocabulary, count = vocabulary, outputs.size
+        padded = np.append(outputs, np.zeros(SPARE, np.uint64))
+        # RandomState makes a number in [0, 1) of two outputs: these integers, divided by 2**53.
+        uniform = ((padded[:count] >> 5) << 26) | (padded[1 : count + 1] >> 6)
+        self.runs = np.ones(outputs.shape, np.uint8)
         for bound in _bounds()[:-1]:
-            self.runs[:, :valid] += uniform[:, :valid] >= bound
-        after = np.where(self._kept, columns[4:], self._accepted + 1)
-        after = np.minimum(np.where(self._masked, columns[2:-2], after), valid)
-        # A step above 255 takes 250 rejected outputs: probability 2**-250
-        self.steps[:, :valid] = after - columns[:valid]
+            self.runs += (uniform >= int(bound * 2**53)).reshape(outputs.shape)
+        self._masked, self._kept = uniform < int(0.8 * 2**53), padded[2 : count + 2] < 2**31
+        # It draws an integer below n from the low bits of the first output in which they are less than n.
+        last = len(vocabulary.ids) - 1
+        self._numbers = padded & ((1 << last.bit_length()) - 1)
+        begins, one = np.arange(count), self._step(outputs.shape, last)
+        two = one + one.take(begins + one)
+        three = two + one.take(begins + two)
+        self.steps = np.stack([np.zeros_like(one), one, two, three])
 
-    def replacements(self, drawn: Ints, tokens: Ints) -> Ints:
+    def _step(self, shape: tuple[int, int], last: int) -> NDArray[np.uint8]:
+        """Return uint8 [texts * draws], the number of outputs that the draw for one token takes: two if it is masked,
+        four if it is kept, else four and those of a random id. The last draw ends at the first spare position.
+
+        A draw of more than 255 outputs takes 250 rejected ones: probability 2**-250.
+        """
+        rejected = self._numbers > last
+        rejected[shape[0] * shape[1] :] = False
+        step = 4 - 2 * self._masked.view(np.uint8)
+        random = (~(self._masked | self._kept)).nonzero()[0]
+        accepted = random + 4
+        while np.count_nonzero(is_rejected := rejected.take(accepted)):
+            accepted += is_rejected
+        step[random] = accepted + 1 - random
+        longest = np.arange(shape[1] - SPARE, -SPARE, -1).clip(0, 255).astype(np.uint8)
+        return np.minimum(step.reshape(shape), longest).reshape(-1)
+
+    def replacements(self, drawn: Ints, tokens: NDArray[np.integer]) -> Ints:
         """Return the ids that replace tokens. drawn: the position of each token's draw.
 
         80 % of the tokens are replaced by [MASK]; 10 % are kept; 10 % are replaced by a random id.
         """
-        text, draw = np.divmod(drawn, self._width)
-        number = self._vocabulary.ids[self._numbers[text, self._accepted[text, draw]]]
-        kept = np.where(self._kept[text, draw], tokens, number)
-        return np.where(self._masked[text, draw], self._vocabulary.roles.mask, kept)
+        numbers = self._vocabulary.ids.take(self._numbers.take(drawn + self.steps[1].take(drawn) - 1), mode="clip")
+        unmasked = np.where(self._kept.take(drawn), tokens, numbers)
+        return np.where(self._masked.take(drawn), self._vocabulary.roles.mask, unmasked)
 
 
 @cache

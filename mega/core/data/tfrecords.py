@@ -163,8 +163,8 @@ def _bert(features: Features, path: Path) -> BertSample:
         raise ValueError(f"{path}: an example without {error}; there are {', '.join(features)}") from None
     labels = np.full(len(text), -1, np.int64)
     labels[positions[weights != 0]] = ids[weights != 0]  # the lists are padded with entries of weight 0
-    rows = np.stack([text, types, labels, labels >= 0, padding_mask])
-    return BertSample(rows, is_random=int(pair[0]), truncated=0)
+    rows = np.stack([text, types, labels])
+    return BertSample(rows, length=int(padding_mask.sum()), is_random=int(pair[0]), truncated=0)
 
 
 _SPAN = 4096
