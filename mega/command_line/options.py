@@ -153,16 +153,34 @@ def load(verb: str) -> TyperCommand | TyperGroup:
     """Load the Typer command of a subcommand from its file, mega/commands/VERB.py."""
     module = importlib.import_module("mega.commands." + verb.replace("-", "_"))
     app = getattr(module, "app", None)
-    if app is None:
-        app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        app.command(name=verb, cls=Command)(command(module.run))
-    loaded = typer.main.get_command(app)
-    assert isinstance(loaded, TyperCommand | TyperGroup)
+    choices = tuple(entry.choices for entry in entries().values())
+    return _group(verb, app, choices) if app is not None else _command(verb, module.__name__, module.run, choices)
+
+
+Choices = tuple[tuple[str, ...], ...]
+"""The choices of all options, of which a command's help and checks are made. Code that a user loads may register more,
+so a command is kept for these choices alone."""
+
+
+@functools.cache
+def _group(verb: str, app: typer.Typer, _: Choices) -> TyperGroup:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    group.name = verb
+    return group
+
+
+@functools.cache
+def _command(verb: str, module_name: str, run: Callable[..., object], _: Choices) -> Command:
+    """The command that calls `run`. A process builds it once, because its several hundred options take a while."""
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    app.command(name=verb, cls=Command)(command(run))
+    loaded, module = typer.main.get_command(app), sys.modules[module_name]
+    assert isinstance(loaded, Command)
     loaded.name = verb
-    if isinstance(loaded, Command):
-        loaded.stated_by = getattr(module, "STATED_BY", None)
-        loaded.whole_line = getattr(module, "WHOLE_LINE", False)
-        loaded.loads_model = getattr(module, "LOADS_MODEL", False)
+    loaded.stated_by = getattr(module, "STATED_BY", None)
+    loaded.whole_line = getattr(module, "WHOLE_LINE", False)
+    loaded.loads_model = getattr(module, "LOADS_MODEL", False)
     return loaded
 
 
