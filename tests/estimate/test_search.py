@@ -66,12 +66,12 @@ def test_every_axis_plan_and_stage_of_sharing_is_weighed() -> None:
 
 
 def test_what_does_not_fit_is_not_offered() -> None:
-    run = compose("llama2-7b", flags={**QUIET, "global_batch": 32})
-    world, device = cluster("8x24GB", None, "h100")
+    run = compose("llama2-7b", flags={**QUIET, "global_batch": 8})
+    world, device = cluster("4x40GB", None, "h100")
     found = search(run, world, device)
     assert 0 < found.fitting < found.weighed <= found.tried
     for candidate in found.candidates:
-        assert candidate.need <= device.memory < 24
+        assert candidate.need <= device.memory < 40
         assert candidate.world == candidate.dp * candidate.run.parallel.tp * candidate.run.parallel.pp
     world, device = cluster("2x16GB", None, None)
     nothing = search(run, world, device)
@@ -79,8 +79,8 @@ def test_what_does_not_fit_is_not_offered() -> None:
 
 
 def test_the_command_makes_the_very_run() -> None:
-    run = compose("llama2-7b", flags={**QUIET, "global_batch": 32, "steps": 10, "lr": 1e-4, "mock_data": True})
-    found = search(run, 8, hardware("h200"), keep=2)
+    run = compose("llama2-7b", flags={**QUIET, "global_batch": 8, "steps": 10, "lr": 1e-4, "mock_data": True})
+    found = search(run, 4, hardware("h200"), keep=2)
     words = command(found.candidates[0], run)
     import typer
     from typer.testing import CliRunner
@@ -96,9 +96,9 @@ def test_the_command_makes_the_very_run() -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     chosen = updated(found.candidates[0].run, {"dry_run": False, "world": None})
-    assert resolve(seen[0], 8) == chosen
-    one, several = show.launch_lines(words, 8, 8, 2), show.launch_lines(words, 64, 8, 2)
-    assert one[0].startswith("torchrun --nproc-per-node 8 -m mega pretrain --family llama")
+    assert resolve(seen[0], 4) == chosen
+    one, several = show.launch_lines(words, 4, 8, 2), show.launch_lines(words, 64, 8, 2)
+    assert one[0].startswith("torchrun --nproc-per-node 4 -m mega pretrain --family llama")
     assert "--nnodes 8" in several[0] and several[1].startswith("sbatch --nodes 8 --ntasks-per-node 8")
 
 
@@ -185,9 +185,9 @@ def test_a_search_makes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mega.core.estimate.memory.plan", noting(estimate.plan))
     estimate.timelines_of.cache_clear()
     parameters.cache_clear()
-    run, on = compose("gpt-22b", flags={"dtype": "bf16", "global_batch": 64}), hardware("a100")
-    found = search(run, 8, on, keep=1)
-    assert found.tried == sum(_allowed(updated(any_layout(run, 8), row), 8) for row in layouts(run, 8, on.node))
+    run, on = compose("gpt-22b", flags={"dtype": "bf16", "global_batch": 16}), hardware("a100")
+    found = search(run, 4, on, keep=1)
+    assert found.tried == sum(_allowed(updated(any_layout(run, 4), row), 4) for row in layouts(run, 4, on.node))
     times = Counter(walked)
     assert {name for name, *_ in times} == {"inventory", "plan"} and set(times.values()) == {1}
     assert len(times) < found.tried / 10
