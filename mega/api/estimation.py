@@ -94,11 +94,11 @@ def estimate(
 
 def estimated(run: RunConfig, world: int, device: Hardware | None) -> RunEstimate:
     """Return the estimate for a resolved run."""
-    from mega.core.config.resolve import variant
     from mega.core.estimate.memory import memory
+    from mega.core.estimate.operations import with_overlap
 
-    if device is not None and run.parallel.tp > device.node and run.parallel.tp_overlap is None:
-        run = variant(run, {"tp_overlap": False})  # ranks of several hosts cannot map each other's memory
+    if device is not None:
+        run = with_overlap(run, device)
     return RunEstimate(run, world, memory(run, world), device)
 
 

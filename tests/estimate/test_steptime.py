@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from mega import cli
+from mega.api.estimation import estimated
 from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
+from mega.core.device import PEAK_TFLOPS
 from mega.core.estimate import trace
 from mega.core.estimate.chunks import stage_chunks
 from mega.core.estimate.cost import CROWDED, Pass
@@ -142,6 +144,31 @@ def test_exchanges_overlap_by_default_where_it_is_faster(
         assert (together < apart) == overlaps
         assert chosen == min(together, apart)
     assert (memory(runs[0], tp).mapped > 0) == overlaps
+
+
+@pytest.mark.parametrize("card", ["a100", "h100", "h200", "b200"])
+def test_a_faster_card_overlaps_the_exchanges_of_larger_blocks(card: str) -> None:
+    """The choice on each card is the one that the cost model predicts to be faster there."""
+    overlapped = []
+    for preset, micro_batch in (("llama2-7b", 1), ("llama2-7b", 2), ("gpt-22b", 4), ("gpt-22b", 8)):
+        flags = {**QUIET, "micro_batch": micro_batch, "tp": 4, "sequence_parallel": True, "layers": 2, "vocab": 32000}
+        flags |= {"cuda_graph": False, "seq_length": 2048}
+        chosen, apart, together = (
+            estimated(resolve(compose(preset, flags={**flags, "tp_overlap": typed}), 4), 4, hardware(card))
+            for typed in (None, False, True)
+        )
+        assert chosen.seconds == min(apart.seconds or 0, together.seconds or 0)
+        overlapped.append(chosen.memory.mapped > 0)
+    assert overlapped == {"a100": [False, True, True, True], "b200": [False, False, False, True]}.get(
+        card, [False, False, True, True]
+    )
+
+
+def test_a_run_knows_the_peaks_of_the_planner() -> None:
+    """Otherwise a run and its estimate would make different choices of --tp-overlap."""
+    assert {name: hardware(name).tflops16 for name in map(str.lower, PEAK_TFLOPS)} == {
+        name.lower(): peak for name, peak in PEAK_TFLOPS.items()
+    }
 
 
 @pytest.mark.parametrize(

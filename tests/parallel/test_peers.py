@@ -21,12 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mega.core.config.compose import compose
+from mega.core.config.resolve import resolve
 from mega.core.device import CopyDescriptor
-from mega.core.parallel.collectives import all_gather, reduce_scatter
+from mega.core.parallel.collectives import all_gather, first_problem, reduce_scatter
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.peers import Gather, MappedPeers, Peers, Scatter, peers, peers_if_mapped
 from mega.core.parallel.pieces import FULL
 from mega.core.processes.pool import Pool
+from mega.core.training import wire
 
 CPU = torch.device("cpu")
 PAIRS = 2
@@ -193,6 +196,25 @@ def test_mapped_memory_by_default_on_all_ranks_or_on_none(
         (tmp_path / axis).mkdir()
     expected = "MappedPeers" if failing is None and host == "here" else None
     assert pool.run(chosen, tmp_path, failing, host, world=4) == [expected] * 4
+
+
+def chosen_on(groups: Groups, rank: int, peaks: tuple[float, float]) -> Peers | None:
+    """The transport of a run on a card with these TFLOP/s a rank, without such cards."""
+    flags = {"tp": 2, "sequence_parallel": True, "micro_batch": 2}
+    run, mesh = resolve(compose("gpt-22b", flags=flags), 2), Mesh(rank, tp=2, groups=groups)
+    with (
+        mock.patch.object(wire, "tflops16", lambda device: peaks[rank]),
+        mock.patch.object(wire, "first_problem", lambda problem, axis, device: first_problem(problem, axis, CPU)),
+        mock.patch.object(wire, "peers_if_mapped", lambda axis, everyone, device: axis.name),
+    ):
+        return wire._transport(run, mesh, torch.device("cuda"), None)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"), [((989.0, 989.0), "tp"), ((2250.0, 2250.0), None), ((989.0, 2250.0), None)]
+)
+def test_ranks_on_different_cards_make_one_choice(pool: Pool, peaks: tuple[float, float], expected: str | None) -> None:
+    assert pool.run(chosen_on, peaks, world=2) == [expected] * 2
 
 
 def refused(groups: Groups, rank: int, directory: Path) -> None:

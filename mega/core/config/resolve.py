@@ -235,6 +235,9 @@ SMALL_EXCHANGING_BLOCK = 3.5e12
 """Like SMALL_BLOCK, but for a block with exchanges between tensor ranks, whose launches take more than twice as
 long."""
 
+MEASURED_TFLOPS = 989.0
+"""Peak in TFLOP/s, in bf16, of H100 and H200, on which SMALL_BLOCK and SMALL_EXCHANGING_BLOCK were measured."""
+
 
 def records_graph(run: RunConfig, world: int) -> bool:
     """Return whether a resolved run captures microbatches as CUDA graphs.
@@ -287,16 +290,18 @@ def overlap_exclusions(run: RunConfig) -> list[str]:
     return [flag for flag, is_set in parts.items() if is_set]
 
 
-def no_overlap_reason(run: RunConfig) -> str | None:
+def no_overlap_reason(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> str | None:
     """Return why the tensor ranks of a resolved run do not overlap their exchanges with GEMMs, if neither --tp-overlap
-    nor --no-tp-overlap is given; None if they do, on devices that can map each other's memory.
+    nor --no-tp-overlap is given; None if they do, on devices that can map each other's memory. tflops: peak of a
+    device in 16-bit floats.
 
     The host needs longer to launch a GEMM in pieces, so overlap pays if the device needs longer for a block than the
-    host (SMALL_EXCHANGING_BLOCK). Measured steps of such blocks were shorter with overlap: those of GPT 22B by 11 % on
-    4 H200s (docs/performance.md), those of 16 of its blocks by 4 % on 2. For such blocks of other models and layouts,
-    the cost model (estimate/cost.py) predicts steps that are 4 to 20 % shorter on H100s and H200s, and none that are
-    longer on A100s. For smaller blocks it predicts steps that are up to 1.8 times as long, unless a CUDA graph replays
-    them. The choice does not depend on --cuda-graph, which must not change results, nor on the number of data ranks.
+    host (SMALL_EXCHANGING_BLOCK, in proportion to `tflops`). Measured steps of such blocks were shorter with overlap:
+    those of GPT 22B by 11 % on 4 H200s (docs/performance.md), those of 16 of its blocks by 4 % on 2. For such blocks of
+    other models and layouts, the cost model (estimate/cost.py) predicts steps that are 4 to 20 % shorter on H100s and
+    H200s, up to 15 % on A100s and 3 to 18 % on B200s. For smaller blocks it predicts steps that are up to 1.8 times as
+    long, unless a CUDA graph replays them. The choice does not depend on --cuda-graph, which must not change results,
+    nor on the number of data ranks.
 
     Overlap was not measured with T5, and would pad the pairs of --task dpo to equal lengths.
     """
@@ -307,14 +312,15 @@ def no_overlap_reason(run: RunConfig) -> str | None:
         "as --ops reference is given": run.runtime.ops == "reference",
         "as the model has two stacks": len(run.model.stacks) > 1,
         "as rows have different lengths": run.finetuning.task == "dpo",
-        "as blocks are small": _block_work(run) < SMALL_EXCHANGING_BLOCK,
+        "as blocks are small": _block_work(run) < SMALL_EXCHANGING_BLOCK * tflops / MEASURED_TFLOPS,
     }
     return next((words for words, holds in refusals.items() if holds), None)
 
 
-def overlaps_exchanges(run: RunConfig) -> bool:
+def overlaps_exchanges(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> bool:
     """Return whether the tensor ranks of a resolved run exchange tokens while they compute GEMMs, on devices that can
     map each other's memory: as --tp-overlap or --no-tp-overlap selects, otherwise if it pays (`no_overlap_reason`).
+    tflops: as in `no_overlap_reason`.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt-22b", flags={"tp": 4, "sequence_parallel": True, "micro_batch": each}) for each in (1, 4))
@@ -322,7 +328,7 @@ def overlaps_exchanges(run: RunConfig) -> bool:
     [False, True]
     """
     asked = run.parallel.tp_overlap
-    return no_overlap_reason(run) is None if asked is None else asked
+    return no_overlap_reason(run, tflops) is None if asked is None else asked
 
 
 def gated_ffn(hidden: int) -> int:

@@ -56,6 +56,11 @@ class Hardware:
         """TFLOP/s of fp8 products; on a device without fp8, the rate of fp32, which emulates fp8 products."""
         return self.peak.get("fp8", self.peak["fp32"])
 
+    @property
+    def tflops16(self) -> float:
+        """TFLOP/s of products of 16-bit floats; some devices have a high rate for fp16 alone."""
+        return max(self.peak["bf16"], self.peak["fp16"])
+
 
 @cache
 def _known_devices() -> Mapping[str, Mapping[str, Any]]:

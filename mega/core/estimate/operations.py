@@ -11,6 +11,25 @@ from mega.core.config.resolve import overlaps_exchanges, variant
 from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk
 from mega.core.estimate.cost import ChunkOperations, Operation
+from mega.core.estimate.hardware import Hardware
+
+
+def with_overlap(run: RunConfig, device: Hardware) -> RunConfig:
+    """A resolved run with the choice of --tp-overlap that the run would make on `device`, if the option is not given.
+
+    >>> from mega.core.config.compose import compose
+    >>> from mega.core.config.resolve import resolve
+    >>> from mega.core.estimate.hardware import hardware
+    >>> flags = {"tp": 4, "sequence_parallel": True, "micro_batch": 4}
+    >>> run = resolve(compose("gpt-22b", flags=flags), world=4)
+    >>> [overlaps_exchanges(with_overlap(run, hardware(card))) for card in ("h100", "h200", "b200")]
+    [True, True, False]
+    """
+    if run.parallel.tp_overlap is not None or run.parallel.tp == 1:
+        return run
+    # Ranks of several hosts cannot map each other's memory.
+    overlaps = run.parallel.tp <= device.node and overlaps_exchanges(run, device.tflops16)
+    return run if overlaps == overlaps_exchanges(run) else variant(run, {"tp_overlap": overlaps})
 
 
 def operations(run: RunConfig, chunk: Chunk, *, composed: bool = False) -> ChunkOperations:

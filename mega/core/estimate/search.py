@@ -23,6 +23,7 @@ from mega.core.config.resolve import data_parallel, divisors, model_alone, resol
 from mega.core.config.run import Options, RunConfig, entries, options_with, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import Memory, memory, minimum_gib
+from mega.core.estimate.operations import with_overlap
 from mega.core.estimate.steptime import StepTime, step_time
 
 RESERVE = 0.03
@@ -220,7 +221,7 @@ def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple
         except ValueError as error:
             refusals.append(str(error))
             continue
-        resolved = resolve(candidate, world)
+        resolved = with_overlap(resolve(candidate, world), device)
         timed_layouts.append((step_time(resolved, world, device, play=False).seconds, layout, resolved))
     if not timed_layouts:
         raise ValueError(_no_layout(options, world, device.node, refusals))

@@ -14,8 +14,10 @@ from torch import nn
 from mega.core.architecture import Unit, architecture, inventory, placement
 from mega.core.config.check import PACKAGES
 from mega.core.config.resolve import (
+    MEASURED_TFLOPS,
     data_parallel,
     gathers_experts,
+    no_overlap_reason,
     overlap_exclusions,
     overlaps_exchanges,
     records_graph,
@@ -28,6 +30,7 @@ from mega.core.ops.suite import Ops, choose
 from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.scaler import LossScaler
+from mega.core.parallel.collectives import first_problem
 from mega.core.parallel.context import with_context_parallel
 from mega.core.parallel.experts import ExpertAxes
 from mega.core.parallel.gradients import GradBuffer
@@ -155,13 +158,16 @@ def _transport(run: RunConfig, mesh: Mesh, device: torch.device, overlapped: boo
     overlap GEMMs.
 
     A run that resumes keeps the choice of its checkpoint, because GEMMs in pieces and sums in another order round
-    differently. Otherwise only GPUs overlap exchanges by default, if they can map each other's memory.
+    differently. Otherwise only GPUs overlap exchanges by default, if they can map each other's memory, and if overlap
+    pays on the GPUs of all ranks.
     """
     asked = run.parallel.tp_overlap
     if asked is not None:
         overlaps = asked
     elif overlapped is not None:
         overlaps = overlapped and not overlap_exclusions(run)
+    elif device.type == "cuda":
+        overlaps = first_problem(no_overlap_reason(run, tflops16(device)), mesh.everyone, device) is None
     else:
         overlaps = device.type != "cpu" and overlaps_exchanges(run)
     if not overlaps or (mesh.tp.group is None and device.type != "meta"):
@@ -169,6 +175,11 @@ def _transport(run: RunConfig, mesh: Mesh, device: torch.device, overlapped: boo
     if device.type == "cuda" and asked is None:
         return peers_if_mapped(mesh.tp, mesh.everyone, device)
     return peers(mesh.tp, device)
+
+
+def tflops16(device: torch.device) -> float:
+    """Return the peak of a device in 16-bit floats; that of an H100 if the peak is unknown."""
+    return Device(device, "").peak_tflops or MEASURED_TFLOPS
 
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mega.core.architecture import active_parameters, parameters
-from mega.core.config.resolve import data_parallel, microbatches, overlaps_exchanges
+from mega.core.config.resolve import data_parallel, microbatches, no_overlap_reason, overlaps_exchanges
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
 from mega.core.training.start.inputs import Inputs
@@ -50,7 +50,7 @@ def dry_run(inputs: Inputs, world: int) -> None:
     console.print(f"model: {parameters(run.model):,} parameters{active}")
     console.print(f"plan: {parallel.schedule}, {count} microbatches a step, proven; bubble {100 * bubble:.1f}%")
     if parallel.tp > 1:
-        console.print(overlap_note(run, overlaps_exchanges(run), None))
+        console.print(overlap_note(run, overlaps_exchanges(run), None, no_overlap_reason(run)))
     for note in inputs.notes:
         console.print(note, markup=False, emoji=False)
     console.print("everything checked, nothing trained")

@@ -40,7 +40,7 @@ from mega.core.training.saves.resume import (
 from mega.core.training.start.inputs import Inputs
 from mega.core.training.start.untrained import untrained_tokens
 from mega.core.training.state import Progress, TrainState
-from mega.core.training.wire import chosen_ops
+from mega.core.training.wire import chosen_ops, tflops16
 from mega.core.words import count_words
 
 MOST_NAMES = 8
@@ -63,7 +63,8 @@ def introduce(
     for line in device_notes(run, state.device, state.mesh.world):
         report(line)
     if run.parallel.tp > 1 and (state.device.is_cuda or state.overlaps):
-        report(overlap_note(run, state.overlaps, overlapped_before(run, point)))
+        refusal = no_overlap_reason(run, tflops16(state.device.torch))
+        report(overlap_note(run, state.overlaps, overlapped_before(run, point), refusal))
     for line in summary(run, state.device, chosen_ops(run, state.device.torch), state.mesh.world):
         report(line)
     if not run.evaluation.skip_train:
@@ -194,10 +195,9 @@ def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
     yield f"micro batches: {'replayed from a recorded graph' if recorded else 'launched kernel by kernel'}, {reason}"
 
 
-def overlap_note(run: RunConfig, overlaps: bool, overlapped: bool | None) -> str:
+def overlap_note(run: RunConfig, overlaps: bool, overlapped: bool | None, refusal: str | None) -> str:
     """Return the line about the exchanges of tensor ranks (--tp-overlap). overlaps: whether they overlap GEMMs.
-    overlapped: from `overlapped_before`."""
-    refusal = no_overlap_reason(run)
+    overlapped: from `overlapped_before`. refusal: from `no_overlap_reason`."""
     if run.parallel.tp_overlap is not None:
         reason = "as asked"
     elif overlapped == overlaps and (overlaps or refusal is None):
