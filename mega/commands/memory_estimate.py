@@ -125,6 +125,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions,
         cache_tokens=engine.cache_tokens,
         fp8_weights=fp8_weights,
         guesses=guesses_itself(engine),
+        draft=_draft_model(engine, architecture(model).input.vocab),
     )
     capacity = capacity_of(model, size, room, kind, tp=tp, pp=pp, retriever=device_bytes(retrieval, kind))
     speed = None if device is None else _speed(options, estimate, engine, model, device, capacity.limits)
@@ -184,14 +185,25 @@ def _served_model(options: Options, engine: EngineOptions, retrieval: RetrievalO
     check_ranges(options)
     model, tp, pp = model_alone(options), options.parallel.tp, options.parallel.pp
     engine.check_speculation()
-    if engine.speculate not in (None, NGRAM, MTP):
-        raise ValueError(f"--speculate {engine.speculate}: a small model is not counted; valid here: {NGRAM}, {MTP}")
     check_layout(model, tp, pp, engine, retrieves=model.retriever)
     if model.retriever:
         check_decoding(engine, DecodingLayout(tp=tp, pp=pp), ())
     elif retrieval.retro is not None:
         raise ValueError(f"--retro {retrieval.retro}: needs --retriever, a model that reads neighbours")
     return model
+
+
+def _draft_model(engine: EngineOptions, vocab: int) -> ModelConfig | None:
+    """Return the model that --speculate DIR guesses tokens with, or None. vocab: number of ids of the served model.
+    Errors: ValueError, also for another vocabulary."""
+    if engine.speculate in (None, NGRAM, MTP):
+        return None
+    from mega.core.inference.loading.load import open_model
+    from mega.core.inference.start import check_draft
+
+    draft = open_model(str(engine.speculate))
+    check_draft(draft, str(engine.speculate), vocab, vocab)
+    return draft.model
 
 
 def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -275,18 +274,14 @@ def test_weights_in_fp8_are_counted() -> None:
     assert texts[0] == texts[1]
 
 
-def test_an_estimate_of_flags_counts_what_guesses_need(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_estimate_of_flags_counts_what_guesses_need(capsys: pytest.CaptureFixture[str]) -> None:
     line = "memory-estimate --serve --model llama2-7b --bf16 --gpu h200 --tp 2 --mtp-layers 1".split()
     assert cli.main([*line, "--speculate", "ngram"]) == 0
     assert "64.00 GiB of keys and values" in capsys.readouterr().out
     assert cli.main([*line, "--speculate", "mtp"]) == 0
     assert "68.00 GiB of keys, values and hidden states" in capsys.readouterr().out
-    for value, words in (
-        ("none", "no such model"),
-        (str(tmp_path), "a small model is not counted; valid here: ngram, mtp"),
-    ):
-        assert cli.main([*line, "--speculate", value]) == 2
-        assert f"--speculate {value}: {words}" in capsys.readouterr().err
+    assert cli.main([*line, "--speculate", "none"]) == 2
+    assert "--speculate none: no such model" in capsys.readouterr().err
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

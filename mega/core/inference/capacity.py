@@ -7,12 +7,13 @@ requested number or as many as fit. It depends only on a model's inventory and a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mega.core.architecture import Architecture, architecture, inventory, placement
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.options import BLOCK
 from mega.core.inference.request import Limits
+from mega.core.inference.speculate import MOST
 from mega.core.shard import on_tensor_rank, shard
 
 GIB = 1 << 30
@@ -34,6 +35,9 @@ class Capacity:
     neighbours: int = 0
     guesses: bool = False
     """Whether `cache` includes the states from which the model's own layers guess tokens."""
+    draft_weights: int = 0
+    draft_cache: int = 0
+    """Bytes of the draft model on rank 0, in addition to `weights` and `cache`."""
 
     def lines(self, longest: int | None = None) -> list[str]:
         """Describe the capacity for the user. longest: maximum number of tokens in a request; default: the model's."""
@@ -41,12 +45,60 @@ class Capacity:
         fit = min(limits.requests, limits.cache // tokens)
         cached = "keys, values and hidden states" if self.guesses else "keys and values"
         neighbours = f"to find and keep neighbours it needs {self.neighbours / GIB:.2f} GiB more"
+        draft = (
+            f"rank 0 also holds the draft model: {self.draft_weights / GIB:.2f} GiB of weights and "
+            f"{self.draft_cache / GIB:.2f} GiB of keys and values"
+        )
         return [
             f"{limits.requests} requests at once, {limits.cache} tokens in the cache: "
             f"{fit} requests of {tokens} tokens each, the longest",
             f"a rank holds {self.weights / GIB:.2f} GiB of weights and {self.cache / GIB:.2f} GiB of {cached}",
             *([neighbours] if self.neighbours else []),
+            *([draft] if self.draft_weights else []),
         ]
+
+    def with_draft(self, draft: DraftSize, size: int) -> Capacity:
+        """Return the capacity with the memory of a draft model. size: tokens per block."""
+        cache = draft.blocks(self.limits.cache, size) * size * draft.token
+        return replace(self, draft_weights=draft.weights, draft_cache=cache)
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """The size of the model that guesses tokens (--speculate DIR), which is whole on rank 0.
+
+    weights: bytes. token: bytes of one token in its cache. sequence: maximum number of tokens in one of its sequences,
+    without guesses. requests: maximum number of sequences.
+    """
+
+    weights: int
+    token: int
+    sequence: int
+    requests: int
+
+    def blocks(self, cache: int, size: int) -> int:
+        """Return the number of blocks in the draft model's cache, which has space for the sequences in the model's
+        cache of `cache` tokens, and for their guesses beyond the last token. One more block is for padding."""
+        return -(-(min(self.requests * self.sequence, cache) + self.requests * MOST) // size) + 1
+
+    def fitting_blocks(self, share: int, token: int, size: int) -> int:
+        """Return the number of blocks of the model's cache that fit into `share` bytes together with the draft model's
+        cache. token: bytes of a token in the model's cache.
+
+        >>> small = DraftSize(weights=0, token=1, sequence=160, requests=2)
+        >>> small.fitting_blocks(1000, token=4, size=16), 4 * 16 * 11 + 16 * small.blocks(11 * 16, 16)
+        (11, 928)
+        """
+        guesses = self.requests * MOST + 2 * size  # two blocks for padding and rounding
+        growing = (share - guesses * self.token) // ((token + self.token) * size)
+        whole = (share - (self.requests * self.sequence + guesses) * self.token) // (token * size)
+        return max(growing, whole, 0)
+
+
+def draft_size(draft: ModelConfig, model: Architecture, itemsize: int, requests: int) -> DraftSize:
+    """Return the size of a draft model for `model`. itemsize: bytes per number of the model's computation."""
+    (weights,), small = weight_bytes(draft, itemsize), architecture(draft)
+    return DraftSize(weights, cache_bytes(small, itemsize), min(model.positions, small.positions), requests)
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
@@ -115,10 +167,11 @@ def wanted_tokens(model: Architecture, requests: int, asked: int | None) -> int:
     return asked if asked is not None else requests * model.positions
 
 
-def fitting_blocks(left: int, kind: str, token: int, size: int) -> int:
+def fitting_blocks(left: int, kind: str, token: int, size: int, draft: DraftSize | None = None) -> int:
     """Return the number of blocks that fit into the cache's share of `left` bytes. size: tokens per block. token: bytes
-    per token. kind: type of device."""
-    return int(left * SHARES[kind]) // (token * size)
+    per token. kind: type of device. draft: the draft model on this rank, whose cache is in the same share."""
+    share = int(left * SHARES[kind])
+    return share // (token * size) if draft is None else draft.fitting_blocks(share, token, size)
 
 
 def cache_blocks(wanted: int, fits: int, size: int, *, asked: bool) -> int:
@@ -148,22 +201,29 @@ def expected(
     fp8_weights: bool = False,
     retriever: int = 0,
     guesses: bool = False,
+    draft: ModelConfig | None = None,
 ) -> Capacity:
     """Return the capacity that a server will have. itemsize: bytes per number. room: free bytes on each device, or on
     the host, which all CPU ranks share. retriever: bytes that a retriever uses on the device. guesses: as in
-    `token_bytes`.
+    `token_bytes`. draft: the model that guesses tokens.
 
     Errors: ValueError if the weights leave too little memory.
     """
     model, weights = architecture(options), weight_bytes(options, itemsize, tp=tp, pp=pp, fp8_weights=fp8_weights)
-    token = max(token_bytes(model, itemsize, even_layers(len(model.layers), pp), tp=tp, guesses=guesses))
+    token_of_stage = token_bytes(model, itemsize, even_layers(len(model.layers), pp), tp=tp, guesses=guesses)
     neighbours = retriever + neighbour_bytes(model, itemsize, requests)
-    remaining = room - neighbours - (max(weights) if kind == "cuda" else 0)
-    if remaining <= 0:
-        raise ValueError(f"{(max(weights) + neighbours) / GIB:.1f} GiB of weights a rank do not fit; give more ranks")
-    # CPU ranks share the memory of the host.
-    fits = fitting_blocks(remaining, kind, token, BLOCK) // (1 if kind == "cuda" else tp * pp)
+    small = None if draft is None else draft_size(draft, model, itemsize, requests)
+    fits = []
+    for stage, (held, token) in enumerate(zip(weights, token_of_stage, strict=True)):
+        here = small if stage == 0 else None  # the draft model is on rank 0
+        needed = neighbours + held + (here.weights if here is not None else 0)
+        left = room - (needed if kind == "cuda" else neighbours)
+        if left <= 0:
+            raise ValueError(f"{needed / GIB:.1f} GiB of weights a rank do not fit; give more ranks")
+        # CPU ranks share the memory of the host.
+        fits.append(fitting_blocks(left, kind, token, BLOCK, here) // (1 if kind == "cuda" else tp * pp))
     tokens = wanted_tokens(model, requests, cache_tokens)
-    blocks = cache_blocks(tokens, fits, BLOCK, asked=cache_tokens is not None)
+    blocks = cache_blocks(tokens, min(fits), BLOCK, asked=cache_tokens is not None)
     limits = Limits(model.positions, (blocks - 1) * BLOCK, requests, model.input.vocab)
-    return Capacity(limits, max(weights), blocks * BLOCK * token, neighbours, guesses)
+    capacity = Capacity(limits, max(weights), blocks * BLOCK * max(token_of_stage), neighbours, guesses)
+    return capacity if small is None else capacity.with_draft(small, BLOCK)

@@ -103,6 +103,12 @@ class ModelDrafts:
         self._worker, self._blocks, self._chunk = worker, blocks, chunk
         self._cached: dict[int, _CachedDraft] = {}
 
+    @property
+    def device_bytes(self) -> tuple[int, int]:
+        """Bytes of the model's weights and of its cache."""
+        parameters = self._worker.stage.parameters()
+        return sum(each.nbytes for each in parameters), self._worker.cache.pool.nbytes
+
     def propose(self, asked: Sequence[Guessed]) -> list[list[int]]:
         admitted = [each for each in asked if len(each.numbers) and self._admit(each)]
         guesses: dict[int, list[int]] = {each.number: [] for each in asked}

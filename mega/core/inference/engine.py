@@ -33,7 +33,8 @@ class BatchingEngine:
     relay: connection to the other ranks; None on a single rank. depth: number of steps that are launched before the
     engine waits for the results of the first step, so that the device does not wait for the host; must be 1 if steps
     are split into tiles. groups: as in `Scheduler`. chunk: maximum number of prompt tokens in a step; None to choose
-    the number automatically (chunks.py). drafter: guesses tokens for speculative decoding.
+    the number automatically (chunks.py). drafter: guesses tokens for speculative decoding. draft_bytes: device
+    memory for the weights and the cache of its draft model.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class BatchingEngine:
         depth: int = 1,
         groups: int = 1,
         drafter: Drafter | None = None,
+        draft_bytes: tuple[int, int] = (0, 0),
     ):
         assert depth == 1 or worker.tile is None
         self.limits, self._worker, self._relay, self._depth = limits, worker, relay, depth
-        self._drafter = drafter
+        self._drafter, self.draft_bytes = drafter, draft_bytes
         self._launched: deque[Launched] = deque()
         self._last: Launched | None = None
         self.chunks = Chunks(chunk, recorded=() if worker.graphs is None else worker.graphs.many)

@@ -8,7 +8,8 @@ This module depends on neither prompts nor flags.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,7 +21,15 @@ from mega.core.device import Device
 from mega.core.family import family
 from mega.core.inference.ahead_drafts import AheadDrafts
 from mega.core.inference.cache import Blocks
-from mega.core.inference.capacity import cache_blocks, even_layers, fitting_blocks, token_bytes, wanted_tokens
+from mega.core.inference.capacity import (
+    DraftSize,
+    cache_blocks,
+    draft_size,
+    even_layers,
+    fitting_blocks,
+    token_bytes,
+    wanted_tokens,
+)
 from mega.core.inference.draft_worker import AheadWorker
 from mega.core.inference.drafts import ModelDrafts
 from mega.core.inference.engine import BatchingEngine, follow
@@ -31,7 +40,7 @@ from mega.core.inference.options import MTP, NGRAM, DecodingLayout, EngineOption
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
 from mega.core.inference.retrieval import Retriever, device_bytes
-from mega.core.inference.speculate import MOST, Drafter, NGrams
+from mega.core.inference.speculate import Drafter, NGrams
 from mega.core.inference.worker import Worker
 from mega.core.model.decode import use_decoding_layout
 from mega.core.model.decode_neighbours import reading
@@ -90,22 +99,9 @@ def engine_on(
     model, size = stage.architecture, options.block
     _check_graphs(options, model, device)
     vocab = min(model.input.vocab, options.vocab or model.input.vocab)
-    taken = device_bytes(retriever, model, stage.dtype, options.max_requests)
-    blocks = _blocks(stage, mesh, device, options, taken)
-    worker = Worker(
-        *(stage, mesh, device.torch),
-        blocks=blocks,
-        block=size,
-        requests=options.max_requests,
-        tile=options.tile if options.batch_invariant else None,
-        vocab=vocab,
-        adapters=adapters,
-        graphs=_records(options, device, retriever),
-        most=min(options.prefill_chunk or MANY[-1], blocks * size),
-        retriever=retriever,
-    )
-    if guesses_itself(options):
-        worker.drafts = AheadWorker(worker, blocks, size, graphs=worker.graphs is not None)
+    draft = _draft(options, stage, device, vocab) if mesh.model.first else None  # before the cache is sized
+    worker = _worker(stage, mesh, device, options, vocab, adapters, retriever, None if draft is None else draft.size)
+    blocks = worker.blocks
     relay = relay or relay_of(mesh)
     if relay is not None and not mesh.model.first:
         follow(worker, relay)
@@ -113,6 +109,7 @@ def engine_on(
     chunk = 1 if retriever is None else reading(stage).chunk
     limits = Limits(model.positions, (blocks - 1) * size, options.max_requests, vocab, model.long_from, chunk)
     ahead = device.is_cuda + mesh.pp.size - 1 if options.ahead is None else options.ahead
+    drafter = drafter_of(options, worker, relay, device, draft)
     depth, groups = (1, 1) if options.batch_invariant or retriever is not None else (1 + ahead, mesh.pp.size)
     return BatchingEngine(
         worker,
@@ -122,8 +119,39 @@ def engine_on(
         relay=relay,
         depth=depth,
         groups=groups,
-        drafter=drafter_of(options, worker, relay, device),
+        drafter=drafter,
+        draft_bytes=drafter.device_bytes if isinstance(drafter, ModelDrafts) else (0, 0),
     )
+
+
+def _worker(
+    stage: DecoderStage,
+    mesh: Mesh,
+    device: Device,
+    options: EngineOptions,
+    vocab: int,
+    adapters: AdapterChoice | None,
+    retriever: Retriever | None,
+    draft: DraftSize | None,
+) -> Worker:
+    """Return this rank's worker, with a cache in the memory that the weights leave. draft: the draft model on this
+    rank."""
+    taken = device_bytes(retriever, stage.architecture, stage.dtype, options.max_requests)
+    worker = Worker(
+        *(stage, mesh, device.torch),
+        blocks=partial(_blocks, stage, mesh, device, options, taken, draft),
+        block=options.block,
+        requests=options.max_requests,
+        tile=options.tile if options.batch_invariant else None,
+        vocab=vocab,
+        adapters=adapters,
+        graphs=_records(options, device, retriever),
+        most=options.prefill_chunk or MANY[-1],
+        retriever=retriever,
+    )
+    if guesses_itself(options):
+        worker.drafts = AheadWorker(worker, worker.blocks, options.block, graphs=worker.graphs is not None)
+    return worker
 
 
 def _check_graphs(options: EngineOptions, model: Architecture, device: Device) -> None:
@@ -144,40 +172,57 @@ def guesses_itself(options: EngineOptions) -> bool:
     return options.speculate == MTP and not options.batch_invariant
 
 
-def drafter_of(options: EngineOptions, worker: Worker, relay: Relay | None, device: Device) -> Drafter | None:
-    """Return the drafter that the options select, or None. The cache of a draft model has space for as many sequences
-    as the model's cache. Errors: ValueError if the draft model's vocabulary is too small; CheckpointError."""
+class Draft(NamedTuple):
+    """A draft model with its weights on the device."""
+
+    stage: DecoderStage
+    size: DraftSize
+
+
+def _draft(options: EngineOptions, stage: DecoderStage, device: Device, vocab: int) -> Draft | None:
+    """Load the draft model that the options select, or return None. Errors: ValueError if its vocabulary is too small;
+    CheckpointError."""
+    if options.speculate in (None, NGRAM, MTP) or options.batch_invariant:
+        return None
+    opened, model, dtype = open_model(str(options.speculate)), stage.architecture, stage.dtype
+    check_draft(opened, str(options.speculate), vocab, model.input.vocab)
+    ops = forward_only(choose(device.torch, dtype))
+    (small,) = load_stages(opened, Mesh.at(0), device, dtype=dtype, ops=ops)
+    return Draft(cast(DecoderStage, small), draft_size(opened.model, model, dtype.itemsize, options.max_requests))
+
+
+def check_draft(draft: OpenedModel, place: str, vocab: int, whole: int) -> None:
+    """Check a draft model. place: value of --speculate. vocab: number of ids that the model may choose. whole: number
+    of ids of the model. Errors: ValueError if the draft model's vocabulary is too small."""
+    if (ids := draft.architecture.input.vocab) < vocab:
+        raise ValueError(
+            f"--speculate {place}: has {ids} tokens, the model {whole}; must be a model of the same tokenizer"
+        )
+
+
+def drafter_of(
+    options: EngineOptions, worker: Worker, relay: Relay | None, device: Device, draft: Draft | None
+) -> Drafter | None:
+    """Return the drafter that the options select, or None. draft: the loaded draft model of --speculate DIR."""
     if options.speculate is None or options.batch_invariant:
         return None
     if options.speculate == NGRAM:
         return NGrams()
-    vocab, model = worker.vocab, worker.stage.architecture
     if isinstance(worker.drafts, AheadWorker):
-        return AheadDrafts(worker.drafts, relay, options.block, vocab)
-    draft, dtype = open_model(options.speculate), worker.stage.dtype
-    small = draft.architecture
-    if small.input.vocab < vocab:
-        raise ValueError(
-            f"--speculate {options.speculate}: has {small.input.vocab} tokens, the model {model.input.vocab}; "
-            "must be a model of the same tokenizer"
-        )
-    alone = Mesh.at(0)
-    ops = forward_only(choose(device.torch, dtype))
-    (stage,) = load_stages(draft, alone, device, dtype=dtype, ops=ops)
-    # Guesses may extend beyond the last token of a sequence.
-    tokens = options.max_requests * (min(model.positions, small.positions) + MOST)
-    draft_blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
+        return AheadDrafts(worker.drafts, relay, options.block, worker.vocab)
+    assert draft is not None
+    blocks = draft.size.blocks((worker.blocks - 1) * options.block, options.block)
     draft_worker = Worker(
-        *(stage, alone, device.torch),
-        blocks=draft_blocks,
+        *(draft.stage, Mesh.at(0), device.torch),
+        blocks=blocks,
         block=options.block,
         requests=options.max_requests,
         tile=None,
-        vocab=vocab,
+        vocab=worker.vocab,
         graphs=_records(options, device, None),
         most=DRAFT_CHUNK,
     )
-    return ModelDrafts(draft_worker, Blocks(draft_blocks, options.block), DRAFT_CHUNK)
+    return ModelDrafts(draft_worker, Blocks(blocks, options.block), DRAFT_CHUNK)
 
 
 def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
@@ -213,16 +258,19 @@ def check_layout(
         raise ValueError(f"--pp {pp}: must be at most the model's {layers} blocks")
 
 
-def _blocks(stage: DecoderStage, mesh: Mesh, device: Device, options: EngineOptions, taken: int) -> int:
+def _blocks(
+    stage: DecoderStage, mesh: Mesh, device: Device, options: EngineOptions, taken: int, draft: DraftSize | None
+) -> int:
     """Return the number of blocks in the cache, which is equal on all ranks. taken: bytes that will be allocated later.
-    Errors: ValueError if not even one sequence fits."""
+    draft: the draft model on this rank. Errors: ValueError if not even one sequence fits."""
     size, model = options.block, stage.architecture
+    device.release()  # what the weights occupied in a wider format
     layers = sum(isinstance(unit, int) for unit in stage.units)
     guesses = mesh.pp.last and guesses_itself(options)
     free_bytes = device.room() - taken - (device.resident() if device.is_cuda else 0)
     (token,) = token_bytes(model, stage.dtype.itemsize, [layers], tp=mesh.tp.size, guesses=guesses)
-    fits = fitting_blocks(free_bytes, device.torch.type, token, size) // (1 if device.is_cuda else mesh.world)
-    least = torch.tensor(fits, device=device.torch)
+    fits = fitting_blocks(free_bytes, device.torch.type, token, size, draft)
+    least = torch.tensor(fits // (1 if device.is_cuda else mesh.world), device=device.torch)
     all_reduce(least, mesh.everyone, "min")
     tokens = wanted_tokens(model, options.max_requests, options.cache_tokens)
     return cache_blocks(tokens, int(least), size, asked=options.cache_tokens is not None)

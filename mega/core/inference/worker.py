@@ -9,7 +9,7 @@ requests, because a step contains all data that the worker needs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -52,11 +52,12 @@ class DraftWorker(Protocol):
 class Worker:
     """Runs steps on one rank.
 
-    stage: a stage of a decoder, in evaluation mode. tile: if given, a step is split into steps of this number of
-    tokens. requests: maximum number of requests in flight. vocab: only ids below this value can be chosen. adapters:
-    the adapters of the stage's linears. graphs: whether to capture and replay CUDA graphs, if attention and steps
-    permit. most: maximum number of tokens in a captured step with prompts. retriever: finds neighbours for a model with
-    a retriever; such a model must run on one rank, without graphs.
+    stage: a stage of a decoder, in evaluation mode. blocks, block: number and size of the cache's blocks. The number
+    may be a function, which is called when the weights have their format for decoding. tile: if given, a step is split
+    into steps of this number of tokens. requests: maximum number of requests in flight. vocab: only ids below this
+    value can be chosen. adapters: the adapters of the stage's linears. graphs: whether to capture and replay CUDA
+    graphs, if attention and steps permit. most: maximum number of tokens in a captured step with prompts. retriever:
+    finds neighbours for a model with a retriever; such a model must run on one rank, without graphs.
     """
 
     graphs: StepGraphs | None = None
@@ -69,7 +70,7 @@ class Worker:
         mesh: Mesh,
         device: torch.device,
         *,
-        blocks: int,
+        blocks: int | Callable[[], int],
         block: int,
         requests: int,
         tile: int | None,
@@ -84,15 +85,20 @@ class Worker:
         self.vocab, self.requests = vocab or model.input.vocab, requests
         layers = [unit for unit in stage.units if isinstance(unit, int)]
         windows = [model.layers[layer].attention.window for layer in layers]
-        pool = (blocks, block), layers[0] if layers else 0
-        self.cache = paged_cache(stage, windows, device, *pool, tp=mesh.tp, invariant=bool(tile))
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
-        self.decode = DecodeStep(stage, self._exchange.sum)
+        self.decode = DecodeStep(
+            stage, self._exchange.sum
+        )  # before the cache, because this frees weights stored in fp8
+        self.blocks = blocks if isinstance(blocks, int) else blocks()
+        pool = (self.blocks, block), layers[0] if layers else 0
+        self.cache = paged_cache(stage, windows, device, *pool, tp=mesh.tp, invariant=bool(tile))
         self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row is for padding
         self._arriving: deque[Arriving] = deque()
         if graphs and adapters is None and self.cache.attention.graphs:
             ends = mesh.pp.first, mesh.pp.last
-            self.graphs = graphs_of(self, self.decode, self.cache, self._latest, ends, requests, most)
+            self.graphs = graphs_of(
+                self, self.decode, self.cache, self._latest, ends, requests, min(most, self.blocks * block)
+            )
         self.reader = None if retriever is None else SequenceReader(stage, retriever, requests)
 
     @property

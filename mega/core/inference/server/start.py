@@ -215,8 +215,8 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
     weights = max(weight_bytes(opened.model, size, tp=tp, pp=pp, fp8_weights=fp8))
     token = max(token_bytes(model, size, even_layers(len(model.layers), pp), tp=tp, guesses=guesses))
     cache = (limits.cache + plan.engine.block) * token
-    neighbours = server.engine.neighbour_bytes if isinstance(server.engine, BatchingEngine) else 0
-    capacity = Capacity(limits, weights, cache, neighbours, guesses)
+    assert isinstance(server.engine, BatchingEngine)
+    capacity = Capacity(limits, weights, cache, server.engine.neighbour_bytes, guesses, *server.engine.draft_bytes)
     requested_length = plan.options.max_length or 0
     beyond = f"--max-length {requested_length}: the model has {limits.longest} positions, so that is the longest"
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
