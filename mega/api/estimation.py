@@ -130,6 +130,7 @@ def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | Non
     naming the flag."""
     from mega.core.estimate.search import any_layout, cluster, command, search, without_layout
     from mega.core.estimate.show import launch_lines
+    from mega.core.training.start.inputs import with_checkpoint_model
 
     count, device = cluster(fit, gpus, gpu)
     flag = f"--gpus {count}" if fit is None else f"--fit {fit}"
@@ -142,7 +143,7 @@ def searched(options: Options, fit: str | None, gpus: int | None, gpu: str | Non
     # layouts.
     disabled = {"tp_overlap": False, **({"fp8": False, "fp8_scaling": "tensor"} if options.precision.fp8 else {})}
     smallest, _ = planned(updated(any_layout(options, 1), disabled))
-    sized = updated(options, {"vocab": smallest.model.vocab})
+    sized = updated(with_checkpoint_model(options, []), {"vocab": smallest.model.vocab})
     result = search(sized, count, device)
     if not result.candidates:
         raise ValueError(

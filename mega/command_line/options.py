@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import (
@@ -39,8 +40,9 @@ from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.families import check_typed
 from mega.core.config.option import Section, VerbSection
 from mega.core.config.presets import PRESETS
-from mega.core.config.run import Options, entries, run_schema, sections
+from mega.core.config.run import Options, entries, run_schema, sections, updated
 from mega.core.config.schema import Entry, Schema, schema_of
+from mega.core.files import url_of
 from mega.core.hub import folders
 from mega.core.processes.world import is_first_rank, note
 from mega.core.terminal import print_whole
@@ -86,13 +88,14 @@ class Command(TyperCommand):
 
     stated_by: for a subcommand that reads a trained model, the reason why training options have no effect.
     whole_line: for a subcommand whose arguments are the command line of another program, with that program's flags.
-    loads_model: for a subcommand whose model is the one at --load, if --load is given.
+    loads_model: whether the subcommand's model is the one at --load, if --load is given; None if this depends on
+    --use-checkpoint-config.
     `load` sets these three attributes.
     """
 
     stated_by: str | None = None
     whole_line: bool = False
-    loads_model: bool = False
+    loads_model: bool | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -180,7 +183,7 @@ def _command(verb: str, module_name: str, run: Callable[..., object], _: Choices
     loaded.name = verb
     loaded.stated_by = getattr(module, "STATED_BY", None)
     loaded.whole_line = getattr(module, "WHOLE_LINE", False)
-    loaded.loads_model = getattr(module, "LOADS_MODEL", False)
+    loaded.loads_model = getattr(module, "LOADS_MODEL", None)
     return loaded
 
 
@@ -237,7 +240,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
             file = _above_deepspeed(file, typed.pop("deepspeed_config"), typed.pop("deepspeed_lenient"), flags)
             typed[takes.run] = _composed(preset, file, flags, ctx)
         if print_config:
-            documents = [toml.write(typed[takes.run])] if takes.run is not None else []
+            documents = [toml.write(_as_used(typed[takes.run], ctx))] if takes.run is not None else []
             text = "\n".join([*documents, *([toml.write_values(takes.own, values)] if own_entries else [])])
             print_whole(text)
             return 0
@@ -359,11 +362,36 @@ def _composed(
     """Compose the run from all layers. Errors: ValueError, also for flags of another model family if the family is
     known."""
     run, named_options = compose(preset, file, options), {**file, **options}
-    checkpoint, verb = run.checkpoint, ctx.command
-    loads = checkpoint.use_checkpoint_config or (isinstance(verb, Command) and verb.loads_model)
-    if "family" in named_options or not (loads and (checkpoint.load or checkpoint.pretrained_checkpoint)):
+    if "family" in named_options or _model_source(run, ctx) is None:
         check_typed(run, named_options, ctx.meta.get(_TYPED, ()))
     return run
+
+
+def _model_source(run: Options, ctx: typer.Context) -> str | None:
+    """The checkpoint whose model the subcommand uses instead of the options of `run`; None without one."""
+    checkpoint, verb = run.checkpoint, ctx.command
+    if isinstance(verb, Command) and verb.loads_model is not None:
+        return (checkpoint.pretrained_checkpoint or checkpoint.load) if verb.loads_model else None
+    return checkpoint.load if checkpoint.use_checkpoint_config else None
+
+
+def _as_used(run: Options, ctx: typer.Context) -> Options:
+    """The run with the model that the subcommand would use, for --print-config. If the checkpoint is not on this
+    machine, report this, and return the run as it was given. Errors: ValueError for a damaged checkpoint."""
+    source = _model_source(run, ctx)
+    if source is None:
+        return run
+    if url_of(source) is None and not os.path.exists(source):
+        note(f"{source}: does not exist here, so the printed model is not the checkpoint's, which counts in a run")
+        return run
+    from mega.core.training.start.inputs import with_checkpoint_model
+
+    notes: list[str] = []
+    used = with_checkpoint_model(updated(run, {"load": source, "use_checkpoint_config": True}), notes)
+    for line in notes:
+        note(line)
+    checkpoint = run.checkpoint
+    return updated(used, {"load": checkpoint.load, "use_checkpoint_config": checkpoint.use_checkpoint_config})
 
 
 def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, object]:

@@ -21,6 +21,8 @@ from mega.core.files import check_file
 from mega.core.inference.options import EngineOptions
 from mega.core.processes.world import is_first_rank, ranks, world_from_env
 
+LOADS_MODEL = False
+
 
 def run(
     options: Options,

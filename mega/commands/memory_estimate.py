@@ -181,7 +181,9 @@ def _served_model(options: Options, engine: EngineOptions, retrieval: RetrievalO
     from mega.core.config.resolve import model_alone
     from mega.core.inference.retrieval import check_decoding
     from mega.core.inference.start import check_layout
+    from mega.core.training.start.inputs import with_checkpoint_model
 
+    options = with_checkpoint_model(options, [])
     check_ranges(options)
     model, tp, pp = model_alone(options), options.parallel.tp, options.parallel.pp
     engine.check_speculation()

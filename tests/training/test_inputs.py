@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ from unittest import mock
 import pytest
 
 from mega import cli
-from mega.core.config import check, resolve
+from mega.core.config import check, resolve, toml
 from mega.core.config.compose import compose
+from mega.core.config.run import Options, entries, sections, updated
 from mega.core.processes import launch
 from mega.core.training.start import inputs
 from tests.support.hugging_face import hf_folder
@@ -32,6 +34,8 @@ COUNTED = {
 
 ONCE = {"check": 1, "resolve": 2, "resolve_run": 1, "open_inputs": 1}
 """`check` resolves too, for rules about derived values, before a tokenizer is opened and the vocabulary is known."""
+
+LOADS = {"use_checkpoint_config": True}
 
 real_launch = launch.launch
 
@@ -99,6 +103,67 @@ def test_a_model_from_a_checkpoint_is_checked_once(tmp_path: Path) -> None:
         more = ["--load", str(tmp_path), "--use-checkpoint-config", "--dry-run"]
         assert cli.main([*short, str(tmp_path / "metrics.jsonl"), *more]) == 0
     assert counts == ONCE
+
+
+def run_of_text(text: str) -> Options:
+    """The run in a printed configuration, which may also have tables of a verb."""
+    tables = [keys for table, keys in tomllib.loads(text).items() if table in sections()]
+    values = {name: value for keys in tables for name, value in keys.items()}
+    return compose(file={name: toml.converted(entries()[name], value) for name, value in values.items()})
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["pretrain --use-checkpoint-config", "finetune", "lr-find", "eval", "memory-estimate --use-checkpoint-config"],
+)
+def test_a_printed_configuration_has_the_checkpoints_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    """As the run uses it, and the file gives the same run."""
+    assert (
+        cli.main(
+            [*RUN, str(tmp_path / "metrics.jsonl"), "--save", str(tmp_path / "run"), "--swiglu", "--norm-eps", "1e-4"]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    words = [*line.split(), "--load", str(tmp_path / "run"), "--lr", "0.5", "--print-config"]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr()
+    options = run_of_text(printed.out)
+    used = inputs.with_checkpoint_model(updated(compose(), {"load": options.checkpoint.load, **LOADS}), [])
+    assert options.model == used.model and options.model.activation == "swiglu" and options.model.norm_eps == 1e-4
+    assert options.checkpoint.use_checkpoint_config == ("--use" in line) and options.optimizer.lr == 0.5
+    assert printed.err == ""
+    (tmp_path / "printed.toml").write_text(printed.out)
+    assert cli.main([words[0], "--config", str(tmp_path / "printed.toml"), "--print-config"]) == 0
+    again = capsys.readouterr()
+    assert run_of_text(again.out) == options and again.err == ""
+
+
+def test_a_printed_configuration_without_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file may be written for another machine; mega bench measures the model of its flags."""
+    assert cli.main(f"pretrain --use-checkpoint-config --load {tmp_path}/run --layers 3 --print-config".split()) == 0
+    printed = capsys.readouterr()
+    assert run_of_text(printed.out).model.layers == 3 and "does not exist here" in printed.err
+    assert cli.main(f"bench --use-checkpoint-config --load {tmp_path}/run --layers 3 --print-config".split()) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("flags", ["--serve", "--fit 2xh100 --seq-length 8 --global-batch 8"])
+def test_an_estimate_takes_the_checkpoints_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    assert cli.main([*RUN, str(tmp_path / "metrics.jsonl"), "--save", str(tmp_path / "run"), "--family", "llama"]) == 0
+    capsys.readouterr()
+    line = f"memory-estimate --use-checkpoint-config --load {tmp_path}/run --mock-data --lr 1e-3 --steps 2 {flags}"
+    assert cli.main(line.split()) == 0
+    shown = capsys.readouterr().out
+    assert (
+        ("llama, 2 blocks of 64" in shown)
+        if flags == "--serve"
+        else ("pretrain --" in shown and "--family" not in shown)
+    )
 
 
 def test_what_ranks_get_is_the_result_without_what_is_open() -> None:

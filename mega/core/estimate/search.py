@@ -333,7 +333,7 @@ def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
 def command(candidate: Candidate, options: Options) -> list[str]:
     """List the flags of `mega pretrain` for a candidate: the flags that the user gave, and the layout.
 
-    Options whose value is the family's default are left out.
+    Options whose value is the family's default are left out, and the family if it is that of --use-checkpoint-config.
     """
     final_options = updated(options, candidate.options)
     final_options = updated(final_options, {"dry_run": False, "world": None, "nproc": None})
@@ -341,7 +341,8 @@ def command(candidate: Candidate, options: Options) -> list[str]:
     words: list[str] = []
     for name, entry in entries().items():
         value = value_of(final_options, name)
-        if name != "family" and value == value_of(family_defaults, name):
+        is_named = name == "family" and not options.checkpoint.use_checkpoint_config
+        if not is_named and value == value_of(family_defaults, name):
             continue
         if entry.kind is bool and not entry.many:
             words.append(entry.flag if value else entry.flag.replace("--", "--no-", 1))

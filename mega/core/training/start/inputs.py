@@ -94,7 +94,7 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
     notes: list[str] = []
-    options = _with_checkpoint_model(with_named_step(options), notes)
+    options = with_checkpoint_model(with_named_step(options), notes)
     notes += [*unread(options), *_rates(options)]
     check(options, world)
     _check_port(options)
@@ -231,7 +231,7 @@ def _has_data(run: RunConfig) -> bool:
     return bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
 
 
-def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
+def with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     """With --use-checkpoint-config, return `options` with the model of --load and the sample kind of the model's
     family. Values of `options` have precedence if a resumed run may change them; other values are ignored, with a
     message."""
