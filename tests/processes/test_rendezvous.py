@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mega.core.processes import connect, exit_reports, launch, rendezvous, roll_call
 from mega.core.processes.exit_reports import ExitReport, report_of
 from mega.core.processes.launch import rank_environment
+from mega.core.processes.position import Position
 from mega.core.processes.rendezvous import meet
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World
 
@@ -253,6 +254,29 @@ def test_a_rank_that_has_reported_its_error_is_not_called_stopped(monkeypatch: p
     calls[0]._suspect(45.0)
     assert reports.get(timeout=30).text == "rank 1 has ended: --data-path bad: damaged"
     assert calls[0].questions.silent(30.0) == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_ranks_that_wait_for_a_failed_rank_end_at_once(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Without a question, which comes after a quarter of 10 minutes; a rank that works goes on."""
+    store, reports = dist.HashStore(), queue.Queue[ExitReport]()
+    calls = [roll_call.RollCall(store, rank, 3, 10.0, remote=False) for rank in range(3)]
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(roll_call, "report_exit", lambda report, **how: reports.put(report))
+    monkeypatch.setattr(roll_call, "FAILED", 0.2)
+    monkeypatch.setattr(roll_call, "own_position", lambda failed_at=None: Position(waits=waits))
+    calls[0].start()
+    calls[1].close("--data-path bad: damaged")
+    calls[2].close("--data-path worse: damaged as well")
+    try:
+        if waits:
+            assert reports.get(timeout=30) == ExitReport(1, "rank 1 has ended: --data-path bad: damaged", "verdict")
+        else:
+            with pytest.raises(queue.Empty):
+                reports.get(timeout=2)
+    finally:
+        calls[0].close()
+    assert not store.check(["question/1"])
 
 
 class SilentStore:

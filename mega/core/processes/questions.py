@@ -4,6 +4,7 @@
     host/RANK                    name and addresses of the rank's host, if there are several hosts
     left/RANK                    written by a rank that ends because it has lost another rank
     ended/RANK                   the report of a rank that ends because of its own error
+    failed                       the first such rank and its report, as a message
     verdict                      why all ranks end; the first rank to write it decides
 
 Each call may block forever if the store's host has stopped; roll_call.py limits the time.
@@ -102,6 +103,12 @@ class Questions:
 
     def end(self, report: str) -> None:
         self._store.set(f"ended/{self._rank}", report)
+        self._store.compare_set("failed", "", _ended(self._rank, report))
+
+    def failure(self) -> str:
+        """Return a message with the report of the first rank that has ended because of its own error; "" if none
+        has."""
+        return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
 
     def absent(self, answered: Collection[int]) -> tuple[list[int], str]:
         """Return the ranks that have neither answered, nor left, nor ended, and a message with the report of the first
@@ -109,7 +116,7 @@ class Questions:
         silent, ended = list[int](), ""
         for rank in sorted(set(range(self._world)) - set(answered)):
             if self._store.check([f"ended/{rank}"]):
-                ended = ended or f"rank {rank} has ended: {self._store.get(f'ended/{rank}').decode()}"
+                ended = ended or _ended(rank, self._store.get(f"ended/{rank}").decode())
             elif not self._store.check([f"left/{rank}"]):
                 silent.append(rank)
         return silent, ended
@@ -136,3 +143,7 @@ class Questions:
     def judge(self, line: Callable[[], str]) -> str:
         """Write the verdict unless another rank has already written one, and return the verdict that counts."""
         return self.verdict() or self._store.compare_set("verdict", "", line()).decode()
+
+
+def _ended(rank: int, report: str) -> str:
+    return f"rank {rank} has ended: {report}"

@@ -8,7 +8,9 @@ store.
                                  its own error and ended, which ends the others immediately
     4 all ranks answer           the waiting rank asks again until --timeout-minutes are over, or
                                  --phase-timeout-minutes if any rank is in a phase that may take long (activity.py)
-    5 the verdict                the first rank to decide writes to the store which rank is at fault; all ranks end with
+    5 a rank has failed          and has reported its own error: a rank that waits and has not moved for FAILED seconds
+                                 ends without asking
+    6 the verdict                the first rank to decide writes to the store which rank is at fault; all ranks end with
                                  that message
 
 So the timeouts of exchanges matter only if this thread or the store has failed. The main thread of a server may not
@@ -28,11 +30,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mega.core.activity import ACTIVITY
-from mega.core.processes.exit_reports import LIMIT, ExitReport, report_exit
+from mega.core.processes.exit_reports import GRACE, LIMIT, ExitReport, report_exit
 from mega.core.processes.flight import missing
 from mega.core.processes.position import Position, own_place, own_position, silence, standstill, store_silence
 from mega.core.processes.questions import Questions
@@ -61,6 +64,10 @@ INTERVAL = 120.0
 
 LEAVING = 2.0
 """Time limit, in seconds, for recording in the store that a rank has left."""
+
+FAILED = 3 * GRACE
+"""Seconds after which a rank that waits ends if another rank has failed; at most a quarter of the timeout. Longer than
+GRACE, within which ranks report their own errors, and than the launcher of local ranks needs to end them."""
 
 PEERS = 4.0
 """Seconds within which ranks answer after a connection has broken."""
@@ -179,9 +186,12 @@ class RollCall:
                 name, addresses = self._host
                 self._in_time(lambda: self.questions.introduce(name, addresses), self._silence)
             stood, since, ask = None, time.monotonic(), math.inf  # position, its time, next question
+            still = self._standing(), time.monotonic()
             while not self._closed.wait(self._look):
-                self._end(self._in_time(self._answer, self._silence))
                 standing, moment = self._standing(), time.monotonic()
+                still = still if standing == still[0] else (standing, moment)
+                waited = moment > still[1] + min(FAILED, 15 * self.minutes)
+                self._end(self._in_time(partial(self._answer, waited), self._silence))
                 if self._lost is not None:
                     self._end(launchers_note())
                 if self._interval is not None:
@@ -202,12 +212,14 @@ class RollCall:
                 reason = f"{name_ranks([0], self._first)}, or its host, has ended"
                 self._end(reason if self._hosted else "the launcher's store has gone")
 
-    def _answer(self) -> str:
-        """Answer new questions. Return the verdict, or "" if no verdict has been written yet."""
+    def _answer(self, waited: bool = False) -> str:
+        """Answer new questions. Return the verdict, or "" if no verdict has been written yet. waited: whether this
+        rank's main thread has not moved for FAILED seconds, so that the failure of another rank is a verdict."""
         if self._host is not None and not self._first and (name := self.questions.host(0)) is not None:
             self._first = {0: name}
         self.questions.answer()
-        return self.questions.verdict()
+        failure = self.questions.failure() if waited and own_position().waits else ""
+        return self.questions.judge(lambda: failure) if failure else self.questions.verdict()
 
     def _suspect(self, seconds: float, since: float = math.inf) -> float:
         """Ask all ranks, and end the run if some ranks are silent for `seconds`, or if the main thread waits for too
