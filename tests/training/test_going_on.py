@@ -313,3 +313,36 @@ def test_every_part_of_a_schedule_is_named_by_an_option_marked_so() -> None:
         for kind, cls in (("lr", schedules.LearningRate), ("weight_decay", schedules.WeightDecay))
         for field in dataclasses.fields(cls)
     }
+
+
+@pytest.mark.parametrize("earlier_version", [False, True])
+def test_a_rerun_from_run_toml_leaves_the_first_run_alone(
+    tmp_path: Path, run_cli: RunCli, earlier_version: bool
+) -> None:
+    assert run_cli("--save", "first", "--steps", "4", "--exit-interval", "2")[0] == 0
+    stored = tmp_path / "first/step-0000002/run.toml"
+    if earlier_version:  # these stored the path of the metrics as if it had been typed
+        stored.write_text(stored.read_text().replace("[log]\n", '[log]\nmetrics = "first/metrics.jsonl"\n'))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "first").glob("metrics*")}
+    assert cli.main(["pretrain", "--config", str(stored), "--save", "again"]) == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "first").glob("metrics*")} == before
+    assert max(consumed(tmp_path / "again")) == 4  # --exit-interval is not an option of the run
+
+
+def test_the_metrics_of_another_run_are_not_overwritten(tmp_path: Path, run_cli: RunCli) -> None:
+    assert run_cli("--save", "a", "--steps", "2", "--metrics", "rows")[0] == 0
+    assert run_cli("--save", "b", "--steps", "2")[0] == 0
+    for save, metrics, owner in (("b", "rows", "a"), ("a", "b/metrics.jsonl", "b"), ("c", "b/metrics.jsonl", "b")):
+        before = (tmp_path / metrics).read_bytes()
+        code, printed = run_cli("--save", save, "--steps", "4", "--resume", "auto", "--metrics", metrics)
+        assert code == 2 and (tmp_path / metrics).read_bytes() == before
+        line = f"mega: --metrics {metrics}: holds the metrics of the run that saves to {tmp_path / owner}; name another"
+        assert printed == f"{line} file\n" and not (tmp_path / "c").exists()
+    code, printed = run_cli("--steps", "4", "--metrics", "rows")  # without --save
+    assert code == 2 and "holds the metrics of the run" in printed
+    (tmp_path / "b/metrics.events.jsonl").unlink()  # as of a version that did not record the run
+    assert run_cli("--save", "c", "--steps", "4", "--metrics", "b/metrics.jsonl")[0] == 2
+    (tmp_path / "moved").mkdir()
+    for name in ("a", "rows", "rows.events"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    assert run_cli("--save", "moved/a", "--steps", "4", "--resume", "auto", "--metrics", "moved/rows")[0] == 0

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 
 from mega.core.config.corpora import expand, is_number
+from mega.core.config.metrics_owner import metrics_owner
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import metrics_file
 from mega.core.config.run import Options, flag_of, value_of
@@ -252,6 +253,19 @@ def _rows(path: str) -> bool:
         return not first.strip() or (first.startswith(b'{"step"') and not rest)
 
 
+def _other_run(options: Options, metrics: str) -> str | None:
+    """Return the directory of another run that wrote an existing metrics file, if that directory still exists; None if
+    this run wrote the file. The default path in a directory on this host belongs to that directory."""
+    save = options.checkpoint.save
+    in_save = save is not None and url_of(save) is None
+    if not os.path.isfile(metrics) or (options.log.metrics is None and (in_save or save is None)):
+        return None
+    directory = os.path.realpath(save) if save is not None and in_save else save
+    owner = None if directory == os.path.dirname(os.path.realpath(metrics)) else metrics_owner(metrics)
+    exists = owner is not None and (url_of(owner) is not None or os.path.isdir(owner))
+    return owner if exists and owner != directory else None
+
+
 def _is_open(path: str) -> bool:
     """Return whether `path` is a link to an open stream, such as /dev/stdout; the stream's file would be moved
     aside."""
@@ -289,6 +303,8 @@ def _directories(options: Options) -> Problems:
         yield f"--metrics {metrics}: leads to a file that is open already; name a file of its own"
     elif options.log.metrics is not None and os.path.isfile(metrics) and not _rows(metrics):
         yield f"--metrics {metrics}: holds something other than metrics, which would be lost; name another file"
+    elif (owner := _other_run(options, metrics)) is not None:
+        yield f"--metrics {metrics}: holds the metrics of the run that saves to {owner}; name another file"
     load, resume = options.checkpoint.load, options.checkpoint.resume
     if load is not None and options.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"

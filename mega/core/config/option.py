@@ -159,6 +159,9 @@ class Option:
     layout: bool = False
     """Whether the option sets how ranks share the work and in what order. `memory-estimate --fit` chooses such options,
     because they affect results only by rounding."""
+    once: bool = False
+    """Whether the option concerns one start of a run, such as the step at which the process stops. The run.toml of a
+    checkpoint does not contain such options."""
     hub: Literal["model", "tokenizer", "dataset"] | None = None
     """Type of the Hugging Face Hub repository whose name may be given instead of a path; None if the value is not a
     path."""

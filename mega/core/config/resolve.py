@@ -540,7 +540,13 @@ def implied_tokenizer(options: TokenizerConfig, family: str) -> TokenizerConfig:
 
 def metrics_file(run: AnyRun) -> str:
     """Return the path of the metrics file: --metrics, or its default."""
-    if run.log.metrics is not None:
-        return run.log.metrics
-    save = run.checkpoint.save
+    return run.log.metrics if run.log.metrics is not None else default_metrics(run.checkpoint.save)
+
+
+def default_metrics(save: str | None) -> str:
+    """Return the path of the metrics file of a run without --metrics.
+
+    >>> default_metrics("runs/first")
+    'runs/first/metrics.jsonl'
+    """
     return os.path.join(save if save and not url_of(save) else ".", "metrics.jsonl")

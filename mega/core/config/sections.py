@@ -1849,13 +1849,23 @@ class RuntimeConfig(Section):
     )
     world: int | None = option(None, "world size to check in a dry run", unit="ranks", common=True, within=COUNT)
     exit_interval: int | None = option(
-        None, "stop at the next multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
+        None,
+        "stop at the next multiple of this many steps",
+        megatron="--exit-interval",
+        unit="steps",
+        within=COUNT,
+        once=True,
     )
     exit_tokens: int | None = option(
         None, "stop after this many tokens", megatron="--train-tokens", unit="tokens", within=COUNT
     )
     exit_minutes: int | None = option(
-        None, "stop after this many minutes", megatron="--exit-duration-in-mins", unit="minutes", within=COUNT
+        None,
+        "stop after this many minutes",
+        megatron="--exit-duration-in-mins",
+        unit="minutes",
+        within=COUNT,
+        once=True,
     )
     exit_on_signal: bool = option(
         True,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.config.compose import compose, nearest
-from mega.core.config.run import AnyRun, Options, run_schema, value_of
+from mega.core.config.resolve import default_metrics
+from mega.core.config.run import AnyRun, Options, RunConfig, options_with, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
 from mega.core.untrusted import read_limited
 
@@ -39,6 +40,28 @@ def write(run: AnyRun) -> str:
     """
     schema = run_schema()
     return write_values(schema, {name: value_of(run, name) for name in schema.entries})
+
+
+def run_toml(run: RunConfig) -> str:
+    """Return the run.toml of a checkpoint, from which the same run can be started with another --save: all options
+    except those of one start of the run (`Option.once`), and except a --metrics that follows from --save."""
+    schema, left_out = run_schema(), options_with(once=True)
+    values = {name: value_of(run, name) for name in schema.entries}
+    return write_values(schema, _without_derived(values | dict.fromkeys(left_out)))
+
+
+def _without_derived(values: Mapping[str, object]) -> dict[str, object]:
+    """Return `values` without a path of --metrics that is the default for their --save.
+
+    Otherwise a run with these values and another --save would write to the metrics file of the first run. run.toml of
+    earlier versions contains this path.
+
+    >>> _without_derived({"save": "runs/a", "metrics": "runs/a/metrics.jsonl"})
+    {'save': 'runs/a'}
+    """
+    save, metrics = values.get("save"), values.get("metrics")
+    derived = metrics is not None and metrics == default_metrics(None if save is None else str(save))
+    return {name: value for name, value in values.items() if not (derived and name == "metrics")}
 
 
 def write_values(schema: Schema, values: Mapping[str, object]) -> str:
@@ -109,7 +132,7 @@ def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, o
     if problems:
         ellipsis = ["... and more"] if len(problems) > MOST_PROBLEMS else []
         raise ValueError("\n".join(problems[:MOST_PROBLEMS] + ellipsis))
-    return results
+    return tuple(map(_without_derived, results))
 
 
 def _take(table: str, keys: Mapping[str, object], schema: Schema, source: str, found: dict[str, object]) -> list[str]:

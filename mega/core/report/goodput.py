@@ -36,6 +36,7 @@ class EventRow(TypedDict, total=False):
     policy: str
     rank: int
     ratio: float
+    save: str
 
 
 @dataclass(frozen=True)

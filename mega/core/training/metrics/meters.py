@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega.core.activity import ACTIVITY
+from mega.core.config.metrics_owner import events_file, recorded_save
 from mega.core.config.sections import LogConfig
 from mega.core.processes.world import restart_count
 from mega.core.terminal import stderr_console
@@ -61,10 +62,10 @@ class Meters:
     token, forward and backward.
     devices: number of devices. replicas: number of data-parallel replicas. peak: peak TFLOP/s of one device, or None if
     unknown.
-    settings: the options of the run. terms: names of the terms of the loss, if there are several. shown: names of
-    additional numbers of a step that the log line shows. fail: called with the error if the metrics file cannot be
-    written, so that the run can save before it ends; if None, the error is raised. still_s: see `Exporter`. lines:
-    function that prints a log line, used unless a bar is shown.
+    save: --save of the run. settings: the options of the run. terms: names of the terms of the loss, if there are
+    several. shown: names of additional numbers of a step that the log line shows. fail: called with the error if the
+    metrics file cannot be written, so that the run can save before it ends; if None, the error is raised. still_s: see
+    `Exporter`. lines: function that prints a log line, used unless a bar is shown.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Meters:
         devices: int,
         peak: float | None,
         replicas: int = 1,
+        save: str | None = None,
         settings: Mapping[str, Mapping[str, object]] | None = None,
         terms: Sequence[str] = (),
         shown: Sequence[str] = (),
@@ -107,7 +109,9 @@ class Meters:
         unknown."""
         self._started, self._last = False, start
         self._began = max(ACTIVITY.began, lost_rows.get("last_at", 0.0))
-        self.event(start, "begin", **{**lost_rows, "at": round(self._began, 3), "launcher": _launcher()})
+        saves_to = None if save is None else recorded_save(options.metrics, save)
+        begin = {**lost_rows, "at": round(self._began, 3), "launcher": _launcher(), "save": saves_to}
+        self.event(start, "begin", **begin)
 
     def step(self, step: int, row: Mapping[str, float], tokens: int, memory: int) -> None:
         """Record one step's numbers; every `log_interval` steps, and at the last step, print a log line. row: numbers
@@ -325,15 +329,6 @@ def _started_again(metrics: Path) -> bool:
                 event = json.loads(line)
                 launcher = event.get("launcher") if event["event"] == "begin" else launcher
     return launcher == _launcher()
-
-
-def events_file(metrics: str) -> Path:
-    """Return the path of the events file, next to the metrics file.
-
-    >>> str(events_file("runs/a/metrics.jsonl"))
-    'runs/a/metrics.events.jsonl'
-    """
-    return Path(metrics).with_suffix(f".events{Path(metrics).suffix}")
 
 
 def _open_events(metrics: Path, resumes: bool) -> Path | None:

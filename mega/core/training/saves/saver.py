@@ -88,7 +88,7 @@ class Saver:
             **({"blends": list(blends)} if blends else {}),
             "corpora": {prefix: dict(content) for prefix, content in corpora.items()},
         }
-        self._attachments = {**_own_template(state.run, sidecar_files), "run.toml": toml.write(state.run).encode()}
+        self._attachments = {**_own_template(state.run, sidecar_files), "run.toml": toml.run_toml(state.run).encode()}
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
         self._proving = self._first_proving() if state.mesh.rank == 0 else None

@@ -317,6 +317,7 @@ def _meters(
         devices=state.mesh.world,
         peak=state.device.peak_tflops,
         replicas=state.mesh.dp.size,
+        save=run.checkpoint.save,
         settings=dataclasses.asdict(run),
         terms=tuple(terms) if len(terms := state.stages[0].terms) > 1 else (),
         shown=state.pipeline.names[len(terms) :][:2],  # for dpo: accuracy and margin
