@@ -101,6 +101,7 @@ class Command(TyperCommand):
         super().__init__(*args, **kwargs)
         self.entries: Mapping[str, Entry] = getattr(self.callback, ENTRIES, {})
         """The options of the subcommand's sections, by name."""
+        self._meanings: Mapping[str, Meaning] | None = None
         for param in self.params:
             # Escape brackets: rich would read `[text]` as markup and drop it.
             if getattr(param, "help", None):
@@ -120,8 +121,14 @@ class Command(TyperCommand):
             _check_given(ctx.params, list(self.entries.values()))
         return rest
 
-    def meanings(self, ctx: Context) -> dict[str, Meaning]:
-        """Every spelling that the subcommand accepts."""
+    def meanings(self, ctx: Context) -> Mapping[str, Meaning]:
+        """Every spelling that the subcommand accepts. Found once, because some 2,000 flags of other programs are among
+        them."""
+        if self._meanings is None:
+            self._meanings = self._all_meanings(ctx)
+        return self._meanings
+
+    def _all_meanings(self, ctx: Context) -> Mapping[str, Meaning]:
         typer_flags: dict[str, Meaning] = {}
         configured: list[Entry] = []
         for param in self.get_params(ctx):

@@ -8,6 +8,7 @@ seed here); up to 10,000 characters are passed to it. For `fasttext`, the user m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,7 @@ def detector(library: LanguageLibrary, model: str = "", *, language: str = "en")
     return detect
 
 
+@functools.cache  # decompressing the model takes half a second
 def _py3langid() -> Detector:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
