@@ -122,8 +122,8 @@ class Command(TyperCommand):
         return rest
 
     def meanings(self, ctx: Context) -> Mapping[str, Meaning]:
-        """Every spelling that the subcommand accepts. Found once, because some 2,000 flags of other programs are among
-        them."""
+        """Every spelling that the subcommand accepts. Found once, because they are about a thousand, most of them of
+        other programs."""
         if self._meanings is None:
             self._meanings = self._all_meanings(ctx)
         return self._meanings
