@@ -86,9 +86,8 @@ class Worker:
         layers = [unit for unit in stage.units if isinstance(unit, int)]
         windows = [model.layers[layer].attention.window for layer in layers]
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
-        self.decode = DecodeStep(
-            stage, self._exchange.sum
-        )  # before the cache, because this frees weights stored in fp8
+        # Before the cache is sized, because this frees the weights that are then stored in fp8
+        self.decode = DecodeStep(stage, self._exchange.sum)
         self.blocks = blocks if isinstance(blocks, int) else blocks()
         pool = (self.blocks, block), layers[0] if layers else 0
         self.cache = paged_cache(stage, windows, device, *pool, tp=mesh.tp, invariant=bool(tile))
