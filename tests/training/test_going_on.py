@@ -340,6 +340,10 @@ def test_the_metrics_of_another_run_are_not_overwritten(tmp_path: Path, run_cli:
         assert printed == f"{line} file\n" and not (tmp_path / "c").exists()
     code, printed = run_cli("--steps", "4", "--metrics", "rows")  # without --save
     assert code == 2 and "holds the metrics of the run" in printed
+    rows = (tmp_path / "rows").read_text()
+    more = ("--steps", "4", "--metrics", "rows", "--override-schedule")
+    assert run_cli("--load", "a", "--finetune", *more)[0] == 2 and (tmp_path / "rows").read_text() == rows
+    assert run_cli("--load", "a", *more)[0] == 0 and (tmp_path / "rows").read_text().startswith(rows)  # continues a
     (tmp_path / "b/metrics.events.jsonl").unlink()  # as of a version that did not record the run
     assert run_cli("--save", "c", "--steps", "4", "--metrics", "b/metrics.jsonl")[0] == 2
     (tmp_path / "moved").mkdir()

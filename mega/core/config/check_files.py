@@ -255,15 +255,17 @@ def _rows(path: str) -> bool:
 
 def _other_run(options: Options, metrics: str) -> str | None:
     """Return the directory of another run that wrote an existing metrics file, if that directory still exists; None if
-    this run wrote the file. The default path in a directory on this host belongs to that directory."""
-    save = options.checkpoint.save
-    in_save = save is not None and url_of(save) is None
-    if not os.path.isfile(metrics) or (options.log.metrics is None and (in_save or save is None)):
+    this run wrote the file, or continues the run that did (--load without --finetune), whose rows it keeps. The default
+    path in a directory on this host belongs to that directory."""
+    checkpoint = options.checkpoint
+    is_default = options.log.metrics is None and not (checkpoint.save and url_of(checkpoint.save))
+    if is_default or not os.path.isfile(metrics):
         return None
-    directory = os.path.realpath(save) if save is not None and in_save else save
-    owner = None if directory == os.path.dirname(os.path.realpath(metrics)) else metrics_owner(metrics)
+    continued = None if checkpoint.finetune else checkpoint.load
+    own = {place if url_of(place) else os.path.realpath(place) for place in (checkpoint.save, continued) if place}
+    owner = None if os.path.dirname(os.path.realpath(metrics)) in own else metrics_owner(metrics)
     exists = owner is not None and (url_of(owner) is not None or os.path.isdir(owner))
-    return owner if exists and owner != directory else None
+    return owner if exists and owner not in own else None
 
 
 def _is_open(path: str) -> bool:
