@@ -55,7 +55,10 @@ def test_another_history_is_not_mixed_in(tmp_path: Path, run_cli: RunCli) -> Non
     for start, flags in ((0, []), (2, ["--resume", str(CheckpointStore(tmp_path).path(2))])):
         code, printed = run_cli(*save, "--steps", "6", "--seed", "7", *flags)
         assert code == 2
-        assert f"--save {tmp_path}: holds step 4, and this run starts at step {start}" in printed
+        assert (
+            f"--save {tmp_path}: holds step 4, and this run starts at step {start}; to resume from step 4 give"
+            in printed
+        )
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     code, printed = run_cli(*save, "--steps", "6", "--resume", "auto")
     assert code == 0 and "step 4" in printed
@@ -319,7 +322,8 @@ def test_every_part_of_a_schedule_is_named_by_an_option_marked_so() -> None:
 def test_a_rerun_from_run_toml_leaves_the_first_run_alone(
     tmp_path: Path, run_cli: RunCli, earlier_version: bool
 ) -> None:
-    assert run_cli("--save", "first", "--steps", "4", "--exit-interval", "2")[0] == 0
+    code, printed = run_cli("--save", "first", "--steps", "4", "--exit-interval", "2")
+    assert code == 0 and printed.endswith("\nstopped at step 2: a multiple of --exit-interval 2\n")
     stored = tmp_path / "first/step-0000002/run.toml"
     if earlier_version:  # these stored the path of the metrics as if it had been typed
         stored.write_text(stored.read_text().replace("[log]\n", '[log]\nmetrics = "first/metrics.jsonl"\n'))

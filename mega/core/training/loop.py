@@ -135,6 +135,8 @@ class Training:
         if self.stop.requested:
             self.stop.settle()  # a signal may have reached this rank while it saved for the signal of another rank
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
+        elif interval and progress.step % interval == 0 and not self._at_end:
+            self.report(f"stopped at step {progress.step}: a multiple of --exit-interval {interval}")
 
     def _healed(self, keep: Callable[[], None]) -> None:
         """Save or copy the state by `keep`; if the state is not finite, roll back and repeat. Errors:

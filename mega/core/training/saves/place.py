@@ -37,8 +37,8 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
     newest = max(gathered(partial(_newest, place, start), exchange))
     if newest > start:
         raise ValueError(
-            f"--save {place}: holds step {newest}, and this run starts at step {start}; to resume from there give "
-            "--resume auto, else another directory, or move the later checkpoints away"
+            f"--save {place}: holds step {newest}, and this run starts at step {start}; to resume from step "
+            f"{newest} give --resume auto, else another directory, or move the later checkpoints away"
         )
 
 
