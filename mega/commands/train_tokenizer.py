@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mega.core.text.options import TrainTokenizerOptions
-
-if TYPE_CHECKING:
-    from mega.core.text.train import Model
 
 FILES = {
     "bpe": ("vocab.json", "merges.txt"),
@@ -31,7 +26,11 @@ def run(
     from mega.core.files import check_folder
 
     check_folder("--output-dir", tokenizer.output_dir, tokenizer.output_dir)
-    for flag, value in (("--model-type", tokenizer.model_type), ("--character-coverage", tokenizer.character_coverage)):
+    for flag, value in (
+        ("--model-type", tokenizer.model_type),
+        ("--normalization", tokenizer.normalization),
+        ("--character-coverage", tokenizer.character_coverage),
+    ):
         if tokenizer.kind != "sentencepiece" and value is not None:
             raise ValueError(f"{flag} {value}: needs --kind sentencepiece")
     names = FILES[tokenizer.kind]
@@ -43,19 +42,14 @@ def run(
         tokenizer.json_key,
         tokenizer.text_lines,
     ]
+    if tokenizer.kind == "sentencepiece":
+        settings.append(tokenizer.normalization or "by model type")
     # The record of inputs and settings determines whether existing files are kept or refused.
     record = WorkRecord([tokenizer.output_dir / name for name in names], work_of(settings, find(tokenizer.input)))
     is_current = record.is_current("--output-dir", tokenizer.output_dir, tokenizer.overwrite)
     if not is_current:
         every = texts(tokenizer.input, tokenizer.json_key, text_lines=tokenizer.text_lines)
-        _train(
-            tokenizer.kind,
-            every,
-            tokenizer.vocab_size,
-            tokenizer.output_dir,
-            tokenizer.model_type or "unigram",
-            tokenizer.character_coverage,
-        )
+        _train(tokenizer, every)
         record.write()
     print(*(tokenizer.output_dir / name for name in names), sep="\n")
     if is_current:
@@ -63,15 +57,21 @@ def run(
     return 0
 
 
-def _train(
-    kind: str, every: Iterable[str], vocab_size: int, output_dir: Path, shape: Model, coverage: float | None
-) -> None:
+def _train(tokenizer: TrainTokenizerOptions, every: Iterable[str]) -> None:
     from mega.core.text.train import train_bpe, train_sentencepiece, train_wordpiece
 
-    if kind == "sentencepiece":
-        train_sentencepiece(every, vocab_size, output_dir, model=shape, coverage=1.0 if coverage is None else coverage)
+    vocab_size, output_dir = tokenizer.vocab_size, tokenizer.output_dir
+    if tokenizer.kind == "sentencepiece":
+        train_sentencepiece(
+            every,
+            vocab_size,
+            output_dir,
+            model=tokenizer.model_type or "unigram",
+            coverage=1.0 if tokenizer.character_coverage is None else tokenizer.character_coverage,
+            normalization=tokenizer.normalization,
+        )
         return
-    if kind == "bpe":
+    if tokenizer.kind == "bpe":
         entries = len(json.loads(train_bpe(every, vocab_size, output_dir)[0].read_bytes()))
     else:
         entries = train_wordpiece(every, vocab_size, output_dir).read_bytes().count(b"\n")

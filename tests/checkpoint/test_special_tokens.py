@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     folder = tmp_path_factory.mktemp("tokenizers")
     vocab, merges = train_bpe(LINES, 300, folder / "bpe")
-    model, _ = train_sentencepiece(LINES, 32, folder / "sp")
+    model, _ = train_sentencepiece(LINES, 32, folder / "sp", normalization="nmt_nfkc")
     return {
         "bpe": build(tokenizer="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges),
         "sentencepiece": build(tokenizer="GPTSentencePieceTokenizer", tokenizer_model=model),

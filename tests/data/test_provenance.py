@@ -171,7 +171,10 @@ def test_train_tokenizer_keeps_the_same_and_refuses_another(
         assert train(*arguments) == 2
         assert f"--output-dir {folder}: {folder}/vocab.json exists" in capsys.readouterr().err
     assert state(folder) == before
-    assert train(a, folder, 30, "--kind", "sentencepiece") == 0, "its files have other names"
+    t5 = "--kind", "sentencepiece", "--normalization", "nmt_nfkc"
+    assert train(a, folder, 30, *t5) == train(a, folder, 30, *t5) == 0, "its files have other names"
+    assert train(a, folder, 30, *t5[:2]) == 2
+    assert f"{folder}/tokenizer.model exists" in capsys.readouterr().err, "of another normalization"
     assert train(a, folder, 280) == 0
     (folder / "merges.txt").write_text("changed")
     assert train(a, folder, 280) == 2

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mega.core.text import neighbours
 from mega.core.text.gpt2 import byte_letters
 from mega.core.text.neighbours import AddedToken, prepend_scheme
+from mega.core.text.normalization import losses_of
 from mega.core.text.probe import check, hugging_face
 from mega.core.text.sentencepiece_json import unreachable
 from mega.core.text.special import Parsed, Span, sections
@@ -260,6 +261,13 @@ class HuggingFaceTokenizer(Tokenizer):
         restored_ids = [next(rest) if token in placeholder_ids else token for token in encoding.ids]
         spans = [(origin[a][0], origin[b - 1][1]) if b > a else (a, a) for a, b in encoding.offsets]
         return Parsed(restored_ids, spans)
+
+    def text_loss(self) -> str | None:
+        normalizer = self._library.normalizer
+        if normalizer is None:
+            return None
+        losses = losses_of(lambda text: str(normalizer.normalize_str(text)).replace("\u2581", " "))
+        return f"tokenizer.json changes texts by its normalizer: {'; '.join(losses)}" if losses else None
 
     # --- files --------------------------------------------------------------------------------------------------------
 

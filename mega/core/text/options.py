@@ -28,6 +28,12 @@ class TrainTokenizerOptions(VerbSection):
     model_type: Literal["unigram", "bpe", "char", "word"] | None = option(
         None, "algorithm of a SentencePiece model; unigram if none is given"
     )
+    normalization: Literal["identity", "nmt_nfkc", "nmt_nfkc_cf"] | None = option(
+        None,
+        "how a SentencePiece model changes texts. identity keeps every character, with bytes for unknown ones and "
+        "single digits, as in Llama 2; nmt_nfkc applies NFKC and collapses white space to single spaces, as in T5; "
+        "nmt_nfkc_cf also makes letters lower-case [identity; nmt_nfkc for --model-type word]",
+    )
     character_coverage: float | None = option(None, "share of the texts' characters that SentencePiece covers [1]")
     json_key: str = option("text", "key of the text in each line", megatron="--json-keys")
     text_lines: bool = option(False, "each line of a text file is a document")

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from mega.core.text import neighbours
 from mega.core.text.fast import Encode
 from mega.core.text.neighbours import AddedToken, prepend_scheme
+from mega.core.text.normalization import losses_of
 from mega.core.text.probe import check, sentencepiece
 from mega.core.text.sentencepiece_bpe import faster
-from mega.core.text.sentencepiece_json import described, losses, published
+from mega.core.text.sentencepiece_json import described, losses, published, rule_name
 from mega.core.text.special import Parsed, Span, aligned, sections
 from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten, library_errors
 from mega.core.untrusted import Json
@@ -60,6 +61,16 @@ def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
         return b""
     piece = str(model.id_to_piece(token))
     return bytes([int(piece[3:5], 16)]) if model.is_byte(token) else piece.replace("\u2581", " ").encode()
+
+
+def _text_loss(path: Path, model: SentencePieceProcessor) -> str | None:
+    """Describe what the model's normalization and missing pieces lose of a text."""
+    losses_found = losses_of(lambda text: str(model.normalize(text)).replace("\u2581", " "))
+    if model.unk_id() in model.encode("\n"):
+        losses_found.append("line breaks are unknown tokens")
+    rule = rule_name(model)
+    named = f"by its normalization {rule}: " if rule else ""
+    return f"{path.name} changes texts: {named}{'; '.join(losses_found)}" if losses_found else None
 
 
 class PlainSentencePiece(Tokenizer):
@@ -248,6 +259,9 @@ class PlainSentencePiece(Tokenizer):
             return None
         return f"no tokenizer.json gives the ids of this {described(self._model)} of SentencePiece"
 
+    def text_loss(self) -> str | None:
+        return _text_loss(self._path, self._model)
+
     def publishing_loss(self) -> str | None:
         return f"transformers {' and '.join(differences)}" if (differences := losses(self._model)) else None
 
@@ -330,6 +344,9 @@ class ExtendedSentencePiece(Tokenizer):
             tokens = list(run)
             parts.append(" ".join(self._names[t] for t in tokens) if special else self._model.decode(tokens))
         return " ".join(parts)
+
+    def text_loss(self) -> str | None:
+        return _text_loss(self._path, self._model)
 
     def unpublished(self) -> str | None:
         return f"transformers has none that adds tokens to a SentencePiece model as {self.kind} does"

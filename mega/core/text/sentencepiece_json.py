@@ -101,6 +101,13 @@ def described(model: SentencePieceProcessor) -> str:
     return f"{_KINDS.get(parsed.kind, 'unknown')} model{suffix}"
 
 
+def rule_name(model: SentencePieceProcessor) -> str:
+    """Return the name of the model's normalization rule, such as nmt_nfkc; empty for identity."""
+    fields = protobuf.fields(model.serialized_model_proto())
+    name: bytes = last(protobuf.fields(last(fields, 3, b"")), 1, b"")
+    return "" if name == b"identity" else name.decode(errors="replace")
+
+
 def losses(model: SentencePieceProcessor) -> list[str]:
     """List how Hugging Face's library differs from SentencePiece with the output of `published`. Hugging Face's library
     normalises a letter together with its accents, so separate accents may be lost, and it recognises names of bytes in

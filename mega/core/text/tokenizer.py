@@ -206,6 +206,11 @@ class Tokenizer(TextEncoder, Protocol):
         """Return a warning if the files may belong to a tokenizer of another kind, or None."""
         return None
 
+    def text_loss(self) -> str | None:
+        """Describe what the tokenizer's normalization changes in a text, which decoding does not restore; None if it
+        changes nothing. The kinds of BERT return None, because they never keep white space."""
+        return None
+
     def publishing_loss(self) -> str | None:
         """Describe how the ids that transformers computes with the exported files differ; None if all ids are equal."""
         return None

@@ -6,6 +6,7 @@ Words are counted first, so memory grows with the number of different words inst
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -16,11 +17,14 @@ from mega.core.files import whole_file
 from mega.core.text.gpt2 import END_OF_TEXT, byte_letters
 
 Model = Literal["unigram", "bpe", "char", "word"]
+Normalization = Literal["identity", "nmt_nfkc", "nmt_nfkc_cf"]
 
 _CONTROLS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _REPEATED = 10_000  # maximum number of repetitions of a word per text that is passed to the library
 _MOST_WORDS = 10_000_000
 _LONGEST_WORD = 1000  # number of characters; the library omits longer words
+_MOST_BLANKS = 16  # SentencePiece's maximum length of a piece
+_SPACED_WORD = re.compile(r"( *)([^ \x00-\x1f]+)| +")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[Path, Path]:
@@ -103,26 +107,34 @@ def _repeated(counts: Counter[str]) -> Iterator[str]:
 
 
 def train_sentencepiece(
-    texts: Iterable[str], vocab_size: int, directory: Path, *, model: Model = "unigram", coverage: float = 1.0
+    texts: Iterable[str],
+    vocab_size: int,
+    directory: Path,
+    *,
+    model: Model = "unigram",
+    coverage: float = 1.0,
+    normalization: Normalization | None = None,
 ) -> tuple[Path, Path]:
     """Write tokenizer.model and tokenizer.vocab into `directory` and return their paths.
 
     Ids 0, 1 and 2 are <unk>, <s> and </s>. coverage: fraction of the texts' characters that get a piece; other
-    characters are unknown. Errors: ValueError if the texts do not give `vocab_size` pieces.
+    characters are bytes, or unknown if `normalization` is not identity. normalization: identity keeps every character
+    of a text; None for identity, and for nmt_nfkc in a word model, which has no pieces for unknown words. Errors:
+    ValueError if the texts do not give `vocab_size` pieces.
     """
     import io
 
     import sentencepiece
 
-    if not 1 <= vocab_size < 2**31:
-        raise ValueError(f"--vocab-size {vocab_size}: must be 1 .. {2**31 - 1}")
-    if not 0.98 <= coverage <= 1:
-        raise ValueError(f"--character-coverage {coverage}: must be of 0.98 .. 1")
+    _check_sentencepiece(vocab_size, model, coverage, normalization)
+    rule = normalization or ("nmt_nfkc" if model == "word" else "identity")
+    keeps = rule == "identity"  # with Llama 2's settings, a decoded text equals the encoded text
+    counts = spaced_words(texts) if keeps else words(texts)
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             # Words are passed with counts, so that memory does not grow with the length of the corpus.
-            sentence_iterator=(f"{word}\t{count}" for word, count in sorted(words(texts).items())),
+            sentence_iterator=(f"{word}\t{count}" for word, count in sorted(counts.items())),
             input_format="tsv",
             model_writer=buffer,
             model_type=model,
@@ -130,18 +142,58 @@ def train_sentencepiece(
             character_coverage=coverage,
             input_sentence_size=0,
             minloglevel=2,
+            normalization_rule_name=rule,
+            remove_extra_whitespaces=not keeps,
+            allow_whitespace_only_pieces=keeps,
+            byte_fallback=keeps,
+            split_digits=keeps,
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).rpartition("] ")[2].strip() or "the texts hold too few words"
         raise ValueError(f"--vocab-size {vocab_size}: SentencePiece finds no such vocabulary ({reason})") from None
-    library = sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue())
+    return _save_sentencepiece(buffer.getvalue(), directory)
+
+
+def _check_sentencepiece(vocab_size: int, model: Model, coverage: float, normalization: Normalization | None) -> None:
+    if not 1 <= vocab_size < 2**31:
+        raise ValueError(f"--vocab-size {vocab_size}: must be 1 .. {2**31 - 1}")
+    if not 0.98 <= coverage <= 1:
+        raise ValueError(f"--character-coverage {coverage}: must be of 0.98 .. 1")
+    if normalization == "identity" and model == "word":
+        raise ValueError("--normalization identity: a word model loses unknown words; must be nmt_nfkc or nmt_nfkc_cf")
+
+
+def _save_sentencepiece(proto: bytes, directory: Path) -> tuple[Path, Path]:
+    import sentencepiece
+
+    library = sentencepiece.SentencePieceProcessor(model_proto=proto)
     pieces = (f"{library.id_to_piece(i)}\t{library.get_score(i):g}\n" for i in range(library.vocab_size()))
     directory.mkdir(parents=True, exist_ok=True)
     paths = directory / "tokenizer.model", directory / "tokenizer.vocab"
-    for path, data in zip(paths, (buffer.getvalue(), "".join(pieces).encode()), strict=True):
+    for path, data in zip(paths, (proto, "".join(pieces).encode()), strict=True):
         with whole_file(path) as file:
             file.write(data)
     return paths
+
+
+def spaced_words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
+    """Count the words together with the spaces before them, except for one space, which SentencePiece adds.
+
+    Control characters, such as a line break, separate words and are not counted: they are encoded as bytes.
+
+    >>> spaced_words(["if a:\\n    if  b:"])
+    Counter({'if': 1, 'a:': 1, '   if': 1, ' b:': 1})
+    """
+
+    def units(text: str) -> Iterator[str]:
+        for match in _SPACED_WORD.finditer(text):
+            blanks = len(match[1]) if match[2] else len(match[0])
+            first, *rest = _cut([match[2]]) if match[2] else [""]
+            if unit := " " * (min(blanks, _MOST_BLANKS) - 1) + first:
+                yield unit
+            yield from rest
+
+    return _counted(map(units, texts), most)
 
 
 def words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
@@ -153,10 +205,14 @@ def words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
     >>> words(["a b", "b"])
     Counter({'b': 2, 'a': 1})
     """
+    return _counted((_cut(text.replace("\0", " ").split()) for text in texts), most)
+
+
+def _counted(texts: Iterable[Iterable[str]], most: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     rare = 1
-    for text in texts:
-        counts.update(_cut(text.replace("\0", " ").split()))
+    for units in texts:
+        counts.update(units)
         while len(counts) > most:
             counts = Counter({word: count for word, count in counts.items() if count > rare})
             rare += 1

@@ -206,11 +206,12 @@ def preprocess(
 def _warnings(
     tokenizer: Tokenizer, options: Mapping[str, Any], eod: int | None, sentences: Sentences | None
 ) -> list[str]:
-    """Return warnings about documents without an end-of-document token, and about a doubtful choice of tokenizer."""
+    """Return warnings about documents without an end-of-document token, about a doubtful choice of tokenizer, and about
+    text that the tokenizer loses."""
     warnings = [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
     if (size := options.get("vocab_size")) is not None and tokenizer.kind != "NullTokenizer":
         warnings.append(f"--vocab-size {size}: changes nothing, {tokenizer.kind} has {tokenizer.vocab_size} tokens")
-    return warnings if (doubt := tokenizer.doubt()) is None else [*warnings, doubt]
+    return [*warnings, *(note for note in (tokenizer.doubt(), tokenizer.text_loss()) if note is not None)]
 
 
 def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWriter]) -> None:
