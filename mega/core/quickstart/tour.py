@@ -12,6 +12,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mega.core.files import whole_file
+from mega.core.processes.signals import handled_signals
 from mega.core.quickstart.corpus import make_corpus, read_corpus
 
 GPT2 = "--tokenizer GPT2BPETokenizer --vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt"
@@ -60,6 +62,10 @@ TOUR = (
 MORE = "generate --load {out}/one-rank --prompt 'import ' --temperature 0.8 --top-k 50"
 
 
+_WAIT_SECONDS = 0.2
+"""Time after which a signal is passed on to a command that has not ended."""
+
+
 def tour(out: Path | None, steps: int) -> int:
     """Run every step in the directory `out` (default: a new directory in runs/), with `steps` training steps. Return
     the exit code.
@@ -75,13 +81,42 @@ def tour(out: Path | None, steps: int) -> int:
     for number, (title, line) in enumerate(TOUR, 1):
         words = arguments(line, out, steps)
         print(f"\n[{number}/{len(TOUR)}] {title}\n$ {format_command(['mega', *words])}", flush=True)
-        code = subprocess.run([sys.executable, "-m", "mega", *words], check=False).returncode
+        code, stopped = _run([sys.executable, "-m", "mega", *words])
+        if stopped:
+            print(f"mega: {stopped.name} received in step {number} of {len(TOUR)}; the tour ends", file=sys.stderr)
+            return code or 128 + stopped
         if code:
             print(f"mega: step {number} of {len(TOUR)} failed with exit code {code}", file=sys.stderr)
             return code
     print(f"\nDone in {time.monotonic() - began:.0f} s; everything is in {out}. Ask the model for more:")
     print(closing(out))
     return 0
+
+
+def _run(command: Sequence[str]) -> tuple[int, signal.Signals | None]:
+    """Run a command to its end. Return the exit code and the first signal that arrived, or None.
+
+    Signals are passed on, so that a training run can save before it ends; `subprocess.run` would kill the run. The
+    terminal signals the command as well, which treats both signals as one request.
+    """
+    arrived = list[signal.Signals]()
+    before = {
+        number: signal.signal(number, lambda got, _: arrived.append(signal.Signals(got)))
+        for number in handled_signals()
+    }
+    passed_on = 0
+    try:
+        with subprocess.Popen(command) as child:
+            while True:
+                try:
+                    return child.wait(timeout=_WAIT_SECONDS), next(iter(arrived), None)
+                except subprocess.TimeoutExpired:
+                    for number in arrived[passed_on:]:
+                        child.send_signal(number)
+                    passed_on = len(arrived)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def closing(out: Path) -> str:
