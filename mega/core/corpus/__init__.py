@@ -1,14 +1,14 @@
-"""Builds a corpus from raw web text: steps drop, repair and cut documents, and count the reasons.
+"""Builds a corpus from raw web text, in steps that drop, repair or cut documents and count the reasons.
 
 A step (`documents.CorpusStep`) is a function of documents. `run.process` applies a step to files, part by part, in any
 number of processes. The output bytes do not depend on the number of processes, and an interrupted run can be resumed.
 This package does not depend on token files or torch.
 
 documents, parts, part_files   a document and the result of a step for it; an input cut into parts; the output of a part
-run, folder, ledger            a step over files, its output folder, and the counts of kept and dropped documents
+run, folder, ledger            apply a step to files, its output folder, and the counts of kept and dropped documents
 repeats                        find keys that occurred before, in bounded memory
-recipe, options, merge, shuffle   steps from a TOML file, their option sections, files joined and mixed
-clean, quality, language, personal, select, annotate, scorers, urls   steps that look at one document
+recipe, options, merge, shuffle   steps listed in a TOML file, the options of all steps, merging, shuffling
+clean, quality, language, personal, select, annotate, scorers, urls   steps that process each document separately
 exact, near_duplicates (minhash, buckets, grouping)   exact and near duplicates
 decontaminate, contamination   remove benchmark questions
 wikipedia, wikitext            articles of a Wikipedia dump as documents

@@ -1,4 +1,5 @@
-"""Groups near duplicates from the band keys of all documents. All data is on disk except one number per document.
+"""Groups near duplicates, given the band keys of all documents. Only one number per document is held in memory; all
+other data is on disk.
 
     1 pairs_of_bands     band keys are distributed over files by value and sorted; documents with equal keys form a
                          bucket; the pairs of all buckets are then distributed and sorted, and repeated pairs removed
@@ -24,14 +25,13 @@ Numbers = NDArray[np.uint64]
 _ROWS_TOGETHER = 1 << 21
 _MOST_FILES = 512
 _MOST_PAIRWISE = 64
-"""Number of documents of a bucket that are all compared with each other. Any further document is compared only with the
-first document of the bucket and with the preceding document. The number of comparisons is therefore not quadratic for
-large buckets."""
+"""Maximum number of documents in a bucket that are compared pairwise. Each further document is compared only with the
+first and the preceding document of the bucket, so the number of comparisons is not quadratic for large buckets."""
 
 
 class Distributed:
-    """A table with two numbers per row. Each row has an owner number that determines the file in which it is stored.
-    Each file is sorted when it is read."""
+    """A table with two numbers per row. An owner number per row determines the file that stores the row. A file is
+    sorted when it is read."""
 
     def __init__(self, folder: Path, name: str, expected: int) -> None:
         count = min(max(1, -(-expected // _ROWS_TOGETHER)), _MOST_FILES)
@@ -132,8 +132,8 @@ class ShingleFile:
         return np.frombuffer(os.pread(self._file, 8 * (end - begin), 8 * begin), np.uint64)
 
     def keep(self, number: int) -> Numbers:
-        """Return the shingles of a document, as `of` does, and cache them, because the next pairs contain the same
-        document."""
+        """Return the shingles of a document, as `of` does, and cache them, because the following pairs often contain
+        the same document."""
         shingles = self.of(number)
         self._last = (number, shingles)
         return shingles

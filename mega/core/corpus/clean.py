@@ -92,7 +92,7 @@ class Clean:
     language_by: LanguageLibrary = "py3langid"
     """Library that detects the language."""
     language_model: str = ""
-    """File of a fastText model."""
+    """Path of a fastText model."""
     min_tokens: int = 128
     """Minimum number of tokens in a document, including the end-of-document token."""
     tokenizer: tuple[tuple[str, Any], ...] = ()

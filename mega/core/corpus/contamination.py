@@ -93,7 +93,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def _texts_under(value: object, keys: tuple[str, ...]) -> Iterator[str]:
-    """Yield all texts under any of the keys, at any depth."""
+    """Yield all strings stored under any of the keys, at any nesting depth."""
     if isinstance(value, list):
         for inside in value:
             yield from _texts_under(inside, keys)
@@ -159,9 +159,8 @@ class Finder:
         return [ngram for ngram, word_count in self.ngrams.items() if word_count == size]
 
     def may_have(self, text: str) -> bool:
-        """Test quickly whether a text may contain an n-gram. False is always correct; True is wrong for only a few
-        texts."""
-        is_ascii = text.isascii()  # for ASCII text, `words_of_text` gives the same words and is faster
+        """Test quickly whether a text may contain an n-gram. There are no false negatives and few false positives."""
+        is_ascii = text.isascii()  # for ASCII text, `words_of_text` returns the same words and is faster
         words = words_of_text(text) if is_ascii else words_of(text, as_megatron=self.as_megatron).words
         codes = word_codes(words)
         hashes_of_size: dict[int, NDArray[np.uint64]] = self._hashes  # type: ignore[attr-defined]

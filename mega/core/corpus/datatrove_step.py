@@ -1,4 +1,5 @@
-"""Runs any `mega corpus` step that processes one document at a time as a step of a datatrove pipeline, on a cluster.
+"""Wraps a `mega corpus` step that processes one document at a time as a step of a datatrove pipeline, for use on a
+cluster.
 
     from datatrove.executor import SlurmPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -9,7 +10,8 @@
     steps = [JsonlReader("raw"), CorpusFilter(Clean(language="de")), JsonlWriter("clean")]
     SlurmPipelineExecutor(steps, tasks=64, time="10:00:00", partition="cpu").run()
 
-This module needs datatrove (`pip install '.[datatrove]'` in a clone), so no other module imports it.
+This module needs datatrove (`pip install '.[datatrove]'` in a clone), which is optional, so no other module imports
+this module.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from mega.core.data.sources import parsed
 class CorpusFilter(PipelineStep):  # type: ignore[misc]
     """Applies a step to datatrove's documents. Reasons and counts are added to datatrove's statistics.
 
-    The metadata of a document is passed to the step as further keys of the JSON line. If a step cuts a document into
+    The metadata of a document is passed to the step as additional keys of the JSON line. If a step cuts a document into
     pieces, each piece becomes a separate document.
     """
 

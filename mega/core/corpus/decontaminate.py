@@ -45,7 +45,7 @@ class Decontaminate:
     tasks: tuple[tuple[str, str], ...] = ()
     """Names and files of the benchmarks."""
     shortest: int = 8
-    """Minimum number of words in a question that is searched for."""
+    """Minimum number of words in a question. Shorter questions are ignored."""
     longest: int = 13
     """Maximum number of words in an n-gram; a longer question has several n-grams."""
     common: int = 10
@@ -59,7 +59,7 @@ class Decontaminate:
     save: str = ""
     """File to which the n-grams and their counts are written; "" writes no file."""
     load: str = ""
-    """File of n-grams and counts to use in place of tasks."""
+    """File of n-grams and counts to use instead of the n-grams of `tasks`; "" for none."""
     as_megatron: bool = False
     """Whether every document gets a split_id and offsets refer to the lower-cased text, as in Megatron-LM."""
 
@@ -75,7 +75,7 @@ class Decontaminate:
         return {ngram: ngram.count(" ") + 1 for ngram in counts}
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Return the survey, which counts documents, and also n-grams unless a file with counts was loaded."""
+        """Return the survey, which counts documents and, unless a file with counts was loaded, n-grams."""
         finder = Finder(self.ngrams(), self.longest, self.as_megatron)
         numbers = {ngram: number for number, ngram in enumerate(finder.ngrams)}
 

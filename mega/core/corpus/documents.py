@@ -173,7 +173,7 @@ class CorpusStep(Protocol):
 
     def load(self) -> Work:
         """Load libraries and files, and return the function that processes documents. This method is called once per
-        process, and first in the parent.
+        process, in the parent process first.
 
         Errors: ValueError naming flag, value and rule.
         """
@@ -206,7 +206,7 @@ class SurveyStep(Protocol):
 
     def survey(self, stage: int, folder: Path) -> Survey:
         """Load libraries, and return the function that surveys a part. For stage 0, this method is also called once
-        before the folder exists.
+        before the output folder is created.
 
         Errors: ValueError naming flag, value and rule.
         """
@@ -238,8 +238,8 @@ def keep_document(document: CorpusDocument, **counts: int) -> Result:
 
 
 def drop_document(reason: str, **counts: int) -> Result:
-    """Return a result that drops the document. reason: a few words, equal for all documents that the same rule
-    drops."""
+    """Return a result that drops the document. reason: a short text that is the same for all documents dropped by one
+    rule."""
     return Result((), reason, counts)
 
 

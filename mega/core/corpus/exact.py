@@ -23,7 +23,7 @@ class ExactDuplicates:
     stages: ClassVar[int] = 1
     key: str = "text"  # Key of the text
     paragraphs: bool = False  # Whether to cut out repeated lines instead of dropping repeated documents
-    least: int = 60  # Minimum number of characters in a line to compare, and in a document to keep after cutting
+    least: int = 60  # Minimum length in characters of a line to compare, and of a document to keep after cutting
 
     def survey(self, stage: int, folder: Path) -> Survey:
         """Return the survey, which computes a key for every document or line."""

@@ -1,4 +1,5 @@
-"""Manages the output folder of a step: its files, its lock, the record of the work, and files left by an earlier call.
+"""Manages the output folder of a step: its files, its lock, the record of the work, and files left by an interrupted
+call.
 
     OUT/00000-000000.jsonl ...    kept documents of each part; no file if no document is kept
     OUT/.00000-000000.json ...    counts of a finished part; removed when all parts are done
@@ -45,7 +46,7 @@ class RunOptions:
     """Options for running any step. Only `packing`, `on_error` and `part_bytes` affect the bytes that are written."""
 
     output: Path
-    """A folder, or a file if its name ends in .jsonl, .json, .txt, .gz or .zst."""
+    """Path of the output: a folder, or a file if its name ends in .jsonl, .json, .txt, .gz or .zst."""
     against: tuple[str, ...] = ()
     """Files, folders and globs of documents that precede the input and are not written."""
     dropped: Path | None = None
@@ -138,7 +139,7 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
 
     accepted: identity of this work, followed by identities of other work that may be resumed.
 
-    Temporary files are the half-written files of killed processes. Errors: ValueError if the folder contains files of
+    Temporary files are files that killed processes left incomplete. Errors: ValueError if the folder contains files of
     other work.
     """
     folder = options.folder
@@ -233,7 +234,8 @@ def _dropped_parts(options: RunOptions) -> list[Path]:
 
 
 def remove_work(options: RunOptions, paths: Sequence[Path]) -> None:
-    """Remove the files that are needed only to resume: counts of parts, the identity, and half-written files."""
+    """Remove the files that are needed only to resume: counts of parts, the identity of the work, and incomplete
+    files."""
     folder = options.folder
     output_files = [path for path in folder.iterdir() if _is_step_file(path)] + _dropped_parts(options)
     for path in [*paths, folder / _WORK, *(path for path in output_files if path.name.endswith(".tmp"))]:

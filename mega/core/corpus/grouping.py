@@ -1,4 +1,4 @@
-"""Groups near duplicates from a file of pairs, and removes all documents of a group except the first.
+"""Groups near duplicates that are listed in a file of pairs, and removes all documents of a group except the first.
 
     pairs    {id: [{other id: overlap}, ...]}      one object per line, from find_duplicates.py or --pairs
     groups   {"0": [id, id, ...]}                  one object per line, from group_duplicate_url.py or --groups

@@ -1,9 +1,9 @@
 """Detects the language of a text as an ISO 639-1 code, or "" if the language is unclear.
 
-`py3langid` detects 139 languages, and its model is part of the wheel. Only 1,000 characters of a text are passed to
-`py3langid`, half of them from the middle, because more characters rarely change the result and take proportionally more
-time. `langdetect`, which Megatron-LM's scripts use, is about fifty times slower and uses random numbers (with a fixed
-seed here); up to 10,000 characters are passed to it. For `fasttext`, the user must provide a model file.
+`py3langid` detects 139 languages, and its model is included in the package. Only 1,000 characters of a text are passed
+to `py3langid`, half of them from the middle, because more characters rarely change the result and take proportionally
+more time. `langdetect`, which Megatron-LM's scripts use, is about fifty times slower and uses random numbers (with a
+fixed seed here); up to 10,000 characters are passed to it. For `fasttext`, the user must provide a model file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sample_of(text: str) -> str:
 
 
 Detector = tuple[Callable[[str], str], Collection[str]]
-"""(function that detects the language of a text, all languages that the function can return)."""
+"""Pair of a function that detects the language of a text, and all languages that the function can return."""
 
 
 def detector(library: LanguageLibrary, model: str = "", *, language: str = "en") -> Callable[[str], str]:

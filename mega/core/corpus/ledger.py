@@ -1,5 +1,5 @@
-"""Counts the documents of a step: dropped documents by reason, samples of dropped documents, and measures of written
-documents.
+"""Counts the documents of a step: the number dropped for each reason, samples of dropped documents, and measured
+values of written documents.
 
     documents = kept + sum of dropped; written >= kept if a step cuts documents
 

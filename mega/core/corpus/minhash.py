@@ -100,7 +100,7 @@ class WordShingles:
         return mixed(h), np.concatenate([[0], np.cumsum(counts)])
 
     def signatures(self, texts: Sequence[str]) -> Signatures:
-        """Compute signatures [texts, permutations]. If a text has no shingles, all entries are the largest number."""
+        """Compute signatures [texts, permutations]. All entries for a text without shingles are the largest uint32."""
         from rensa import RMinHash
 
         words = [words_of_text(text) for text in texts]

@@ -2,13 +2,13 @@
 
     survey 0     compute signatures, and a key for each band of a signature
     conclude 0   two documents with an equal key are a candidate pair
-    survey 1     write the shingles of the documents in candidate pairs
+    survey 1     write the shingles of all documents in candidate pairs
     conclude 1   group the documents of pairs whose exact overlap is `threshold` or more; mark all but the first of each
                  group
 
-A dropped document therefore overlaps by the threshold or more with another document of its group. A pair is missed if
-its documents have no equal band. With the default settings, 0.2 % of the pairs with a Jaccard similarity of 0.8 are
-missed. Documents of `against` precede all other documents and are not written. Source: Megatron-LM 23.06,
+The overlap of a dropped document with some other document of its group is therefore at least the threshold. A pair is
+missed if its documents have no equal band. With the default settings, 0.2 % of the pairs with a Jaccard similarity of
+0.8 are missed. Documents of `against` precede all other documents and are not written. Source: Megatron-LM 23.06,
 tools/openwebtext/find_duplicates.py, group_duplicate_url.py.
 """
 
@@ -109,8 +109,8 @@ class NearDuplicates:
         }
 
     def _id(self, document: CorpusDocument) -> str:
-        """Return the id of a document in the files `groups` and `pairs`. If the document has no id, its location is
-        used, which is slow to determine."""
+        """Return the id of a document in the files `groups` and `pairs`. If the document has no id, return its
+        location, which is slow to determine."""
         document_id = document.fields.get(self.id_key)
         return document.where if document_id is None else str(document_id)
 

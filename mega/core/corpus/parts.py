@@ -141,8 +141,8 @@ def is_dump(path: Path) -> bool:
 
 
 def _pages(read: Iterator[LineBlock]) -> Iterator[LineBlock]:
-    """Yield blocks of whole pages of a Wikipedia dump, one page per line. Line ends within a page become character
-    references."""
+    """Yield blocks of whole pages of a Wikipedia dump, one page per line. Line ends within a page are replaced with
+    character references."""
     rest = b""
     for block in read:
         rest += block.lines()

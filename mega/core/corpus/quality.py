@@ -98,7 +98,7 @@ def gopher_repetition(text: Measured) -> Rules:
 
 
 def repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """Return (number of parts that occurred earlier in the sequence, total number of characters of these parts).
+    """Return (number of elements that occurred earlier in the sequence, total number of characters of these elements).
 
     >>> repeated(["a", "bc", "a", "bc", "bc"])
     (3, 5)

@@ -248,7 +248,7 @@ class _SurveyJob:
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """Wraps the final pass of a survey step as a `CorpusStep`."""
+    """Presents the final pass of a survey step as a `CorpusStep`."""
 
     step: SurveyStep
     folder: Path
@@ -273,8 +273,7 @@ def _run_surveys(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -
     """Run all surveys. A stage begins only when the previous stage has been concluded, which requires the notes of all
     shards.
 
-    Returns None if all surveys are done; otherwise other shards are still running, and the counts of this shard are
-    returned.
+    Returns None if all surveys are done, or the counts of this shard if other shards are still running.
     """
     for stage in range(step.stages):
         counts = StepCounts()

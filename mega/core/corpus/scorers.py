@@ -1,9 +1,9 @@
 """Scores texts for attributes such as toxicity, from 0 to 1, with a server, a classifier, a word list, or a file of
 scores.
 
-    https://HOST/...   a server with the protocol of Perspective's comments:analyze; an environment variable has the key
+    https://HOST/...   a server with the protocol of Perspective's comments:analyze; the key comes from the environment
     model:DIR          a Hugging Face sequence classifier; its labels are the attributes
-    words:FILE         the fraction of a text's words that are in the file, times ten, at most 1; for tests and recipes
+    words:FILE         ten times the fraction of a text's words that are in the file, at most 1; for tests and recipes
     scores:FILE        JSON lines with "text" and "score", such as an earlier annotation
 
 A scorer must be created in the process that uses it. Scores are returned in the order of the texts.

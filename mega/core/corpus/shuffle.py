@@ -3,7 +3,7 @@
     1 each document gets a random key and is written to the file of its key range
     2 each file is sorted by key, and becomes a part of the output
 
-The input is read only once, and memory contains only one file at a time.
+The input is read only once, and only one file is held in memory at a time.
 """
 
 from __future__ import annotations

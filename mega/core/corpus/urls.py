@@ -1,8 +1,9 @@
 """Applies OpenWebText's five tests, in their original order, to select URLs that are worth downloading. The reason for
-each dropped URL is recorded.
+dropping a URL is recorded.
 
-A URL is dropped for its domain (the registered label, without suffix and subdomain), for its extension, as too short,
-as malformed, or as a duplicate of a kept URL. Source: Megatron-LM 23.06, tools/openwebtext/blacklist_urls.py.
+A URL is dropped if its domain (the registered label, without suffix and subdomain) or its extension is blocked, or if
+it is too short, malformed, or a duplicate of a kept URL. Source: Megatron-LM 23.06,
+tools/openwebtext/blacklist_urls.py.
 """
 
 from __future__ import annotations

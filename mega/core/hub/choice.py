@@ -32,7 +32,7 @@ SPLITS = {
 def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
     """Return the files to fetch. files: all files of the repository.
 
-    Errors: ValueError if no file is suitable. The message is worded to follow the repository's name.
+    Errors: ValueError if no file is suitable. The message continues a sentence that begins with the repository's name.
     """
     if kind == "dataset":
         return _rows(files, name.part)
@@ -61,7 +61,7 @@ def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
 
 
 def _rows(files: Collection[str], part: str | None) -> list[str]:
-    """Return the files with a data set's rows. part: a split or a pattern of file names; default: the training
+    """Return the files that contain a data set's rows. part: a split or a pattern of file names; default: the training
     split."""
     row_files = [file for file in sorted(files) if _holds_rows(file)]
     if not row_files:
@@ -97,7 +97,7 @@ def _holds_rows(file: str) -> bool:
 
 
 def _of_split(file: str, words: Collection[str]) -> bool:
-    """Whether a path contains one of the words, delimited by punctuation or by the path's ends. This is the Hub's rule.
+    """Whether a path contains one of the words, delimited by punctuation or by the path's ends, as in the Hub's rule.
 
     >>> _of_split("data/train-00000-of-00001.parquet", ("train",)), _of_split("constraint.jsonl", ("train",))
     (True, False)

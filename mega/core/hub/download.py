@@ -1,6 +1,6 @@
 """Fetch a repository's files into the cache that the Hub's tools use, so that no file is fetched twice.
 
-    1 list      list the revision's files and sizes; list cached files if the Hub is unreachable or HF_HUB_OFFLINE=1
+    1 list      list the revision's files and sizes, or the cached files if the Hub is unreachable or HF_HUB_OFFLINE=1
     2 check     report how many bytes are missing, and check that they fit on the disk
     3 fetch     fetch large files into partial files, resuming an interrupted fetch; check the hash, then rename
     4 place     huggingface_hub fetches the small files and links all files of the revision into one folder
@@ -41,17 +41,16 @@ TRIES, PAUSE = 8, 1.0
 
 
 class Fetched(NamedTuple):
-    """The cached files for a name. folder: the revision's folder, which may also contain files that were not
-    requested."""
+    """The cached files for a name on the Hub. folder: the revision's folder, which may also contain other files."""
 
     folder: Path
     files: list[Path]
 
 
 def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: None) -> Fetched:
-    """Fetch the files for a name. flag: the option whose value is `name`, for errors.
+    """Fetch the files for a name. flag: the option whose value is `name`, for error messages.
 
-    report: receives messages for the user. Errors: ValueError and OSError, as for `explained`.
+    report: receives messages for the user. Errors: ValueError and OSError, as in `explained`.
     """
     try:
         from huggingface_hub import constants, snapshot_download
@@ -61,7 +60,7 @@ def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: 
         raise ValueError(f"{flag} {name}: {message}: {needs_library()}") from None
     if not sys.stderr.isatty():
         disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # this module reports the same events
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # `report` replaces huggingface_hub's log
     with explained(flag, name):
         files, commit = _listed(flag, name, kind, report)
         missing = [file for file in files if not _is_cached(name, kind, file.path, commit)]
@@ -157,7 +156,7 @@ def _check_room(flag: str, name: HubName, kind: Kind, missing: Sequence[RepoFile
 
 
 def _on_disk(name: HubName, kind: Kind, file: RepoFile) -> int:
-    """Number of bytes of a large file that an earlier call, or another process, has already fetched."""
+    """Number of bytes of a large file that an earlier call or another process has already fetched."""
     paths = () if file.lfs is None else _in_cache(name, kind, file.lfs.sha256)
     return next((path.stat().st_size for path in paths if path.exists()), 0)
 
@@ -207,7 +206,7 @@ def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Repor
 
 @contextlib.contextmanager
 def _alone(part: Path) -> Iterator[BufferedRandom]:
-    """Open a partial file with an exclusive lock, for which other processes wait."""
+    """Open a partial file with an exclusive lock, waiting for other processes to release it."""
     while True:
         with part.open("ab+") as stream:
             while not locked_alone(stream.fileno()):
@@ -226,7 +225,7 @@ def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> N
     tries = 0
     while True:
         start = stream.seek(0, os.SEEK_END)
-        # A partial file that is longer than the complete file has wrong content.
+        # A partial file that is longer than the complete file is corrupt.
         if start > file.size:
             stream.truncate(0)
             start = 0

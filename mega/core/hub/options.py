@@ -13,7 +13,7 @@ from mega.core.config.option import VerbSection, option
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions(VerbSection):
-    """Which files of a repository are fetched, and where they are stored."""
+    """Options for which files of a repository to fetch, and where to store them."""
 
     title: ClassVar[str] = "Download"
 
@@ -25,7 +25,7 @@ class DownloadOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(VerbSection):
-    """The repository to which a model is uploaded."""
+    """Options for the repository to which a model is uploaded."""
 
     title: ClassVar[str] = "Push"
 

@@ -79,8 +79,8 @@ def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *,
 
 
 def check_push(name: HubName) -> None:
-    """Check that an upload is possible, for use before the files are prepared. Errors: ValueError with the reason if it
-    is not possible."""
+    """Check that an upload is possible, before its files are prepared. Errors: ValueError with the reason if it is
+    not."""
     try:
         from huggingface_hub import constants, get_token
     except ImportError:
@@ -92,8 +92,8 @@ def check_push(name: HubName) -> None:
 
 
 def check_temporary_room(directory: Path, size: int) -> None:
-    """Check that $TMPDIR has enough free space for `directory` in Hugging Face's format. size: required bytes. Errors:
-    ValueError."""
+    """Check that $TMPDIR has enough free space for `directory` in Hugging Face's format. size: number of bytes
+    required. Errors: ValueError."""
     temporary = Path(tempfile.gettempdir())
     free = shutil.disk_usage(temporary).free
     if size + SPARE > free:

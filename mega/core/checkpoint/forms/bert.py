@@ -35,7 +35,7 @@ class BertType:
     heads: Mapping[str, str]
     """The project's module of a head -> transformers' module."""
     repeated: Mapping[str, str]
-    """The project's tensor -> name under which a folder may store a second copy."""
+    """The project's tensor -> name of an optional second copy of the tensor in the folder."""
     offset: bool = False
     """Whether position 0 uses the embedding row pad_token_id + 1, as in RoBERTa."""
 
@@ -113,7 +113,7 @@ TYPES: Mapping[str, BertType] = {
 
 def bert_name(name: str, kind: str, prefix: str | None = None, *, pools: bool = True) -> str:
     """Return Hugging Face's name for a logical tensor. kind: a `model_type`. pools: whether the pooler belongs to the
-    model, not to the classifier.
+    base model rather than to the classification head.
 
     >>> bert_name("model.layers.3.post_attention_layernorm.bias", "bert"), bert_name("lm_head.bias", "megatron-bert")
     ('bert.encoder.layer.3.attention.output.LayerNorm.bias', 'cls.predictions.bias')
@@ -189,7 +189,7 @@ class _Heads(TypedDict, total=False):
 
 
 def _heads(config: Mapping[str, Json], where: str, names: Collection[str]) -> _Heads:
-    """Return the options for a model's heads, derived from the tensor names, or from `architectures` if the names are
+    """Derive the options for a model's heads from the tensor names, or from `architectures` if the names are
     unknown."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if architectures and isinstance(architectures, list) else "BertModel"
@@ -234,8 +234,8 @@ def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
 
 
 HEAD_OPTIONS = ("head", "head_activation", "binary_head", "classes")
-"""Options that may change in an export, because config.json does not contain them. They are derived from the folder's
-tensors when it is read, or reported as lost (`losses`)."""
+"""Options that may change in an export, because config.json does not contain them. They are derived from the tensors
+when a folder is read, or reported as lost (`losses`)."""
 
 
 def _config(model: Architecture, dtype: str) -> dict[str, Json]:
@@ -273,7 +273,7 @@ def _class(output: Output) -> str:
 
 
 def _labels(rows: Rows | None) -> dict[str, Json]:
-    """Return the keys of config.json for the number of classes; {} if it is 2, transformers' default."""
+    """Return the keys of config.json for the number of classes; {} for two classes, transformers' default."""
     if rows is None or rows.choices > 1 or rows.classes == 2:
         return {}
     labels = {str(number): f"LABEL_{number}" for number in range(rows.classes)}
@@ -293,7 +293,8 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def table(options: ModelConfig, names: Collection[str] = ()) -> Table:
-    """Return the table that makes `weights/<name>` for every logical tensor. names: names of the folder's tensors."""
+    """Return the table that produces `weights/<name>` for every logical tensor. names: names of the folder's
+    tensors."""
     model = architecture(options)
     headed = model.output.words is not None or model.output.rows is not None
     kind = _kind(model)

@@ -61,8 +61,8 @@ def dequantised(source: Source, quantization: object, where: str) -> Source:
 
 
 class Dequantised:
-    """A source that multiplies fp8 matrices, and stacks of matrices, by the scales of their blocks. The product is
-    computed in fp32 and rounded once, to the dtype of most elements of the other matrices."""
+    """A source that dequantises fp8 matrices and stacks of matrices. Each block is multiplied by its scale in fp32, and
+    the product is rounded once, to the most common dtype of the other matrices."""
 
     def __init__(self, source: Source, block: tuple[int, int]) -> None:
         self._source, self._block = source, block
@@ -103,8 +103,8 @@ class Dequantised:
         return (narrow.float() * scale).to(self._dtype)
 
     def bound(self, name: str, box: Box) -> torch.Tensor:
-        """Return, in fp32, the largest error that quantisation and rounding to the dtype of `read` may have made in
-        each element; 0 for tensors that are not in fp8."""
+        """Return, for each element, an fp32 upper bound on the error due to quantisation and to rounding in `read`; 0
+        for tensors that are not in fp8."""
         if self._source.tensors[name][1] != FORWARD:
             return torch.zeros(box.size)
         narrow, scale = self._parts(name, box)
@@ -113,7 +113,7 @@ class Dequantised:
 
     def _parts(self, name: str, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the fp8 elements of the rectangle `box`, and the scale of each element. Errors: CheckpointError if a
-        scale cannot be that of a block: NaN, infinite, negative, or 0 for elements that are not 0."""
+        scale is invalid: NaN, infinite, negative, or 0 for nonzero elements."""
         narrow, scale = self._source.read(name, box), self._scale(name, box)
         if not (torch.isfinite(scale) & (scale >= 0)).all() or ((scale == 0) & (narrow.float() != 0)).any():
             raise CheckpointError(f"{name + SCALE}: holds a scale that is NaN, infinite, or not above 0")
@@ -134,14 +134,15 @@ class Dequantised:
 
 
 class Bounds:
-    """A source with the tensors of `Dequantised` that returns `bound` instead of the values."""
+    """A source that returns the error bounds of the tensors of `Dequantised` instead of their values."""
 
     def __init__(self, source: Dequantised) -> None:
         self.tensors, self.read = source.tensors, source.bound
 
 
 def _dtype_of_others(tensors: Tensors) -> torch.dtype:
-    """Return the dtype of most elements of the matrices that are not in fp8, such as the embedding table."""
+    """Return the most common dtype of the matrices that are not in fp8, such as the embedding table, weighted by
+    size."""
     elements = Counter[torch.dtype]()
     for name, (shape, dtype) in tensors.items():
         if len(shape) > 1 and dtype.is_floating_point and dtype != FORWARD and not name.endswith(SCALE):
@@ -183,7 +184,7 @@ class Quantised:
         return quantise(self._source.read(name, outer), WEIGHT_BLOCK)[0][box.inside(outer)]
 
     def _scales(self, name: str, box: Box) -> torch.Tensor:
-        """Return a rectangle of the scales. The weight is read by rows of blocks, so that memory stays small."""
+        """Return a rectangle of the scales. The weight is read one row of blocks at a time, to limit memory use."""
         (height, width), (first, left) = WEIGHT_BLOCK, box.start
         limits, parts = self._source.tensors[name][0], []
         columns = (left * width, min((left + box.size[1]) * width, limits[1]) - left * width)
@@ -195,8 +196,8 @@ class Quantised:
 
 
 def quantization_config(unquantised: Collection[str]) -> dict[str, Json]:
-    """Return the `quantization_config` of config.json for `Quantised`, as transformers' FineGrainedFP8Config.
-    unquantised: names of the linear layers that are not in fp8."""
+    """Return the `quantization_config` of config.json for `Quantised`, in the format of transformers'
+    FineGrainedFP8Config. unquantised: names of the linear layers that are not in fp8."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -207,7 +208,7 @@ def quantization_config(unquantised: Collection[str]) -> dict[str, Json]:
 
 
 def undivided(tensors: Tensors, names: Collection[str]) -> str | None:
-    """Return the name of a matrix whose sizes are not multiples of a block's; None if all are."""
+    """Return the name of a matrix whose sizes are not multiples of the block size; None if there is no such matrix."""
     return next(
         (name for name in names if any(size % each for size, each in zip(tensors[name][0], WEIGHT_BLOCK, strict=True))),
         None,

@@ -1,8 +1,8 @@
 """Write chat settings to the files of a Hugging Face folder: the chat template, and all tokens that end a turn.
 
-transformers reads the template from chat_template.jinja; older programs read it from tokenizer_config.json. `generate`
-stops at `eos_token_id` of generation_config.json; other programs stop at `eos_token_id` of config.json. This module
-does not depend on the content of templates or on weights.
+transformers reads the template from chat_template.jinja; older programs read the template from tokenizer_config.json.
+`generate` stops at `eos_token_id` of generation_config.json; other programs stop at `eos_token_id` of config.json. This
+module does not depend on the content of templates or on weights.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json
 def written_files(
     checkpoint: StoredWeights, config: Mapping[str, Json], tokens: SpecialTokens
 ) -> tuple[dict[str, dict[str, Json]], dict[str, bytes]]:
-    """Return (JSON files, other files) to write in an export, by name, except config.json. These files replace files of
-    the same name that are stored with the checkpoint. config: the exported config.json."""
+    """Return the files of an export, except config.json, as two dicts by file name: (JSON files, other files). These
+    files replace files of the same name that are stored with the checkpoint. config: the exported config.json."""
     carried = checkpoint.attachments
     generation = {"_from_model_config": True, **{key: config[key] for key in TOKEN_IDS if key in config}}
     files = {GENERATION: generation, **{name: dict(content) for name, content in tokens.files.items()}}

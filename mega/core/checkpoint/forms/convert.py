@@ -3,7 +3,7 @@ and `reshard` use this module.
 
 own/reshard.py converts a mega checkpoint to a different layout. The module of every other format provides a table and
 reads or writes files (form.py). This module checks the table before any byte is written, and counts the moved elements
-in a ledger. Conversions stream: only a few blocks are in memory at a time, or one file if torch files are written. A
+in a ledger. Conversions hold only a few blocks in memory at a time, or one file if torch files are written. A
 folder appears under its final name only when it is complete.
 """
 
@@ -203,7 +203,7 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
 def _plain_state(
     opened: OpenedForm, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """Return the plain state of the new checkpoint. Values that the source checkpoint records take precedence."""
+    """Return the plain state of the new checkpoint. Values that the source checkpoint contains take precedence."""
     config = {
         "model": dataclasses.asdict(opened.model),
         "precision": {"dtype": DTYPE_NAMES[main_dtype(tensors)]},
@@ -251,7 +251,7 @@ class _WithoutPredictors:
 
 
 class _FiniteSource:
-    """A source that checks that all values read are finite. place: the source's name in errors."""
+    """A source that checks that all values it reads are finite. place: the source's name in errors."""
 
     def __init__(self, source: Source, place: Path) -> None:
         self._source, self._place = source, place

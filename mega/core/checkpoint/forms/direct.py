@@ -1,5 +1,5 @@
-"""Read weights of another program's format in place, through the interface of a mega checkpoint: any rectangles of
-tensors, by the project's names.
+"""Read weights in another program's format in place, through the interface of a mega checkpoint: any rectangle of any
+tensor, under the project's tensor names.
 
 Nothing is written. This module uses the tables and sources that the module of each format provides, and does not depend
 on a particular format or family, or on ranks.
@@ -91,8 +91,7 @@ def opened_foreign(form: Form, load: Path, options: FormOptions) -> OpenedForm:
 
 
 def main_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype of most of the model's elements, assumed to be that of the embedding, or of the first tensor in a
-    checkpoint of adapters."""
+    """The model's main dtype, taken from the embedding, or from the first tensor in a checkpoint of adapters."""
     first_dtype = next(dtype for _, dtype in tensors.values())
     return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), first_dtype)
 
@@ -101,9 +100,8 @@ def dtype_notes(opened: OpenedForm) -> tuple[str, ...]:
     """Messages about weights with a wider dtype than the rest, such as fp32 norms in a 16-bit model. These weights keep
     their dtype.
 
-    If a weight has a wider dtype, it must have the wider dtype in every block. Any other mix of dtypes means that the
-    file is damaged or that the tensor is not a weight.
-    Errors: CheckpointError naming a weight with an unexpected dtype.
+    A weight that has a wider dtype in one block must have it in every block. Any other mix of dtypes indicates a
+    damaged file or a tensor that is not a weight. Errors: CheckpointError naming a weight with an unexpected dtype.
     """
     weights = [target for target in opened.table.targets if target.name.startswith("weights/")]
     dtypes = {name: dtype for name, (_, dtype) in opened.table.tensors(opened.source.tensors).items()}

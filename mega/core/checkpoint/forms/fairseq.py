@@ -168,7 +168,7 @@ def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: i
 
 
 def table(model: ModelConfig, parts: int, *, output: bool) -> Table:
-    """Return the table that makes `weights/<name>` for every logical tensor from the files of a release. output:
+    """Return the table that produces `weights/<name>` for every logical tensor from the files of a release. output:
     whether the files also store the embedding as the output matrix."""
     targets: list[Target] = []
     copies: list[tuple[str, Fragment]] = []

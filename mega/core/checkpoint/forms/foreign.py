@@ -139,8 +139,8 @@ allowed."""
 
 
 def check_ranks_differ(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
-    """Check that the tensors with prefix `own` are not all equal to the tensors with prefix `before`. If all are equal,
-    the file of one tensor rank was copied over the file of another, and wrong rows would be read. Errors:
+    """Check that the tensors with prefix `own` are not all equal to the tensors with prefix `before`. If they are, the
+    file of one tensor rank was copied over the file of another, and wrong rows would be read. Errors:
     CheckpointError."""
     pairs = ((one, tensors.get(before + name[len(own) :])) for name, one in tensors.items() if name.startswith(own))
     if all(other is not None and other.dtype == one.dtype and torch.equal(one, other) for one, other in pairs):
@@ -148,7 +148,7 @@ def check_ranks_differ(tensors: Mapping[str, torch.Tensor], own: str, before: st
 
 
 def no_stand_in(name: str) -> None:
-    """The `StandIn` for files that contain only tensors. It allows no names."""
+    """The `StandIn` for files that contain only tensors. Every class name is refused."""
 
 
 def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> object:
@@ -173,7 +173,7 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
     scan = Scan(path, stand_in)
     for _ in range(1 if zipped else LEGACY_PICKLES):
         scan.check(head)
-    # torch also translates Python 2's module name.
+    # torch's unpickler translates Python 2's name of the module in the same way.
     names = sorted(name.replace("__builtin__.", "builtins.", 1) for name in scan.names)
     inert: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
         (inert_class, name) for name in names if (inert_class := stand_in(name)) is not None

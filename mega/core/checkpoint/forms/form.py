@@ -1,13 +1,12 @@
 """The interface of a checkpoint format for conversions, and the list of all formats. Importing this module imports
 neither torch nor the module of any format.
 
-A format of another program is an entry in `FORMS` and a module with
+A format of another program consists of an entry in `FORMS` and a module with these functions:
 
-    recognise(path) -> bool                     whether `path` has this format, by the names of its files
-    open_form(path, options) -> OpenedForm      the tensors, the model, and the table from which mega tensors are made
-    export(own, to, options) -> Export          if the format has `targets`: the table, and a function that writes the
-    files
-                                                (in `writer`, if that is a separate module)
+    recognise(path) -> bool                     whether `path` has this format, judging by file names
+    open_form(path, options) -> OpenedForm      the tensors, the model, and the table that produces mega tensors
+    export(own, to, options) -> Export          if the format has `targets`: the table, and a function that writes files
+                                                (in the module `writer`, if given)
     attached(path) -> {name: path}              optional: generated files to store with the weights
     tokenizer(files) -> str | None              optional: the kind of tokenizer that the files contain
     unread(files) -> str | None                 optional: why the files are not a supported tokenizer
@@ -79,7 +78,7 @@ class FormOptions:
     layout: Layout
     """The layout of ranks for which tensors are split into files."""
     base: Path | None = None
-    """The mega checkpoint to which an adapter belongs, or the base's name in a written adapter."""
+    """The base checkpoint of an imported adapter, or the base model's name to write in an exported adapter."""
     parts: int = 1
     """Number of weights files of a Meta folder."""
     vocab: int | None = None
@@ -123,8 +122,8 @@ class OpenedForm:
     """Function of (name in `source`, values) that rounds the values to the precision of the file; None if the format
     has full precision."""
     bounds: Source | None = None
-    """A source with the tensors of `source`, whose values are the largest errors that the precision of the file may
-    have caused, in fp32; None if the format has full precision, or if `rounded` computes its values."""
+    """A source with the tensors of `source` whose values are fp32 upper bounds on the errors due to the file's
+    precision. None if the format has full precision, or if `rounded` gives exact values."""
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def _wordpiece(files: Attachments) -> str | None:
-    """Return the kind of a BERT tokenizer that is stored as a tokenizer.json without a vocab.txt, as transformers does;
-    None for other tokenizers."""
+    """Return the kind of a BERT tokenizer in a tokenizer.json without a vocab.txt, determined as in transformers; None
+    for other tokenizers."""
     config, file = files.get("config.json"), files.get("tokenizer.json")
     if (
         not isinstance(config, Path)
@@ -142,7 +142,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 
 def scales_dynamically(files: Mapping[str, Path]) -> bool:
     """Whether the config.json stored with weights has dynamic RoPE scaling, which changes the frequencies only for
-    positions beyond the model's maximum. This project computes only positions below the maximum."""
+    positions beyond the model's maximum. This project supports only positions below the maximum."""
     return "config.json" in files and dynamic(read_json(files["config.json"])) is not None
 
 
@@ -156,7 +156,7 @@ class Names(Protocol):
         """Return the content of config.json. dtype: torch's name for the weights' dtype."""
 
     def table(self, options: ModelConfig, names: Collection[str] = ...) -> Table:
-        """Return the table that makes `weights/<name>` for every logical tensor. names: names of the folder's
+        """Return the table that produces `weights/<name>` for every logical tensor. names: names of the folder's
         tensors."""
 
 
@@ -231,9 +231,9 @@ the full precision."""
 
 
 def _linears(names: HubFamily, model: ModelConfig) -> tuple[list[str], list[str]]:
-    """Return (names of the matrices to write in fp8, names of the modules with other matrices). Errors: CheckpointError
-    for a family that stores its matrices transposed."""
-    linears, others = [], [names.stored("lm_head.weight")[0]]  # transformers makes a head even if it is tied
+    """Return (names of the matrices to write in fp8, names of the modules whose matrices keep their dtype). Errors:
+    CheckpointError for a family that stores its matrices transposed."""
+    linears, others = [], [names.stored("lm_head.weight")[0]]  # transformers creates the head even if it is tied
     for target in inverted(names.table(model)).targets:
         if len(target.shape) != 2:
             continue
@@ -262,8 +262,8 @@ def _folder(
     linears: Collection[str] = (),
     unquantised: Collection[str] = (),
 ) -> Export:
-    """Plan the files of a folder. linears: names of the matrices to write in fp8. unquantised: modules with other
-    matrices."""
+    """Plan the files of a folder. linears: names of the matrices to write in fp8. unquantised: names of the modules
+    whose matrices keep their dtype."""
     config = _config(names, own, tokens)
     if linears:
         config["quantization_config"] = quantization_config(unquantised)

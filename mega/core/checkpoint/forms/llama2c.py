@@ -1,8 +1,8 @@
 """Read Llama in the formats of llama2.c: one flat file of fp32 numbers (versions 0 and 1), or the `.pt` file of
 llama2.c's training script.
 
-Tensors have the same order of rows as Meta's, so this module gives them Meta's names and meta.py converts them. The
-quantised version 2 is refused, because the project has no equivalent of its int8 groups.
+Tensors have the same order of rows as in Meta's format, so this module assigns Meta's names and meta.py converts the
+tensors. The quantised version 2 is refused, because the project has no equivalent of its int8 groups.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
 
 
 TensorRuns = Iterator[tuple[str, tuple[int, ...]]]
-"""Yield (name, shape) of every run of numbers in a file. An empty name marks tables that are computed, not read."""
+"""Iterator over (name, shape) of every array in a file. An empty name marks tables that are computed, not read."""
 
 
 def _order0(params: Mapping[str, int], tied: bool) -> TensorRuns:
@@ -116,7 +116,7 @@ def _order0(params: Mapping[str, int], tied: bool) -> TensorRuns:
 
 
 def _order1(params: Mapping[str, int], tied: bool) -> TensorRuns:
-    """List the runs of numbers in version 1, in which the norms come first."""
+    """Yield (name, shape) of every array in version 1, in which the norms come first."""
     rows = sorted(BLOCKS, key=lambda row: not row[0].endswith("norm"))
     norms, matrices = rows[:2], rows[2:]
     for row in norms:

@@ -1,11 +1,11 @@
 """Tables that map the elements of one checkpoint to those of another, for conversions in both directions, and checks
 that a table is complete.
 
-Every checkpoint format differs from the project's format by the same few operations: a different order of rows (fused
+Every checkpoint format can be converted to the project's format by a few operations: a different order of rows (fused
 query-key-value, rotary pairs), tensors that are concatenated or split over files (tensor ranks, stages), transposed
-matrices, and padding. The module of a format defines only the table for reading, which makes mega tensors from the
-format's tensors. `inverted` derives the table for writing. `assemble` reads tensors through a table, and `prove` checks
-a table. This module does not depend on any particular format.
+matrices, and padding. The module of a format defines only the table for reading, which maps the format's tensors to
+mega tensors. `inverted` derives the table for writing. `assemble` reads tensors through a table, and `prove` checks a
+table. This module does not depend on any particular format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole
 
 
 class Source(Protocol):
-    """An object from which rectangles of tensors can be read by tensor name."""
+    """An object that reads rectangles of named tensors."""
 
     @property
     def tensors(self) -> Tensors:
@@ -59,13 +59,13 @@ class Fragment:
     """Whether the source is stored as [in, out], in which case the source's rows are the target's columns."""
 
     def inverted(self, target: str) -> Fragment:
-        """Return the fragment for the opposite direction, in which the source tensor is made from `target`."""
+        """Return the fragment for the opposite direction, which produces the source tensor from `target`."""
         return Fragment(target, self.source_span, self.target_span, self.transposed)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor to be made from source tensors. The target has the same dtype as the sources."""
+    """A tensor to assemble from source tensors. The target has the same dtype as the sources."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,12 +77,12 @@ class Table:
     """A mapping of source tensors to target tensors that describes a complete conversion."""
 
     targets: tuple[Target, ...]
-    """All tensors that the conversion makes."""
+    """All tensors that the conversion produces."""
     copies: tuple[tuple[str, Fragment], ...] = ()
     """(target, fragment): elements of a target that are also stored in a second source tensor. Both copies must be
     equal."""
     padding: Mapping[str, tuple[range, str]] = field(default_factory=dict)
-    """Source tensor -> (its rows of padding, the target whose last row fills these rows when the source format is
+    """Source tensor -> (padding rows, the target whose last row fills the padding when the source format is
     written)."""
     ignored: frozenset[str] = frozenset()
     """Source tensors that do not contain weights, and are not converted."""
@@ -90,8 +90,8 @@ class Table:
     """Source tensors whose elements may be used more than once."""
 
     def tensors(self, sources: Tensors) -> Tensors:
-        """Return name -> (shape, dtype) for the tensors that are made from `sources`. Errors: CheckpointError naming a
-        missing source."""
+        """Return name -> (shape, dtype) for the tensors that are assembled from `sources`. Errors: CheckpointError
+        naming a missing source."""
         for target in self.targets:
             if (source := target.fragments[0].source) not in sources:
                 raise CheckpointError(f"{source}: is missing ({target.name} is made of it)")
@@ -104,7 +104,7 @@ class Table:
 
 
 def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fragment, ...]:
-    """Return fragments that concatenate ranges of source rows along rows. parts: (source, rows) for each range.
+    """Return fragments that concatenate ranges of source rows. parts: (source, rows) for each range.
 
     columns: number of columns of the matrix; None for vectors.
 
@@ -140,8 +140,8 @@ def whole(shape: tuple[int, ...], source: str, transposed: bool = False) -> Frag
 def gathered(
     shape: tuple[int, ...], parts: Sequence[str], dim: int | None, runs: Sequence[range] | None = None
 ) -> tuple[Fragment, ...]:
-    """Return the fragments of a tensor that is split along `dim` over the source tensors `parts`. If there is no `dim`,
-    the first source contains the whole tensor.
+    """Return the fragments of a tensor that is split along `dim` over the source tensors `parts`. If `dim` is None, the
+    first source contains the whole tensor.
 
     runs: rows of each source in the order of the target; None if the orders are the same.
 
@@ -187,7 +187,7 @@ def joined(tables: Iterable[Table]) -> Table:
 
 
 def inverted(table: Table) -> Table:
-    """Return the table of the reverse conversion, which makes every source tensor from the targets, including copies
+    """Return the table of the reverse conversion, which produces every source tensor from the targets, including copies
     and padding.
 
     >>> table = Table((Target("x", (4,), stacked([("a", range(2)), ("b", range(2))], None)),))
@@ -216,7 +216,7 @@ def inverted(table: Table) -> Table:
 
 
 def _extent(spans: Iterable[Span]) -> tuple[int, ...]:
-    """Return the shape of a tensor that `spans` cover."""
+    """Return the shape of the tensor that `spans` cover."""
     return tuple(1 + max(each[-1] for each in ranges) for ranges in zip(*(span.ranges for span in spans), strict=True))
 
 
@@ -266,7 +266,7 @@ def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, 
 
 
 class Assembled:
-    """A source of the tensors that a table makes from another source."""
+    """A source of the tensors that a table produces from another source."""
 
     def __init__(self, table: Table, source: Source) -> None:
         self._targets, self._source = {target.name: target for target in table.targets}, source
@@ -322,7 +322,7 @@ def _fragments(table: Table) -> Iterator[tuple[str, Fragment]]:
 def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", repeats: bool = False) -> str | None:
     """Explain why `uses` do not cover every element of a tensor exactly once; None if they do.
 
-    All columns between two consecutive borders of rectangles have the same uses, so rows are counted once per interval.
+    All columns between two consecutive rectangle edges have the same uses, so rows are counted once per interval.
     """
     if not uses:
         return None if prod(shape) == 0 else "nothing is made of it"

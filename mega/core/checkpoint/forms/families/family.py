@@ -21,8 +21,8 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 Rows = Callable[[ModelConfig], Sequence[range]]
-"""Function of the model section that returns which rows of a stored tensor form one logical tensor, in the order of the
-logical tensor."""
+"""Function that maps the model section to the rows of a stored tensor that form one logical tensor, in the logical
+tensor's order."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class HubFamily:
     """The project's module -> stored module. Modules of a layer are listed by their names within the layer, with {} for
     the expert index. Modules that are not listed have the same names in the project and in the folder."""
     fused: Mapping[str, str | StoredModule] | None = None
-    """`names` for a folder that stacks the experts' matrices (mixtures.py)."""
+    """Replacement for `names` in a folder that stacks the experts' matrices (mixtures.py), if the family has such
+    folders."""
     prefix: str = "model."
     """Prefix of all stored names."""
     layer: str = "layers.{}."
@@ -140,12 +141,12 @@ class HubFamily:
 
     @property
     def renames_linears(self) -> bool:
-        """Whether linears of the layers are fused or have names that differ from the project's."""
+        """Whether the layers' linear modules are fused or have names that differ from the project's."""
         return any("_proj" in module for module in self.names)
 
     def table(self, options: ModelConfig, names: Collection[str] = ()) -> Table:
-        """Return the table that makes `weights/<name>` for every logical tensor. names: names of the folder's tensors,
-        which may lack the prefix."""
+        """Return the table that produces `weights/<name>` for every logical tensor. names: names of the folder's
+        tensors, which may lack the prefix."""
         if self.fused is not None and any(name.endswith(FUSED) for name in names):
             return replace(self, names=self.fused, fused=None).table(options, names)
         prefixed = not names or any(name.startswith(self.prefix) for name in names)
@@ -213,9 +214,9 @@ def gate_then_up(which: str) -> Rows:
 
 
 def rotary_pairs(model: ModelConfig) -> Sequence[range]:
-    """Return the query or key rows, in the project's order, of a family that rotates adjacent rows (2i, 2i + 1)
-    together. The project rotates rows of the two halves together, so the order for each head is the even rotated rows,
-    the odd rotated rows, then the rows without rotation."""
+    """Return the query or key rows in the project's order, for a family that rotates adjacent rows (2i, 2i + 1) as a
+    pair. The project pairs rows of the two halves of a head, so the order within a head is the even rotated rows, the
+    odd rotated rows, then the rows without rotation."""
     width, turning = model.head_dim, int(model.head_dim * model.rope_fraction)
     return [
         run

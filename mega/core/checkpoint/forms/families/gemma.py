@@ -32,7 +32,7 @@ GEMMA = {
 
 @dataclass(frozen=True)
 class QueryScalar:
-    """A key for the number by whose square root attention scores are divided. If the number is head_dim,
+    """A key for the number whose square root divides the attention scores. If the number equals head_dim,
     `attention_scale` remains None."""
 
     names = ()

@@ -82,7 +82,7 @@ SIZES: Mapping[str, Key] = {
     "n_head": HeadCount(),
     "n_inner": Inner(),
     "n_positions": Whole("positions"),
-    "n_ctx": Unread(),  # old files also contain this key, with the same value
+    "n_ctx": Unread(),  # older files also contain this key, with the same value
     "vocab_size": Whole("vocab"),
 }
 NUMBERS: Mapping[str, Key] = {

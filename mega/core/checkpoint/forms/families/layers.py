@@ -1,8 +1,8 @@
 """Keys of config.json for individual layers: which layers have an attention window, which have rotary positions, and
 the RoPE base per kind of layer.
 
-Options contain these properties as patterns: 0 or 1 for each of the first layers, repeated for the following layers.
-This module does not depend on the model family.
+The project's options represent these properties as patterns: 0 or 1 for each of the first layers, repeated for the
+following layers. This module does not depend on the model family.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Window:
     """Whether layers with a window have a separate RoPE base. The window is then kept even if it covers all
     positions."""
     masked_anyway: bool = False
-    """Whether transformers applies the window to the layers in `layer_types` even if `use_sliding_window` is false."""
+    """Whether transformers applies the window according to `layer_types` even if `use_sliding_window` is false."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ def _unless_same(local: float, full: Values) -> float | None:
 
 @dataclass(frozen=True)
 class WithoutRope:
-    """The key `no_rope_layers` of SmolLM3: 1 for layers with rotary positions, 0 for layers without. If the list is
+    """The key `no_rope_layers` of SmolLM3, a list: 1 for each layer with rotary positions, otherwise 0. If the list is
     missing, every `no_rope_layer_interval`th layer has no rotary positions."""
 
     names = ("no_rope_layer_interval",)

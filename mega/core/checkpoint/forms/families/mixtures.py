@@ -54,7 +54,7 @@ class OwnWidth(Whole):
 
 @dataclass(frozen=True)
 class TwoNames(Whole):
-    """A key for an integer that has a different name in new files. other: the new name."""
+    """A key with an integer value that newer files store under a different name. other: the new name."""
 
     other: str = ""
 
@@ -69,7 +69,7 @@ class TwoNames(Whole):
 @dataclass(frozen=True)
 class SparseLayers:
     """The keys `decoder_sparse_step`, which is n if every n-th layer is an MoE layer, and `mlp_only_layers`, a list of
-    layers that are dense regardless."""
+    layers that are always dense."""
 
     names = ("mlp_only_layers",)
 

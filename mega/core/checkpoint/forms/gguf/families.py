@@ -285,7 +285,8 @@ def gguf_name(name: str) -> str:
 
 
 def table(family: GgufFamily, options: ModelConfig, names: Iterable[str] = ()) -> Table:
-    """Return the table that makes `weights/<name>` for every logical tensor. names: names of the tensors in a file."""
+    """Return the table that produces `weights/<name>` for every logical tensor. names: names of the tensors in a
+    file."""
     targets = []
     for tensor in inventory(options):
         heads = next((n for part, n in _heads(options).items() if part in tensor.name), None)

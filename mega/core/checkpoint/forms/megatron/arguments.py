@@ -1,7 +1,7 @@
 """Convert Megatron-LM's arguments, in the spellings of all releases, to a model section, and back.
 
-This module also determines the size of the vocabulary without padding, which the arguments rarely contain. This module
-does not depend on tensors.
+This module also determines the vocabulary size without padding, which the arguments rarely contain. It does not depend
+on tensors.
 """
 
 from __future__ import annotations
@@ -305,8 +305,8 @@ RETRIEVER_OPTIONS = tuple(field.name for field in dataclasses.fields(RetrieverOp
 
 TOKENIZER = "NullTokenizer"
 """The tokenizer type that is written if none is known. Megatron's converters stop if the type is missing, and
-NullTokenizer, which reads ids instead of text, is the only type that claims nothing about text. Megatron compares the
-type with the flag if --vocab-file is given, so such a user must record the type with --tokenizer-type."""
+NullTokenizer, which reads ids instead of text, is the only type that does not imply a text tokenizer. If --vocab-file
+is given, Megatron compares the type with the flag, so the user must then record the type with --tokenizer-type."""
 
 
 def _size_arguments(model: Architecture, rope_fraction: float) -> dict[str, object]:
@@ -391,7 +391,7 @@ def core_flags(arguments: Mapping[str, object]) -> list[str]:
         *(["rope_scaling_factor"] * scaled),
         *(name for name in ("mtp_num_layers", "mtp_loss_scaling_factor") if name in arguments),
         *("normalization", "norm_epsilon", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"),
-        *("padded_vocab_size", "tokenizer_type"),  # without padded_vocab_size, core pads torch_dist differently
+        *("padded_vocab_size", "tokenizer_type"),  # without padded_vocab_size, Megatron-core pads differently
     ]
     names += ["vocab_size"] if arguments["tokenizer_type"] == TOKENIZER else []
     arguments = {"vocab_size": arguments["true_vocab_size"], **arguments}
@@ -429,8 +429,8 @@ def _flag(name: str) -> str:
 
 
 def padding_note(tokens: int, rows: int) -> tuple[str, ...]:
-    """A message about padding in an embedding table. rows: number of rows written. tokens: number of tokens. Empty if
-    the table has no padding."""
+    """A message about padding in an embedding table; empty if the table has no padding. rows: number of rows written.
+    tokens: number of tokens."""
     if rows == tokens:
         return ()
     return (

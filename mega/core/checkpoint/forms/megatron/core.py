@@ -1,8 +1,8 @@
 """Flat buffers and names of Megatron-core's optimizer state, for reading and writing.
 
 A tensor of the state is identified by its position in a list of parameters, whose order eras.py defines, or in a flat
-buffer (`buckets_of`). Only the named format of torch_dist identifies state by names (`state_name`). This module
-describes Megatron-core 0.18.2. This module does not depend on files, and uses only the sizes of tensors.
+buffer (`buckets_of`). Only the named format of torch_dist identifies state by names (`state_name`). This module follows
+Megatron-core 0.18.2, does not depend on files, and uses only the sizes of tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def state_name(kind: str, weight: str, *, distributed: bool = False) -> str:
 
 
 def named_state(name: str) -> tuple[str, str] | None:
-    """Parse a name in torch_dist into (kind of state, weight's name); None if the name is not that of a weight's state.
+    """Parse a name in torch_dist into (kind of state, weight's name); None if the name does not identify a weight's
+    state.
 
     >>> named_state("optimizer.state.exp_avg_sq.decoder.final_layernorm.weight")
     ('moment2', 'decoder.final_layernorm.weight')
@@ -64,7 +65,7 @@ class FlatName:
 
 
 def flat_name(name: str) -> FlatName | None:
-    """Parse a name in torch_dist; None if the name is not that of a flat buffer."""
+    """Parse a name in torch_dist; None if the name does not identify a flat buffer."""
     match = _FLAT.fullmatch(name)
     return None if match is None else FlatName(int(match[1]), int(match[2]), int(match[3]), match[4])
 
@@ -75,7 +76,7 @@ ALIGNED = 64
 
 @dataclass
 class FlatBucket:
-    """The parameters in one flat buffer: the offset of each, and the buffer's length without padding at the end."""
+    """The offsets of the parameters in one flat buffer, and the buffer's length without padding at the end."""
 
     begins: dict[str, int] = field(default_factory=dict)
     length: int = 0
@@ -110,7 +111,7 @@ def buckets_of(numbers: Mapping[str, int], limit: int | None, alone: Collection[
 
 
 def bucket_limit(values: Mapping[str, object], stage: int, chunk: int) -> int | None:
-    """Return the argument `limit` of `buckets_of` for a model chunk of a pipeline stage. values: Megatron's
+    """Return the value of `limit` in `buckets_of` for a model chunk of a pipeline stage. values: Megatron's
     arguments."""
     single = not values.get("overlap_grad_reduce") or values.get("overlap_param_gather_with_optimizer_step")
     if single or stage or chunk:
@@ -123,7 +124,7 @@ _HEADS = ("output_layer.weight", TIED_COPY)
 
 
 def own_buckets(names: Collection[str], tied: bool) -> tuple[str, ...]:
-    """Return the argument `alone` of `buckets_of`, that is, the tied embeddings of a model chunk; empty if the chunk
+    """Return the value of `alone` in `buckets_of`, that is, the tied embeddings of a model chunk; empty if the chunk
     contains the whole model. names: the chunk's common names."""
     has_all_stages = WORDS in names and any(name.startswith("encoder.final_norm.") for name in names)
     return () if has_all_stages or not tied else tuple(name for name in (WORDS, *_HEADS) if name in names)

@@ -17,8 +17,8 @@ from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 Era = Literal["legacy", "legacy-layernorm", "core-local", "core"]
-"""The eras are, in this order: legacy checkpoints since 2023-09, earlier legacy checkpoints, Megatron-core with local
-modules, Megatron-core with Transformer Engine."""
+"""The eras, in the order of the names: legacy checkpoints since 2023-09, earlier legacy checkpoints, Megatron-core with
+local modules, Megatron-core with Transformer Engine."""
 
 STYLES: dict[str, Era] = {
     "megatron": "legacy",
@@ -133,7 +133,7 @@ NORMS = {
     ".final_norm.": ".final_layernorm.",
     "lm_head.norm.": "lm_head.layernorm.",
 }
-"""Parts of common names -> parts of names in legacy checkpoints before 2023-09."""
+"""Segments of common names -> segments of names in legacy checkpoints before 2023-09."""
 
 CORE = {
     "input_norm.": "input_layernorm.",
@@ -144,14 +144,14 @@ CORE = {
     "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
     ".final_norm.": ".final_layernorm.",
 }
-"""Parts of common names -> parts of Megatron-core's names."""
+"""Segments of common names -> segments of Megatron-core's names."""
 
 TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Parts of names with Megatron-core's local modules -> parts of names with Transformer Engine, where a norm is part of
-the linear layer that follows it."""
+"""Segments of names with Megatron-core's local modules -> segments of names with Transformer Engine, whose linear
+layers contain the norms that precede them."""
 
 _EXPERT = re.compile(r"\.mlp\.(experts\.(\d+)|shared_expert)\.")
 """Pattern for the part of a logical tensor's name that identifies an expert or the shared expert."""
@@ -218,7 +218,7 @@ class Modules:
     last: tuple[str, ...]
     """Common names of modules that only the last stage has, in the order of their parameters."""
     renames: tuple[tuple[str, str], ...] = ()
-    """(part of a common name, part of the era's name)"""
+    """Pairs of (segment of a common name, segment of the era's name)."""
     core: bool = False
     """Whether the modules are Megatron-core's, whose checkpoints store a flat dict."""
 
@@ -300,7 +300,7 @@ def has_two_stacks(names: Collection[str]) -> bool:
 
 
 def common_head(name: str) -> str:
-    """Return the common name of a head's tensor of any era; names of other tensors are returned unchanged. The bias of
+    """Return the common name of a head's tensor, given its name in any era; return other names unchanged. The bias of
     an output layer belongs to the language-model head.
 
     >>> common_head("lm_head.layernorm.bias"), common_head("lm_head.output_layer.bias")

@@ -1,7 +1,7 @@
 """Experts that are distributed over ranks in Megatron-core's `torch` checkpoints, in folders `mp_rank_TT[_PPP]_EEE`.
 
 The files of expert ranks differ only in their experts, which are numbered from 0 in each file, and in a second
-optimizer, which contains the state of the file's experts. This module depends on names and arguments, not on files.
+optimizer, which contains the state of these experts. This module depends on names and arguments, not on files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 def is_expert(name: str) -> bool:
-    """Whether a common name is that of an expert's tensor.
+    """Whether a common name identifies an expert's tensor.
 
     >>> is_expert("encoder.layers.0.mlp.local_experts.3.dense_h_to_4h.weight"), is_expert("mlp.router.weight")
     (True, False)
@@ -46,7 +46,7 @@ def expert_ranks_of(values: Mapping[str, object], where: Path) -> tuple[int, int
 
 
 def whole_names(tensors: Mapping[str, Value], rank: int, each: int, where: Path) -> dict[str, Value]:
-    """Rename the experts in one rank's file to their numbers in the whole model. each: number of experts per rank.
+    """Rename the experts in one rank's file by their indices in the whole model. each: number of experts per rank.
 
     >>> list(whole_names({"a.mlp.local_experts.1.b": 0, "c": 0}, 2, 4, Path("file")))
     ['a.mlp.local_experts.9.b', 'c']
@@ -76,8 +76,8 @@ def names_of_rank(tensors: Mapping[str, Value], rank: int, each: int) -> dict[st
 
 
 def parts_of(tensors: Mapping[str, Value]) -> list[tuple[bool, dict[str, Value]]]:
-    """Split tensors by optimizer. Return (whether the optimizer is that of the experts, tensors) for each optimizer
-    with tensors."""
+    """Split tensors by optimizer. Return (whether the optimizer belongs to the experts, tensors) for each optimizer
+    that has tensors."""
     parts: dict[bool, dict[str, Value]] = {False: {}, True: {}}
     for name, value in tensors.items():
         parts[is_expert(name)][name] = value

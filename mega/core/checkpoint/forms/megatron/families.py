@@ -45,7 +45,7 @@ class Stages(NamedTuple):
     """The pipeline stages that store a model's units in a Megatron-LM checkpoint."""
 
     blocks: list[tuple[str, int]]
-    """For each block: (stage, index in the stage). A stage is `pp.chunk`, as in tensor names. T5's decoder blocks
+    """(stage, index in the stage) of each block. A stage is `pp.chunk`, as in tensor names. T5's decoder blocks
     follow the encoder blocks."""
     end: str
     """The stage of the head."""
@@ -63,13 +63,13 @@ class Stages(NamedTuple):
 
 def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied: Collection[str] = ()) -> Stages:
     """Return the stages of a model, given the positions of its blocks. tied: names of the tied embedding's copies on
-    the last stage. If `tied` is empty, the last stage is assumed to have a copy if it does not embed text."""
+    the last stage. If `tied` is empty, a last stage that does not embed text is assumed to have a copy."""
     words, positions = "model.embed_tokens.weight", "model.embed_positions.weight"
     # The stage that embeds the decoder's tokens.
     first = blocks[model.stacks[-1].first][0] if len(model.stacks) > 1 else "0.0"
     tied = tied or ([TIED_COPY] if end not in ("0.0", first) else [])
     copies: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied]}
-    if model.output.ahead and end != "0.0":  # multi-token prediction layers need an embedding
+    if model.output.ahead and end != "0.0":  # multi-token prediction layers need the embedding
         copies[words].append(f"{end}/{WORDS}")
     if first != "0.0":
         copies[words].append(f"{first}/{WORDS}")
@@ -175,7 +175,7 @@ def family_arguments(model: Architecture, pp: int) -> dict[str, object]:
 
 
 Rules = Sequence[tuple[str, str, str]]
-"""(flag, its value, the only value that Megatron-LM supports)"""
+"""Triples of (flag, its value, the only value that Megatron-LM supports)."""
 
 
 class MegatronFamily(NamedTuple):
@@ -217,14 +217,13 @@ def _t5_arguments(model: Architecture, pp: int) -> dict[str, object]:
 
 
 FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": MegatronFamily(_t5_rules, _t5_arguments)}
-"""Families that differ from GPT in Megatron-LM checkpoints. Llama is not listed, because it does not differ."""
+"""Families that differ from GPT in Megatron-LM checkpoints. Llama does not differ and is not listed."""
 
 
 def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
-    """Return the model section of a BERT, T5 or Retro if the names of the checkpoint's tensors identify one; otherwise
-    return `model`.
+    """Return the model section of a BERT, T5 or Retro model if the tensor names identify one; otherwise return `model`.
 
-    model: the GPT that Megatron's arguments `values` describe. tensors: the tensors by `tp.pp.chunk/common name`.
+    model: the GPT model that Megatron's arguments `values` describe. tensors: the tensors by `tp.pp.chunk/common name`.
     Errors: CheckpointError naming an argument that the tensors contradict.
     """
     shapes = {name.partition("/")[2]: shape for name, (shape, _) in tensors.items()}
@@ -268,9 +267,9 @@ def _numbers(names: Collection[str], pattern: str) -> tuple[int, ...]:
 def _with_retriever(
     model: ModelConfig, values: Mapping[str, object], reading: tuple[int, ...], encoder: int, where: str
 ) -> ModelConfig:
-    """Add a retriever to `model`. reading: layers that attend to neighbours. encoder: depth of the neighbours' encoder.
-    Both come from tensors, because the arguments do not contain `reading` and may omit other sizes. Neighbours have no
-    rotary positions.
+    """Add a retriever to `model`. reading: indices of the layers that attend to neighbours. encoder: depth of the
+    neighbours' encoder. Both values are derived from tensors, because the arguments do not contain `reading` and may
+    omit other sizes. Neighbours have no rotary positions.
 
     Errors: CheckpointError if an argument is not a valid number.
     """

@@ -1,5 +1,5 @@
-"""Convert Megatron's arguments for a mixture of experts: those of Megatron-core 0.18 (for the router choice `quantile`,
-0.19) in both directions, and those of the Switch layers of 2023 for reading only.
+"""Convert Megatron's arguments for a mixture of experts. Arguments of Megatron-core 0.18 (0.19 for the router choice
+`quantile`) are read and written; arguments of the Switch layers of 2023 are only read.
 
 In Megatron-core, `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` may be a number or a
 list. This module does not read tensors.
@@ -132,8 +132,8 @@ def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
 
 
 def with_switch(model: ModelConfig, values: Mapping[str, object]) -> ModelConfig:
-    """Return a model with the Switch layers of 2023, whose arguments contain only the number of experts. With an
-    argument `expert_parallel`, the layers are those of late 2023, otherwise those of release 23.06."""
+    """Return a model with the Switch layers of 2023, whose arguments contain only the number of experts. The argument
+    `expert_parallel` distinguishes the layers of late 2023 from those of release 23.06."""
     if "expert_parallel" in values:
         return replace(model, experts_chosen=1, router_bias=True, router_choice="sinkhorn")
     return replace(model, experts_chosen=1, router_bias=True, router_normalize=False)
@@ -173,8 +173,8 @@ def mixture_arguments(options: ModelConfig) -> dict[str, object]:
 
 
 def _said(options: ModelConfig, name: str) -> object:
-    """Return the value of an option for Megatron-core. Some defaults become None, because Megatron-core compares these
-    arguments with None."""
+    """Return the value of an option for Megatron-core. Some defaults are converted to None, because Megatron-core tests
+    these arguments for None."""
     value = getattr(options, name)
     if name == "expert_ffn":
         return options.ffn if value is None else value

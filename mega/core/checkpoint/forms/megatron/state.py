@@ -1,13 +1,13 @@
 """Read Adam's state from Megatron-LM checkpoints: fp32 master weights and moments, matched to the weights.
 
-Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. eras.py contains, for
-each era, the order in which a model lists its parameters. This order determines the weight to which each tensor of the
-state belongs, so the table that converts a weight also converts the weight's master and moments.
+Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. eras.py contains each
+era's order of parameters. This order determines the weight to which a tensor of the state belongs, and the table that
+converts the weight also converts its master and moments.
 
 Four formats are read: the state of the fp32 optimizer, the state of the optimizer for 16-bit weights with fp32 masters,
 and the distributed optimizer's `distrib_optim.pt` as written up to 2023 and as written by Megatron-core. Any other
-format is refused, because a wrong guess at the order would give weights the moments of other weights. state_write.py
-writes these formats. This module does not depend on training.
+format is refused, because a wrong order would assign moments to the wrong weights. state_write.py writes these formats.
+This module does not depend on training.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ranks, which is below this limit."""
 
 
 def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
-    """Megatron's parameter groups: True -> names with weight decay, then False -> names without, each in the order of
-    `dims`.
+    """Return Megatron's parameter groups: True -> names with weight decay, then False -> names without it, in the order
+    of `dims`.
 
     dims: name -> number of dims of the tensor.
     """
@@ -64,24 +64,24 @@ def state_table(weights: Table, kind: str) -> Table:
 
 @dataclass(frozen=True)
 class OptimizerScalars:
-    """The values of an optimizer's state that do not belong to single parameters."""
+    """The values of an optimizer's state that are shared by all parameters."""
 
     updates: int
     """Number of steps that were not skipped."""
     constants: Mapping[str, float]
     """Name of the project's option -> Adam's constant."""
     scaler: Mapping[str, float] | None = None
-    """The state for the project's loss scaler, if there is one."""
+    """State of the project's loss scaler; None without a scaler."""
     schedule: Mapping[str, Mapping[str, Json]] | None = None
     """The project's schedule; None if the project cannot express Megatron's schedule."""
     samples: int | None = None
-    """Number of samples that the schedule has counted."""
+    """Number of samples counted by the schedule."""
 
 
 @dataclass
 class State:
-    """The optimizer state of all ranks. tensors: `kind/tp.pp.chunk/common name` -> tensor. scalars: equal on all
-    ranks."""
+    """The optimizer state of all ranks. tensors: `kind/tp.pp.chunk/common name` -> tensor. scalars: values that are
+    equal on all ranks."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: OptimizerScalars | None = None
@@ -116,12 +116,12 @@ def read_state(
     *,
     experts_apart: bool = False,
 ) -> None:
-    """Add one rank's state to `to`, if the rank has any.
+    """Add one rank's state, if present, to `to`.
 
     content: the content of the rank's weights file. label: `tp.pp`, the rank's prefix in names. chunks: the weights of
     each model chunk by common name. era: the era of the modules that wrote the file. experts_apart: whether the experts
     are distributed over ranks and therefore have a separate optimizer.
-    Errors: CheckpointError naming the file, and the tensor or key that does not fit.
+    Errors: CheckpointError naming the file, and the tensor or key that is inconsistent.
     """
     optimizer = content.get("optimizer")
     distributed = directory / DISTRIBUTED
@@ -163,8 +163,8 @@ def _read_optimizer(
     *,
     experts: bool,
 ) -> tuple[dict[str, torch.Tensor], OptimizerScalars]:
-    """Return (`kind/name` -> tensor, the scalars) of one optimizer of a rank. weights: its parameters in order.
-    experts: whether it is the separate optimizer for experts."""
+    """Return (`kind/name` -> tensor, the scalars) of one optimizer of a rank. weights: the optimizer's parameters in
+    order. experts: whether this optimizer is the separate one for experts."""
     optimizer, inner, groups = optimizer_parts(optimizer, directory)
     grouped = groups_of({name: tensor.dim() for name, tensor in weights.items()})
     if ERAS[era].core:
@@ -182,7 +182,7 @@ def _read_optimizer(
 
 
 Group = dict[str, object]
-"""A parameter group, as torch's optimizers write it."""
+"""A parameter group in the format of torch's optimizers."""
 
 
 def optimizer_parts(optimizer: object, where: Path) -> tuple[dict[str, object], dict[str, object], list[object]]:
@@ -216,15 +216,15 @@ def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[
 
 
 def in_order_of(groups: Sequence[object], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
-    """Return `grouped` in the order of the state's `groups`. A group without a record of its weight decay counts as a
+    """Return `grouped` in the order of the state's `groups`. A group that does not record its weight decay counts as a
     group with weight decay."""
     has_decay = [plain(group.get("wd_mult", 1.0)) != 0 if isinstance(group, dict) else True for group in groups]
     return {decayed: grouped[decayed] for decayed in dict.fromkeys((*has_decay, *grouped)) if decayed in grouped}
 
 
 def check_optimizer(values: Mapping[str, object], where: Path) -> None:
-    """Check that the project supports the optimizer that Megatron's arguments describe. Errors: CheckpointError if its
-    state or update rule is not supported."""
+    """Check that the project supports the optimizer that Megatron's arguments describe. Errors: CheckpointError if the
+    optimizer's state or update rule is not supported."""
     if plain(optimizer := values.get("optimizer")) not in (None, "adam"):
         raise CheckpointError(f"{where}: args.optimizer {plain(optimizer)!r:.40}: only Adam's state is read; {LEAVE}")
     if plain(values.get("apply_wd_to_qk_layernorm")) not in (None, False):
@@ -239,7 +239,7 @@ def check_groups(
     """Return the checked parameter groups of a state. experts: whether the groups belong to the separate optimizer for
     experts that are distributed over ranks.
 
-    Errors: CheckpointError if the groups differ from the groups that the model implies.
+    Errors: CheckpointError if the groups do not match the model.
     """
     checked = [group for group in groups if isinstance(group, dict)]
     for number, group in enumerate(checked):
@@ -388,7 +388,7 @@ def _flat(value: object, what: str) -> torch.Tensor:
 def _checked(tensors: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Check that all tensors exist, are fp32 and have their weights' shapes, and that each master rounds to its weight.
 
-    The check of the masters also confirms the order of the parameters.
+    The check of the masters also verifies the order of the parameters.
     """
     kinds = {name.partition("/")[0] for name in tensors}
     if any(tensor.dtype != torch.float32 for tensor in weights.values()):
@@ -452,8 +452,8 @@ Plain = int | float | str | None
 
 
 def plain(value: object) -> Plain:
-    """Return a number, a string, or None. A tensor with one element becomes a number; a value of any other type becomes
-    the name of its type."""
+    """Convert a value to a number, a string, or None. A tensor with one element is converted to a number, and a value
+    of any other type to the name of its type."""
     value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     return value if value is None or isinstance(value, int | float | str) else type(value).__name__
 
@@ -500,8 +500,8 @@ def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, 
 
 
 def check_counts(scalars: OptimizerScalars | None, iteration: object, folder: Path) -> None:
-    """Check the number of updates against the file's iteration and the folder's name. Weights without optimizer state
-    are not checked. Errors: CheckpointError if the numbers contradict each other."""
+    """Check that the number of updates, the file's iteration and the folder's name are consistent. Weights without
+    optimizer state are not checked. Errors: CheckpointError if the numbers are inconsistent."""
     if scalars is None:
         return
     match = re.fullmatch(r"iter_(\d{1,15})", folder.name)

@@ -79,13 +79,13 @@ def written_state(
     flat: bool,
     experts_apart: bool = False,
 ) -> dict[str, object]:
-    """Return the entries about the optimizer for one rank's weights file: `optimizer`, and `opt_param_scheduler` if
+    """Return the optimizer's entries in one rank's weights file: `optimizer`, and `opt_param_scheduler` if
     there is a schedule.
 
-    tensors: state by `kind/common name`. With masters, the format is that of the optimizer for 16-bit weights,
-    otherwise that of the fp32 optimizer. flat: whether to write only the parameter groups, because `written_vectors`
-    writes the tensors. experts_apart: whether experts get a separate optimizer, as in a checkpoint in which the experts
-    are distributed over ranks.
+    tensors: state by `kind/common name`. If it includes masters, the format of the optimizer for 16-bit weights is
+    used, otherwise that of the fp32 optimizer. flat: whether to write only the parameter groups, because
+    `written_vectors` writes the tensors. experts_apart: whether experts get a separate optimizer, as in a checkpoint in
+    which the experts are distributed over ranks.
     """
     parts = parts_of(tensors) if experts_apart else [(False, dict(tensors))]
     optimizers = [_written_optimizer(part, scalars, era, flat=flat, experts=experts) for experts, part in parts]
@@ -96,7 +96,7 @@ def written_state(
 def _written_optimizer(
     tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, era: Era, *, flat: bool, experts: bool
 ) -> dict[str, object]:
-    """Return the state of one optimizer. experts: whether it is the separate optimizer for experts."""
+    """Return the state of one optimizer. experts: whether this optimizer is the separate one for experts."""
     of_kind = {kind: in_order(tensors, f"{kind}/", era) for kind in KINDS}
     grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
     groups = written_groups(scalars, grouped, era)
@@ -161,9 +161,9 @@ def written_scaler(scalars: OptimizerScalars) -> dict[str, object]:
 
 
 def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
-    """Return Megatron's scheduler, derived from the project's schedule. Megatron-core does not load an optimizer
-    without a scheduler. If Megatron cannot express the schedule (`overridden`), a constant schedule is written for
-    Megatron-core, and a message advises the user to override it."""
+    """Return Megatron's scheduler, derived from the project's schedule. Megatron-core requires a scheduler to load an
+    optimizer. If Megatron cannot express the schedule (`overridden`), a constant schedule is written for Megatron-core,
+    and a message advises the user to override this schedule."""
     lr: Mapping[str, object]
     decay: Mapping[str, object]
     if scalars.schedule is not None and not overridden(scalars):
@@ -185,7 +185,7 @@ def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
 
 
 def overridden(scalars: OptimizerScalars) -> bool:
-    """Whether Megatron cannot express the schedule in `scalars`, in which case the user must override it."""
+    """Whether the user must override the schedule in `scalars`, because Megatron cannot express it."""
     lr = (scalars.schedule or {}).get("lr")
     return lr is None or lr["style"] not in LR_STYLES or lr.get("batch") is not None
 

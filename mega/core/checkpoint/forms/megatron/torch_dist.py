@@ -1,8 +1,7 @@
 """Read checkpoints in torch's distributed format, as written by Megatron-core (`torch_dist`).
 
-The index of a checkpoint, `.metadata`, is a pickle. This module contains an interpreter for pickles that supports only
-the dozen instructions that an index needs. The interpreter builds plain records of names and values, and can neither
-import nor call anything.
+The index of a checkpoint, `.metadata`, is a pickle. This module interprets the pickle with only the dozen instructions
+that an index needs. The interpreter builds plain records of names and values, and cannot import or call anything.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 def read_records(data: bytes, path: Path) -> object:
-    """Return the object that a pickle describes. It consists of dicts, lists, tuples, numbers, strings and `Record`s.
+    """Return the object that a pickle describes, composed of dicts, lists, tuples, numbers, strings and `Record`s.
 
     Errors: CheckpointError naming an instruction that is not supported.
     """
     stack: list[Any] = []
     memo: dict[int, object] = {}
-    budget = len(data)  # maximum number of copied elements: a valid file lists each record's arguments
+    budget = len(data)  # maximum number of copied elements; valid files need fewer
 
     def since_mark() -> list[object]:
         mark = len(stack) - 1
@@ -141,7 +140,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class CheckedChunk:
-    """The elements of a stored rectangle after checks, memory-mapped from the file if possible.
+    """The checked elements of a stored rectangle, memory-mapped from the file if possible.
 
     data: uint8 [*size, bytes per element], not necessarily aligned.
     """
@@ -170,7 +169,7 @@ class DistributedSource:
 
     The files stack uniform layers, [layers, ...], and experts, [layers, experts, ...] or [experts, ...]. The source
     presents each layer and each expert as a separate tensor. `state` lists the stored tensors of the optimizer, which
-    can be read only after a call of `show` or `show_flat` (torch_dist_state.py).
+    can be read only after `show` or `show_flat` is called (torch_dist_state.py).
 
         stored [layers, experts, *shape]      View(stored, (layer, expert)) is one tensor of `shape`
     """
@@ -194,7 +193,7 @@ class DistributedSource:
 
     def show(self, stored: str, weight: str, kind: str = "") -> None:
         """Make a stored tensor readable under the common names of the weight stored as `weight`. kind: the kind of
-        state that the tensor contains; empty for a weight."""
+        state in the tensor; empty for a weight."""
         shape, dtype = self._shapes[stored], self._dtype(stored)
         stacked = weight.startswith(LAYERS) and not re.match(r"\d+\.", weight.removeprefix(LAYERS))
         depth = stacked + (EXPERTS in weight)
@@ -259,8 +258,8 @@ class DistributedSource:
         return self._dtypes[name]
 
     def _load(self, name: str, chunk: StoredChunk) -> CheckedChunk:
-        """Return one stored rectangle, which is read and checked only once. A rectangle is stored as a small torch file
-        within a file."""
+        """Return one stored rectangle, which is read and checked only once. Each rectangle is embedded in a file as a
+        small torch file."""
         with self._locks[chunk]:
             if chunk not in self._checked:
                 self._checked[chunk] = self._check(name, chunk)

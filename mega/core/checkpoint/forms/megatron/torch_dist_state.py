@@ -1,10 +1,10 @@
 """Read Adam's state from Megatron-core's distributed checkpoints: the tensors per parameter, and the scalars.
 
 Two formats are read. In the named format, each moment and each master is a separate tensor, stacked like the weights.
-It is written by optimizers that are not distributed, and by the distributed optimizer in its "fully reshardable" mode.
+Optimizers that are not distributed, and the distributed optimizer in its "fully reshardable" mode, write this format.
 The flat format ("dp reshardable" mode) consists of the distributed optimizer's buffers for each tensor and pipeline
 rank, in which a parameter has only a position (core.py). Any other format is refused. Masters must round to the
-weights, which confirms the positions. This module does not open files; torch_dist.py reads them.
+weights, which verifies the positions. This module does not open files; torch_dist.py reads them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ from mega.core.plan.layers import stage_layers
 
 
 class Stored(Source, Protocol):
-    """A source of a folder's tensors. Calls of `show` and `show_flat` make the tensors of the optimizer's state
-    readable."""
+    """A source of a folder's tensors. Call `show` or `show_flat` to make tensors of the optimizer's state readable."""
 
     @property
     def state(self) -> Mapping[str, tuple[int, ...]]:
@@ -76,11 +75,11 @@ def state_of(
     weights: Table,
     where: Path,
 ) -> tuple[list[Table], OptimizerScalars | None]:
-    """Return (tables for the kinds of state, scalars), and make the state's tensors readable in `source`. Without
-    state, the result is ([], None).
+    """Return (tables for the kinds of state, scalars), and make the state's tensors readable in `source`. Return ([],
+    None) if there is no state.
 
     content: the content of the folder's common.pt. values: Megatron's arguments. weights: the table of the weights.
-    Errors: CheckpointError naming the tensor or key that does not fit.
+    Errors: CheckpointError naming the tensor or key that is inconsistent.
     """
     if not source.state:
         return [], None
@@ -147,7 +146,7 @@ def _rank_scalars(
 
 
 EXPERT = ".mlp.experts."
-"""Part of the names of expert tensors."""
+"""Substring of the names of expert tensors."""
 
 
 def _scalars(

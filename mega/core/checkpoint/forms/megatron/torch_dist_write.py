@@ -2,8 +2,8 @@
 
 A checkpoint consists of one file with all tensors, each stored as a small torch file, and an index of their positions.
 The index stacks uniform layers, [layers, ...], but each layer is written separately. The folder can be loaded in any
-layout whose vocabulary is padded to the same number of rows. eras.py defines the names, and trees_write.py the values
-that are not tensors. This module does not depend on ranks.
+layout whose vocabulary is padded to the same number of rows. eras.py defines the names, and trees_write.py defines the
+values that are not tensors. This module does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 class DistcpFile:
-    """A writer for a file of tensors and its index. file: the new file."""
+    """A writer for a file of tensors and the file's index. file: the open new file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -78,7 +78,7 @@ class DistcpFile:
         if name not in self._described:
             self._described[name] = TensorStorageMetadata(properties, torch.Size(whole), [])
         metadata = self._described[name]
-        assert isinstance(metadata, TensorStorageMetadata)  # `opaque` uses different names
+        assert isinstance(metadata, TensorStorageMetadata)  # objects written by `opaque` have other names
         metadata.chunks.append(chunk)
         self._store(MetadataIndex(name, torch.Size(start)), tensor)
 
@@ -133,13 +133,13 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 def _stacked(metadata: TreeMetadata) -> bool:
-    """Whether Megatron-core stacks the layers in the index, which is the case if all layers or none have experts."""
+    """Whether Megatron-core stacks the layers in the index, which requires that all layers or none have experts."""
     return metadata.arguments.get("moe_layer_freq", 1) == 1
 
 
 def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, metadata: TreeMetadata) -> None:
-    """Write one tensor of the export. name: the tensor's name in the conversion's table, `0.0.0/common name`, or
-    `kind/0.0.0/common name` for state.
+    """Write one tensor of the export. name: the tensor's name in the conversion's table: `0.0.0/common name` for a
+    weight, `kind/0.0.0/common name` for state.
 
     layer 3's weight [out, in] of 12 layers:  rectangle at (3, 0, 0) of size [1, out, in] in [12, out, in]
     """
@@ -167,8 +167,8 @@ def _experts(model: Architecture) -> int:
 
 
 def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
-    """Return the names of the extra states that Megatron-core's modules expect. An extra state is used for fp8 and is
-    otherwise empty."""
+    """Return the names of the extra states that Megatron-core's modules expect. An extra state is used only for fp8,
+    and is otherwise empty."""
     count = len(model.layers)
     for number, layer in enumerate(model.layers):
         normed = layer.attention.q_norm is not None
