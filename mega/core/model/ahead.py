@@ -5,8 +5,8 @@ next.
     h_d          norm(layer(linear [norm(embedding of the token d positions later), norm(h_d-1)]))
     loss of d    the loss of h_d, with the shared output matrix, for the label d positions later
 
-These layers share the model's embedding tables, output matrix and loss. Tokens after the end of a row or of a packed
-document are 0, with loss weight 0.
+These layers share the model's embedding tables, output matrix and loss. Positions past the end of a row or packed
+document get token 0 and loss weight 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class AheadLayer(nn.Module):
-    """The layer that predicts the token at one depth. tensors: tensors of the head. residual: dtype of the residual
+    """The layer that predicts the tokens of one depth. tensors: the head's tensors. residual: dtype of the residual
     stream."""
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Losses of layers (load balance, router z-loss, ...), with gradients, reported sums and divisors.
+"""Auxiliary losses of layers (load balance, router z-loss, ...), with their gradients, reported sums and divisors.
 
     y = context.auxiliary_loss(loss, x, total, ...)      y is x; in the backward pass
                                                          dx = dy,  d total = scale
 
-The loss is attached to the residual stream: the backward pass of the loss begins when the gradient of x arrives, inside
-the layer's backward pass. At this point the layer's weights are unsharded (ZeRO 3) and the layer's recomputed
-activations exist, for any pipeline schedule. A separate root of the backward pass would run before the layer's weights
-are gathered. `scale` is computed before the forward pass.
+The loss is attached to the residual stream, so its backward pass begins when the gradient of x arrives, inside the
+layer's backward pass. At this point the layer's weights are unsharded (ZeRO 3) and the layer's recomputed activations
+exist, for any pipeline schedule. If the loss were a separate root of the backward pass, its gradient would be computed
+before the layer's weights are gathered. `scale` is computed before the forward pass.
 
 Every tensor rank computes the gradient of its local `total`. Reported totals are summed over the tensor ranks once per
 microbatch.
@@ -31,7 +31,7 @@ def divisor(
     """Return the divisor of one layer's total for a microbatch of [batch, seq] tokens on this rank.
 
     shards: number of context ranks that share the sequences; each context rank counts its share of the sequences or of
-    the microbatch. tokens: number of tokens that do not only fill their rows; None for all.
+    the microbatch. tokens: number of tokens that are not padding; None for all tokens.
     """
     count = float(batch * seq) if tokens is None else tokens
     return {"tokens": count, "sequences": batch / shards, "microbatches": 1 / shards}[loss.mean_over]
@@ -40,8 +40,8 @@ def divisor(
 class AuxiliarySums:
     """The losses that the layers of one stage compute for one microbatch.
 
-    scales: name of a loss -> float64 [], the factor of the loss's totals in the backward pass; None for a forward pass
-    only. tp: the tensor axis of the mesh. shards: as in `divisor`.
+    scales: name of a loss -> float64 [], the gradient of the loss's totals in the backward pass; None without a
+    backward pass. tp: the tensor axis of the mesh. shards: as in `divisor`.
 
     Recomputed layers compute their losses again, but totals added after `terms` is called are not counted.
     """
@@ -83,13 +83,13 @@ class AuxiliarySums:
         return self._open
 
     def once(self, key: tuple[int, str], value: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return value() on the first call with `key`, and the same tensor on later calls (recomputation)."""
+        """Return value() on the first call with `key`, and the same tensor on later calls, which are recomputations."""
         if key not in self._first:
             self._first[key] = value()
         return self._first[key]
 
     def terms(self) -> dict[str, Term]:
-        """Return totals and divisors over all layers, by loss name; equal on every tensor rank."""
+        """Return totals and divisors over all layers, by loss name. All tensor ranks return the same values."""
         self._open = False
         if not self._sums:
             return {}
@@ -99,7 +99,7 @@ class AuxiliarySums:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity function of x, whose backward pass also gives `total` the gradient `scale`."""
+    """The identity function of x. Its backward pass also sets the gradient of `total` to `scale`."""
 
     @staticmethod
     def forward(

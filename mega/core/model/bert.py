@@ -40,7 +40,7 @@ Tensors = dict[str, Tensor]
 
 
 class WholeLinear(ColumnLinear):
-    """A linear layer that every rank holds whole and applies to the tokens or rows of that rank."""
+    """A linear layer that is replicated on every rank and applied to the rank's tokens or rows."""
 
     def __init__(self, factory: ParameterFactory, tensors: Tensors, name: str):
         super().__init__(factory, [tensors[f"{name}.weight"]], [tensors[f"{name}.bias"]], ALONE)
@@ -115,7 +115,7 @@ class RowHead(nn.Module):
         """Return the first token of each row, [batch, h], on every rank."""
         if not self.region.sequence:
             return x.unflatten(0, (batch, seq))[:, 0]
-        # Under sequence parallelism this rank has the first tokens of only some rows: fill the other rows with 0, then
+        # Under sequence parallelism, this rank has the first tokens of only some rows. Set the other rows to 0, then
         # sum over ranks.
         positions = torch.arange(batch, device=x.device) * seq - self.region.axis.index * len(x)
         on_this_rank = (positions >= 0) & (positions < len(x))
@@ -140,14 +140,14 @@ class BertHead(nn.Module):
         self.norm = normalization(factory, model.stacks[-1].norm, tensors)
         self.words = None if transform is None else WordHead(factory, transform, tensors, region)
         self.rows = None if output.rows is None else RowHead(factory, tensors, output.rows, region, dropout)
-        # A model without a head for rows may still have a pooler.
+        # A model without a row head may still have a pooler.
         alone = output.pooler and output.rows is None
         self.pooler = WholeLinear(factory, tensors, "pooler.dense") if alone else None
 
     def forward(
         self, stream: ResidualState, batch: MaskedBatch | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """Return the losses of a batch; without a batch, the logits of words [tokens, ids of this rank]."""
+        """Return the losses of `batch`, or without a batch, the word logits [tokens, ids of this rank]."""
         x = self.normed(stream)
         if batch is None:
             assert self.words is not None
@@ -166,7 +166,7 @@ class BertHead(nn.Module):
 
 
 def losses_of(output: Output) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the losses and metrics of a model with the output `head`."""
+    """Return the names of the losses and metrics of a model with this `output`."""
     if output.words is None:
         return ((), ()) if output.rows is None else (("class",), ("accuracy",))
     return (("lm",), ()) if output.rows is None else (("lm", "pair"), ("pair_accuracy",))
@@ -188,7 +188,8 @@ class BertStage(StackStage[MaskedBatch]):
         self.head_terms = dict.fromkeys(terms, 1.0)
 
     def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
-        """Return logits of the words [b, s, ids of this rank], of the classes [b, classes], or of the choices."""
+        """Return the logits of words [b, s, ids of this rank], of classes [b, classes], or of choices [b / choices,
+        choices]."""
         head = cast(BertHead, self.head)
         rows = head.rows
         if head.words is not None or rows is None:

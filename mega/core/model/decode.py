@@ -1,10 +1,10 @@
 """One decoding step on a decoder's stage: the layers of model/layer.py as functions that are prepared for decoding.
 
-For a small model, launching operations takes the host longer than running them takes the device. So the functions of a
-stage are prepared once, without features that decoding does not need: modules, gradients, dropout, sequence
-parallelism, ZeRO. The inputs of a step are tensors whose shapes depend only on the number of tokens, and a step never
-synchronizes with the host, so the step can be captured in a CUDA graph. If the ops have kernels for few rows, these
-kernels compute all common branches, except the attention itself.
+For a small model, the host takes longer to launch operations than the device takes to run them. The functions of a
+stage are therefore prepared once, without modules, gradients, dropout, sequence parallelism and ZeRO, which decoding
+does not need. The inputs of a step are tensors whose shapes depend only on the number of tokens, and a step never
+synchronizes with the host, so the step can be captured in a CUDA graph. If the suite of ops has kernels for few rows,
+these kernels compute all common branches except the attention itself.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class KeyValueCache(Protocol):
         """
 
     def attend_new(self, layer: int, fused: torch.Tensor, rotary: Rotary | None, place: Place) -> torch.Tensor:
-        """Store and attend as `__call__` does. fused: [tokens, heads + 2 kv_heads, d], before the rotation of queries
-        and keys.
+        """Store keys and values and attend, as in `__call__`. fused: [tokens, heads + 2 kv_heads, d], before the
+        rotation of queries and keys.
 
         place: the kernel of `FewRows` that rotates queries and keys and stores keys and values.
         """
@@ -91,8 +91,8 @@ class DecodeStep:
 
     ids, positions: int64 [tokens], the next tokens of any sequences. The step returns the activations for the next
     stage, [tokens, h], or, on the last stage, logits [w, ids of this rank] of the tokens with the indices `wanted`,
-    int64 [w]. sum_ranks: sums partial outputs of a branch, and rows of the embedding, over tensor ranks; default: the
-    collective of the region.
+    int64 [w]. sum_ranks: function that sums a branch's partial outputs, and embedding rows, over tensor ranks. None:
+    the region's collective.
     """
 
     def __init__(self, stage: DecoderStage, sum_ranks: Sum | None = None):
@@ -108,8 +108,8 @@ class DecodeStep:
             each for layer in stage.layers for each in layer_functions(cast(TransformerLayer, layer), self.parts)
         ]
         self.keep: Callable[[torch.Tensor], object] | None = None
-        """Called in each step with the output of the final norm for all tokens, [tokens, h]; a captured graph contains
-        the call."""
+        """Called in each step with the output of the final norm for all tokens, [tokens, h]. A CUDA graph of the step
+        includes the work of this call."""
 
     def __call__(
         self,
@@ -176,8 +176,8 @@ StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
 def layer_functions(layer: TransformerLayer, parts: DecodeParts) -> list[StreamFunction]:
     """Return a layer as a list of functions, to be called in order.
 
-    Each function selects by the number of rows: the fused branch for few rows, otherwise the prepared branch for any
-    number.
+    Each function selects a branch by the number of rows, namely the fused branch for few rows, or the prepared branch
+    for any number of rows.
     """
     factors = [_factors(branch) if _has_steps(branch) else None for branch in layer.branches]
     usual = [
@@ -208,7 +208,8 @@ def _by_number_of_tokens(any_number: StreamFunction, few: _FewBranch | None) -> 
 def _few_branch(
     branch: ResidualBranch, usual: DecodeBranch, factors: _Factors | None, parts: DecodeParts
 ) -> _FewBranch | None:
-    """Return the branch for few rows, or None if no kernels implement it. usual: the branch for any number of rows."""
+    """Return the branch for few rows, or None if no kernels implement this branch. usual: the branch for any number of
+    rows."""
     if isinstance(branch.mixer, ExpertLayer):
         return _expert_branch(branch, branch.mixer, usual, parts)
     if factors is None or (fused := _fused_branch(branch, usual, factors, parts)) is None:
@@ -225,7 +226,7 @@ class _Factors(NamedTuple):
 
 
 def _has_steps(branch: ResidualBranch) -> bool:
-    """Return whether the mixer has prepared steps for decoding. Other mixers run as in training."""
+    """Whether the branch's mixer has prepared steps for decoding. Other mixers run as in training."""
     return type(branch.mixer) in (SelfAttention, FeedForward)
 
 
@@ -236,7 +237,7 @@ def _first(branch: ResidualBranch) -> ColumnLinear:
 
 
 def _factors(branch: ResidualBranch) -> _Factors:
-    """Return the factors of a branch. The first bias is added by the GEMM in attention, and by the activation in a
+    """Return the factors of a branch. The first bias is added by the GEMM in attention, but by the activation in a
     feed-forward network."""
     first, out = _first(branch), branch.mixer.out
     bias = None if isinstance(branch.mixer, FeedForward) else _bias(first)
@@ -277,8 +278,8 @@ def _alone(tokens: int) -> ForwardContext:
 
 
 def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
-    """Return a branch without prepared steps, whose mixer attends to neighbours, or processes each token separately as
-    in training."""
+    """Return a branch without prepared steps. Its mixer attends to neighbours, or processes each token separately as in
+    training."""
     mixer, add_branch = branch.mixer, branch.ops.added
 
     def mix(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
@@ -304,7 +305,7 @@ def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
 def _fused_branch(
     branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts: DecodeParts
 ) -> DecodeBranch | None:
-    """Return a branch for few rows: the first GEMM also computes the norm of its input; the last GEMM, or the sum over
+    """Return a branch for few rows. The first GEMM also computes the norm of its input; the last GEMM, or the sum over
     tensor ranks, also adds the branch to the stream.
 
     Returns None if the branch has other operations between these steps. usual: the branch for any number of rows.
@@ -442,8 +443,8 @@ def _attention_function(
 
     def run(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         fused, cache, rotary = project(x), context.cache, context.rotary[rope]
-        # A scale of the scores must be applied before the attention. So the fused kernel, which computes everything
-        # after the projection and the norm of each head, is used only without such a scale.
+        # A scale of the scores must be applied before the attention. The fused kernel computes everything after the
+        # projection and the heads' norms, so it is used only without such a scale.
         if few is not None and multiplier == 1.0 and (q_norm is None or head_norms is not None):
             fused = fused.view(len(fused), fused_heads, -1)
             if head_norms is not None:
@@ -483,7 +484,7 @@ def _feed_forward_function(
 
 
 def use_decoding_layout(stage: Any) -> None:
-    """Store the layers' matrices transposed, so that a GEMM with few rows need not copy the matrices first."""
+    """Store the layers' matrices transposed, so that a GEMM with few rows need not copy them first."""
     for module in stage.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
             module.weight.data = module.weight.data.t().contiguous().t()

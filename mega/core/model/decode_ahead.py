@@ -1,7 +1,7 @@
-"""Decoding with the layers of multi-token prediction: as in model/ahead.py, with a cache of keys and values.
+"""Decoding with the layers of multi-token prediction from model/ahead.py, with a cache of keys and values.
 
 The layers guess tokens for speculative decoding. The layer of each depth is a step like `DecodeStep`, on the ranks of
-the last pipeline stage: it does not wait for the host, so it can be captured in a CUDA graph.
+the last pipeline stage. The step never synchronises with the host, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mega.core.parallel.vocab import logits
 class AheadStep:
     """The step of one depth, called as step(ids, positions, wanted, cache). The weights must stay at their addresses.
 
-    depth: counted from 0. parts: those of the stage's `DecodeStep`. read(depth): returns the input of the depth, which
-    is the output of the model's final norm or the stream of the previous depth, [tokens, h]. keep(depth, stream):
+    depth: counted from 0. parts: the `parts` of the stage's `DecodeStep`. read(depth): returns the input of the depth,
+    which is the output of the model's final norm or the stream of the previous depth, [tokens, h]. keep(depth, stream):
     receives the stream of the depth, [tokens, h].
 
     positions: int64 [tokens]. ids: int64 [tokens], the tokens depth + 1 positions later. The step returns logits [w,

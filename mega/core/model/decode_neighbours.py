@@ -1,9 +1,9 @@
-"""Attention to neighbours in a decoding step, as in model/neighbours.py, for a few tokens at a time.
+"""Attention to neighbours in decoding steps of a few tokens each, as in model/neighbours.py.
 
-Between steps a sequence stores the inputs of its next tokens: the states of the current chunk, for the encoder, and the
-keys and values of the neighbours of the last complete chunk. The neighbours of a chunk must be retrieved before the
-chunk's last token is computed, because that token is the first to attend to these neighbours. This module runs on one
-rank and does not depend on files or requests.
+Between steps, a sequence stores the states of the current chunk, for the encoder, and the keys and values of the
+neighbours of the last complete chunk. The neighbours of a chunk must be retrieved before the chunk's last token is
+computed, because that token is the first to attend to these neighbours. This module runs on one rank and does not
+depend on files or requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReadingSequence:
     """The state that a sequence keeps between steps."""
 
     text: torch.Tensor | None = None
-    """[t, h], with t less than a chunk's length: states of the tokens in the current chunk, for the encoder."""
+    """States of the t tokens in the current, incomplete chunk, [t, h], for the encoder."""
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Layer -> keys and values [k r, kv_heads, d] of the neighbours of the last complete chunk."""
     found: torch.Tensor | None = None
@@ -103,7 +103,8 @@ class NeighbourStep:
         return exists
 
     def attend(self, mixer: ChunkAttention, x: torch.Tensor) -> torch.Tensor:
-        """Attention of x [tokens, h] to neighbours, [tokens, heads x d]; 0 for tokens without neighbours."""
+        """Return the attention of x [tokens, h] to neighbours, [tokens, heads x d], which is 0 for tokens without
+        neighbours."""
         if len(mixer.encoder):
             self._encoded = self._encode(mixer, x)
         assert self._encoded is not None
@@ -180,7 +181,7 @@ class NeighbourStep:
                 run.sequence.pairs[layer] = k.clone(), v.clone()
 
     def close(self) -> None:
-        """Finish the step after all layers: record which neighbours of the last chunks exist."""
+        """Finish the step after all layers, and record which neighbours of the last chunks exist."""
         number = 0
         for run in self._runs:
             number += len(ended(run.first, run.tokens, self._chunk))

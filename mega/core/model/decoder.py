@@ -60,12 +60,12 @@ class Head(nn.Module):
         self.region = region
         self.objective: Objective | CustomLoss | None = None
         self.ahead = nn.ModuleList()
-        """One `AheadLayer` for each further token that the model predicts after the next token."""
+        """One `AheadLayer` for each token after the next one that the model predicts."""
 
     def forward(
         self, stream: ResidualState, batch: LabelledTokens | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """Return the losses of a batch; without a batch, the logits [tokens, ids of this rank].
+        """Return the losses of `batch`, or without a batch, the logits [tokens, ids of this rank].
 
         scales: factors of the losses. If given, one pass over the logits computes both the loss and its gradient.
         """
@@ -165,7 +165,7 @@ class DecoderStage(StackStage[DecoderBatch]):
         return self.architecture.output.ahead if self.options.objective is None else ()
 
     def split(self, batch: DecoderBatch, index: int, size: int) -> DecoderBatch:
-        """Split rows over context ranks. The tokens ahead are taken from whole rows before the split."""
+        """Split rows over context ranks. Tokens ahead are computed from whole rows before the split."""
         if size > 1 and self._ahead:
             tokens, labels, weights = self._tokens_ahead(batch)
             batch = replace(batch, ahead_tokens=tokens, ahead_labels=labels, ahead_weights=weights)
@@ -217,7 +217,7 @@ class DecoderStage(StackStage[DecoderBatch]):
         return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))
 
     def outputs(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
-        """Return logits, or for pairs of answers the log-probability of each row, [2 b]."""
+        """Return logits, or, for a batch of answer pairs, the log-probability of each row, [2 b]."""
         if not isinstance(batch, PreferenceBatch):
             return super().outputs(stream, batch)
         head = self.head

@@ -6,8 +6,8 @@ all outputs of the encoder (the memory). A stage holds consecutive units of the 
     stage(batch, *cargo) -> cargo             in the encoder [tokens, h]; in the decoder [tokens, h] and the memory
     last(batch, *cargo)  -> the term "lm"     sum of weight x negative log-likelihood, sum of weight
 
-Stages of the decoder pass the memory to the next stage unchanged. In the backward pass each stage that attends to the
-memory adds to the memory's gradient. Under sequence parallelism the encoder's tokens and the decoder's tokens are split
+Stages of the decoder pass the memory to the next stage unchanged. In the backward pass, each stage that attends to the
+memory adds to the memory's gradient. Under sequence parallelism, the tokens of encoder and decoder are sharded
 separately.
 """
 
@@ -75,7 +75,7 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
 
     @property
     def encodes(self) -> bool:
-        """Whether this stage holds a part of the encoder. Any other stage receives the memory from the previous
+        """Whether this stage holds layers of the encoder. All other stages receive the memory from the previous
         stage."""
         return self.embedding is not None or len(self.encoder) > 0 or self.decoder_embedding is not None
 
@@ -153,8 +153,8 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
     def _memory(self, stream: ResidualState) -> torch.Tensor:
         """Return the normalized stream of the encoder.
 
-        The result is a view without a recompute recipe. (Under selective recompute a norm attaches a recipe to its
-        result.) Every layer of the decoder saves the memory, and none of these layers should recompute the memory.
+        Under selective recomputation, a norm attaches a recipe to its result. The returned view has no recipe, because
+        every layer of the decoder saves the memory and should not recompute it.
         """
         if self.with_full_params is None:
             normed = self.encoder_norm(stream)[1]

@@ -1,4 +1,4 @@
-"""A mixture of experts: a router sends each token to a few of many feed-forward networks.
+"""A mixture of experts, in which a router sends each token to a few of many feed-forward networks.
 
     1 route      compute logits, probabilities and experts for this rank's tokens; attach the router's losses
     2 drop       drop choices that exceed an expert's capacity, counted over the microbatch
@@ -8,7 +8,7 @@
     6 return     send rows back to the ranks of their tokens; sum the rows of each token
     7 combine    combine the outputs of the ranks of the region
 
-The shared expert, if there is one, is an ordinary feed-forward network that is applied to every token.
+The shared expert, if there is one, is a feed-forward network that is applied to every token.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GroupedAdapter(nn.Module):
     """Low-rank adapters of the experts' linear layers, fused into one GEMM: y + scale (x A_e^T) B_e^T (see
     parallel/adapter.py).
 
-    parts: for each linear layer, the adapters of all local experts; () if the layer has no adapters.
+    parts: for each linear layer, the adapters of all local experts, or () if the layer has no adapters.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[Sequence[AdapterSpec]]):
@@ -124,8 +124,8 @@ class GroupedExperts(nn.Module):
         self.up_adapter, self.down_adapter = adapter(self.up, len(self._inner)), adapter(self.down, 1)
 
     def forward(self, tokens: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the experts' outputs [n, h]; partial sums if ranks shard the experts. tokens: [n, h], sorted by
-        expert. probabilities: [n]. counts: int64 [local experts]."""
+        """Return the experts' outputs [n, h], which are partial sums if ranks shard the experts. tokens: [n, h], sorted
+        by expert. probabilities: [n]. counts: int64 [local experts]."""
         ends = counts.cumsum(0).to(torch.int32)
         hidden = _GroupedMatmul.apply(tokens, self.up, ends)  # type: ignore[no-untyped-call]
         if self.up_adapter is not None:
@@ -151,7 +151,7 @@ def _biases(bias: Weight, counts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class ExpertLayer(MixerModule):
-    """A mixture of experts. `forward` returns the whole output of the branch, and `finish` returns its input
+    """The mixer of an MoE layer. `forward` returns the whole output of the branch, so `finish` returns its input
     unchanged."""
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, place: LayerPlace):

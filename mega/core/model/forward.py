@@ -22,16 +22,16 @@ from mega.core.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class MemoryTokens:
-    """The outputs of another stack (the memory), for layers that attend to these outputs."""
+    """The outputs of another stack (the memory) that layers attend to."""
 
     tokens: torch.Tensor
-    """[memory tokens, h]; under sequence parallelism only the tokens of this rank."""
+    """[memory tokens, h], or under sequence parallelism, only the tokens of this rank."""
     documents: torch.Tensor
     """int64 [b, columns]: the document, within the row, of each memory token."""
     readers: torch.Tensor
     """int64 [b, s]: the document of the memory that each token attends to."""
     covered: bool
-    """Whether every token is certain to attend to at least one memory token."""
+    """Whether every token is guaranteed to attend to at least one memory token."""
     keys: torch.Tensor | None
     """int64 [all memory tokens of the region]: dropout keys for adapters; None if adapters have no dropout."""
 
@@ -45,14 +45,14 @@ class NeighbourStates:
     """
 
     tokens: torch.Tensor
-    """Neighbours' tokens [b l k r, h], received or embedded by the stage; under sequence parallelism only those of this
-    rank."""
+    """The neighbours' tokens [b l k r, h], received or embedded by the stage. Under sequence parallelism, only this
+    rank's tokens."""
     context: ForwardContext
     """The context for the layers of the neighbours' encoder."""
     found: torch.Tensor | None
     """bool [b, l, k]: which neighbours exist; None if all exist."""
     shape: tuple[int, int, int]
-    """Numbers l, k and r of chunks, neighbours and tokens per neighbour."""
+    """(l, k, r): the numbers of chunks per row, neighbours per chunk and tokens per neighbour."""
     chunk: int
     """Number of tokens in a chunk."""
     encoded: torch.Tensor | None = None
@@ -66,8 +66,8 @@ class NeighbourStates:
         return self.tokens if self.encoded is None else self.encoded
 
     def readers(self, columns: int) -> torch.Tensor:
-        """Return which tokens of the text attend to a neighbour, bool [b, columns], or [1, columns] if all rows are
-        equal."""
+        """Return a mask of the text's tokens that attend to a neighbour, bool [b, columns], or [1, columns] if all rows
+        are equal."""
         number = (torch.arange(columns, device=self.tokens.device) + 1) // self.chunk - 1
         reads = (number >= 0)[None]
         return reads if self.found is None else self.found.any(2)[:, number.clamp(min=0)] & reads
@@ -93,7 +93,7 @@ class ForwardContext:
     """int64 [all tokens of the region]: dropout keys; None if dropout is off."""
     tp: Axis
     sequence: bool
-    """Whether each tensor rank holds a part of the tokens (sequence parallelism)."""
+    """Whether each tensor rank holds a shard of the tokens (sequence parallelism)."""
     rule: int = RULE
     """The version of the dropout rule (ops/counter.py)."""
     memory: MemoryTokens | None = field(default=None, kw_only=True)
@@ -103,9 +103,9 @@ class ForwardContext:
     seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)
     """int64 [s]: the columns of the whole rows that this rank has; None for all columns."""
     padding: torch.Tensor | None = field(default=None, kw_only=True)
-    """bool [this rank's tokens]: tokens that only fill their row; None if none does."""
+    """bool [this rank's tokens]: which tokens are padding; None without padding."""
     valid_tokens: torch.Tensor | None = field(default=None, kw_only=True)
-    """float64 []: number of other tokens of the region; None if no token only fills its row."""
+    """float64 []: number of the region's tokens that are not padding; None without padding."""
 
     def auxiliary_loss(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
@@ -114,8 +114,8 @@ class ForwardContext:
         of the loss.
 
         total: computes the sum [] of the loss over this rank's tokens, sequences or microbatch, in fp32 or wider.
-        `total` is not called if losses are not computed. split: whether the total covers only this tensor rank (its
-        heads, columns or, under sequence parallelism, tokens); otherwise every tensor rank computes the same total.
+        `total` is not called if losses are not computed. split: whether the total covers only this tensor rank's heads,
+        columns or (under sequence parallelism) tokens. If not, every tensor rank computes the same total.
         """
         if self.auxiliary is None:
             return x
@@ -138,11 +138,11 @@ class ForwardContext:
         return local_shard(numbers, self.tp) if self.sequence else numbers
 
     def rotary(self, rope: Rope | None) -> Rotary | None:
-        """Return cos and sin of a layer's positions; None if the layer has no rotary positions."""
+        """Return cos and sin of a layer's positions, or None if the layer has no rotary positions."""
         return None if rope is None else self.tables[rope]
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
-        """Return the dropout for a branch's output [this rank's tokens, h]; None if dropout is off."""
+        """Return the dropout for a branch's output [this rank's tokens, h], or None if dropout is off."""
         if self.keys is None or not probability:
             return None
         return Dropout(self.keys, site_key(layer, site, self.rule), probability, self.rule)
@@ -179,7 +179,7 @@ class ForwardContext:
         assert padding is not None
         if attention.padding == "zero":
             return operator(q, k, v, replace(mask, q_documents=2 * padding))
-        # If queries are 0, all keys get equal attention weights, to which dropout is applied as usual.
+        # Queries of 0 give all keys equal attention weights, to which dropout is applied as usual.
         even = operator(torch.zeros_like(q), k, v, replace(mask, q_documents=None, k_documents=None))
         return torch.where(padding[:, :, None, None].bool(), even, operator(q, k, v, mask))
 

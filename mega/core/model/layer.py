@@ -1,9 +1,9 @@
-"""One transformer layer: branches on the residual stream. Training and decoding share the implementation of how steps
-and branches are combined.
+"""A transformer layer, made of branches on the residual stream. Training and decoding combine steps and branches with
+the same code.
 
-The steps of a branch are: norm before, mixer, the mixer's last linear layer, norm after. In training the steps are
-modules (`ResidualBranch`); in decoding the steps are functions prepared from the modules (model/decode.py).
-`branch_function` and `run_parallel` define the order of steps and sums, here by the position of the norms:
+The steps of a branch are the norm before, the mixer, the mixer's last linear layer, and the norm after. Steps are
+modules in training (`ResidualBranch`), and functions prepared from the modules in decoding (model/decode.py).
+`branch_function` and `run_parallel` define the order of steps and sums, which depends on the position of the norms:
 
     before                              x + f(norm(x))
     before, added to the norm's output  n + f(n), n = norm(x)
@@ -96,7 +96,7 @@ def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Con
 def run_parallel(
     branches: Sequence[BranchSteps[Context]], before: NormStep | None, x: torch.Tensor, context: Context
 ) -> ResidualState:
-    """Return the stream x with the pending sum of branches that all have the input x. before: the norm shared by all
+    """Return the stream x with a pending sum of branches, all of which have the input x. before: the norm shared by all
     branches without a separate norm."""
     total, shared = None, x if before is None else before(ResidualState(x))[1]
     for steps in branches:
@@ -122,7 +122,7 @@ def _attention(factory: ParameterFactory, value: Attention, tensors: Tensors, pl
 def _neighbours(
     factory: ParameterFactory, value: NeighbourAttention, tensors: Tensors, place: LayerPlace
 ) -> ChunkAttention:
-    """Return the attention to neighbours. The layers of the neighbours' encoder have the numbers -2, -3, ..., so that
+    """Return the attention to neighbours. The layers of the neighbours' encoder have the indices -2, -3, ..., so that
     their dropout sites are unique."""
 
     def encoding(number: int, layer: Layer) -> TransformerLayer:
@@ -176,7 +176,7 @@ class ResidualBranch(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """One layer of a model in training. tensors: the layer's tensors, by names relative to the layer.
+    """One layer of a model in training. tensors: the layer's tensors, by name relative to the layer.
 
     Branches that attend to a memory are registered last, regardless of the order in which branches run, because the
     order of weights determines the offsets in buckets and checkpoints.

@@ -1,8 +1,8 @@
 """The mixers of branches: self-attention, attention to a memory, feed-forward.
 
-A mixer has two steps, both of which decoding replaces: `forward` computes the input of the last linear layer, and `out`
-is that linear layer, which leaves the tensor-parallel region. Shapes are per tensor rank: `heads` are this rank's
-heads, and [tokens, h] are this rank's tokens under sequence parallelism.
+A mixer has two steps, both of which decoding replaces. `forward` computes the input of the last linear layer; that
+layer, `out`, leaves the tensor-parallel region. Shapes are per tensor rank: `heads` are this rank's heads, and [tokens,
+h] are this rank's tokens under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class MixerModule(nn.Module):
 
     @property
     def bias(self) -> Weight | None:
-        """The bias that the caller must add to the result of `finish`; None if `finish` adds the bias or the layer has
-        no bias."""
+        """The bias that the caller must add to the result of `finish`, or None if `finish` adds the bias or the layer
+        lacks a bias."""
         return self.out.bias
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -89,7 +89,8 @@ class SelfAttention(MixerModule):
         return _column(factory, tensors, [f"{self.value.name}.{one}_proj" for one in which], region)
 
     def scaled(self, q: torch.Tensor) -> torch.Tensor:
-        """Scale queries for models whose scores are not divided by sqrt(d); the kernels always divide by sqrt(d)."""
+        """Scale queries for models whose scores are not divided by sqrt(d), because the kernels always divide by
+        sqrt(d)."""
         return q if self.value.score_multiplier == 1.0 else q * self.value.score_multiplier
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:

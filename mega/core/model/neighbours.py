@@ -7,9 +7,9 @@ have no neighbours:
     tokens          0 1 2 | 3 4 5 6 | 7 8 9 10 | 11
     neighbours of     -   | chunk 0 |  chunk 1 | chunk 2
 
-So no token attends to neighbours that were retrieved with later tokens. The encoder processes each neighbour separately
-and bidirectionally. The encoder's first layer also attends to the chunk for which the neighbour was retrieved. This
-module does not read files.
+No token therefore attends to neighbours that were retrieved with later tokens. The encoder processes each neighbour
+separately and bidirectionally. The encoder's first layer also attends to the chunk for which the neighbour was
+retrieved. This module does not read files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChunkAttention(CrossAttention):
 
     @property
     def bias(self) -> Weight | None:
-        """None, because `finish` adds the bias, but only for tokens that have neighbours."""
+        """None, because `finish` adds the bias for the tokens that have neighbours."""
         return None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:

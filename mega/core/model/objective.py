@@ -67,12 +67,12 @@ class Predictions(Protocol):
 
 
 LossFunction = Callable[[Predictions, DecoderBatch], torch.Tensor]
-"""Function that returns a loss for each token, [b, s], or for each sequence or group of sequences, [b] or fewer."""
+"""Function that returns a loss per token, [b, s], or per sequence or group of sequences, [b] or fewer."""
 
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """A loss that a function given by the caller computes from predictions.
+    """A loss that a user-supplied function computes from predictions.
 
     level: "token" weights each token by the batch's loss_weights in the mean; "sequence" weights each row equally.
     """

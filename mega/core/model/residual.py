@@ -19,11 +19,11 @@ from mega.core.parallel.mesh import Axis
 from mega.core.parallel.weight import ParameterFactory, Weight
 
 Tensors = Mapping[str, Tensor]
-"""Logical tensors of one unit, by names relative to the unit."""
+"""Logical tensors of one unit, by name relative to the unit."""
 
 
 class ResidualState(NamedTuple):
-    """The residual stream x and a pending branch output, which is not yet added: x + drop(branch + bias)."""
+    """The residual stream x and a branch output that has not yet been added. The stream is x + drop(branch + bias)."""
 
     x: torch.Tensor  # [tokens, h]
     branch: torch.Tensor | None = None  # [tokens, h]
@@ -35,7 +35,7 @@ class ResidualState(NamedTuple):
 
 
 class Normalization(nn.Module):
-    """LayerNorm or RMSNorm over the last dimension. Every rank holds the whole weights."""
+    """LayerNorm or RMSNorm over the last dimension. The weights are replicated on every rank."""
 
     def __init__(self, factory: ParameterFactory, norm: Norm, tensors: Tensors):
         super().__init__()
@@ -73,5 +73,5 @@ class ProjectionNorm(nn.Module):
 
 
 def normalization(factory: ParameterFactory, norm: Norm | None, tensors: Tensors) -> Normalization | None:
-    """Create the module of a norm; None without a norm."""
+    """Create the module of an optional norm."""
     return None if norm is None else Normalization(factory, norm, tensors)

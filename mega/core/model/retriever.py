@@ -4,8 +4,8 @@
     last(batch, *cargo)  -> the term "lm"     as in a decoder
 
 The first stage holds the embedding table, so it embeds the neighbours together with the text. The embedded neighbours
-are passed from stage to stage up to the layer that holds their encoder. From there the encoded neighbours are passed up
-to the last layer that attends to neighbours.
+are passed from stage to stage up to the layer that holds their encoder. From that layer on, the encoded neighbours are
+passed up to the last layer that attends to neighbours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, which chooses experts for each token, drops choices, balances and counts the
+"""The router of a mixture of experts, which chooses experts for each token, drops choices, and balances and counts the
 load.
 
 Rules that depend on the whole microbatch (sinkhorn, capacity, balance) use values of all ranks that share the
@@ -57,8 +57,8 @@ class ExpertRouter(nn.Module):
         self._running = torch.zeros(value.count, dtype=torch.float64, device=self.gate.device)
         self._microbatches = 0
         self.quantiles = torch.zeros_like(self.load)
-        """For the choice `quantile`: the sum of the thresholds of this step's microbatches, then the number of
-        microbatches."""
+        """float64 [experts + 1]: sums of the thresholds over this step's microbatches, then the number of microbatches.
+        Used only by the choice `quantile`."""
 
     def start_step(self) -> None:
         """Set all counts to zero."""
@@ -114,8 +114,8 @@ class ExpertRouter(nn.Module):
     ) -> torch.Tensor:
         """Return the balance loss over all tokens of the microbatch.
 
-        sequences: instead return the sum of the rows' balance losses. running: use the mean load of this step's
-        microbatches so far, over all data ranks.
+        sequences: whether to return the sum of the rows' balance losses instead. running: whether to use the mean load
+        of this step's microbatches so far, over all data ranks.
         """
         scores, k = routing.load_scores(logits, self.value.router.score), self.value.chosen
         first = context.tp.index * len(scores) if context.sequence else 0
@@ -132,7 +132,7 @@ class ExpertRouter(nn.Module):
             all_reduce(counts, axis)
         if running:
             counts, tokens = self._running_mean(counts, context), tokens * (self.data.size // self.cp.size)
-        # Each token that counts has k choices.
+        # Each token that is not padding has k choices.
         return routing.imbalance(counts, sums, k, tokens if valid is None else counts.sum(-1) / k)
 
     def _running_mean(self, counts: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -152,7 +152,7 @@ class ExpertRouter(nn.Module):
     def _capacity(
         self, chosen: torch.Tensor, probabilities: torch.Tensor, context: ForwardContext
     ) -> tuple[int, torch.Tensor]:
-        """Return the maximum number of tokens per expert, and which choices of this rank's tokens are kept."""
+        """Return the maximum number of tokens per expert, and a mask of the kept choices of this rank's tokens."""
         value, rule = self.value, self.value.capacity
         assert rule is not None
         numbers, axes = context.token_numbers(self.cp.size, chosen.device), _sharing(context, self.cp)
@@ -181,7 +181,7 @@ class ExpertRouter(nn.Module):
 
 
 def _valid(context: ForwardContext) -> torch.Tensor | None:
-    """Return bool [t], this rank's tokens that do not only fill their rows; None for all."""
+    """Return a mask of this rank's tokens that are not padding, bool [t], or None without padding."""
     return None if context.padding is None else ~context.padding
 
 

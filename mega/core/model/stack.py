@@ -1,8 +1,8 @@
-"""A pipeline stage: layers on one residual stream, an embedding before the first layer, and a head after the last
-layer.
+"""A pipeline stage, which consists of layers on one residual stream, an embedding before the first layer, and a head
+after the last layer.
 
-Each model family adds an embedding, a head and the context of a batch. The recomputation of whole layers and the
-unsharding of units (ZeRO 3) are implemented here, for all families.
+Each model family adds an embedding, a head and the context of a batch. This module implements the recomputation of
+whole layers and the unsharding of units (ZeRO 3) for all families.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StackStage(nn.Module, Generic[B]):
 
     A subclass for a family sets `head_terms` and `metrics` and implements the four methods that raise
     NotImplementedError. The head is called with a `ResidualState`, a batch and the scales of the head's terms, which
-    the head may use, and returns `Losses`; without a batch the head returns logits [tokens, ids of this rank].
+    the head may ignore, and returns `Losses`. If no batch is given, the head returns logits [tokens, ids of this rank].
     head_terms: name of each loss of the head -> its coefficient; the losses of layers follow from the architecture.
     with_full_params: hook that runs a unit with unsharded weights (ZeRO 3); None if weights are never sharded.
     """
@@ -95,7 +95,7 @@ class StackStage(nn.Module, Generic[B]):
         self._attach_adapters(factory)
 
     def _attach_adapters(self, factory: ParameterFactory) -> None:
-        """Attach the adapters of the model, if there are any."""
+        """Attach the model's adapters, if there are any."""
         specs = adapter_specs(self.architecture.adapters, inventory(self.model))
         attach_adapters(self, specs, factory)
         for experts in [each for each in self.modules() if isinstance(each, GroupedExperts)]:
@@ -197,7 +197,7 @@ class StackStage(nn.Module, Generic[B]):
         )
 
     def _auxiliary_sums(self, scales: torch.Tensor | None) -> AuxiliarySums | None:
-        """Return a collector of the losses and load counts of this stage's layers; None if the model has neither."""
+        """Return a collector of this stage's layer losses and load counts, or None if the model has neither."""
         if not self.architecture.auxiliary_losses and not self.architecture.mixtures:
             return None
         assert scales is not None or not torch.is_grad_enabled(), "losses of layers are scaled in the backward pass"
@@ -230,7 +230,8 @@ class StackStage(nn.Module, Generic[B]):
 
     @property
     def _share(self) -> Axis | None:
-        """The axis over which saved inputs of recomputed layers are distributed; None if they are not distributed."""
+        """The axis over which the saved inputs of recomputed layers are distributed, or None if they are not
+        distributed."""
         return self.region.axis if self.options.distribute_saved and not self.region.sequence else None
 
     def embedded(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
@@ -256,7 +257,7 @@ class StackStage(nn.Module, Generic[B]):
     def _from_sum(
         self, layers: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
     ) -> torch.Tensor:
-        """Run layers as a function from tensor to tensor, which recomputation and unsharding require."""
+        """Run layers as a function from one tensor to another, as recomputation and unsharding require."""
         return self._through(layers, ResidualState(x), context, unshard).sum(self.ops)
 
     def outputs(self, stream: ResidualState, batch: B) -> torch.Tensor:
@@ -268,7 +269,7 @@ class StackStage(nn.Module, Generic[B]):
         return cast(torch.Tensor, self.head(stream))
 
     def run_head(self, stream: ResidualState, run: Callable[[ResidualState], torch.Tensor]) -> torch.Tensor:
-        """Call `run`, a function that uses the head, with the head's weights unsharded."""
+        """Call `run`, which uses the head, with the head's weights unsharded."""
         assert self.head is not None
         if self.with_full_params is None:
             return run(stream)
@@ -286,7 +287,7 @@ class StackStage(nn.Module, Generic[B]):
     ) -> Losses:
         if self.with_full_params is None:
             return self.head_losses(stream, batch, scales, auxiliary)
-        head_losses: list[Losses] = []  # no scales: the backward pass must begin at the output of `run`
+        head_losses: list[Losses] = []  # without scales, because backward must begin at the output of `run`
 
         def run(stream: ResidualState) -> torch.Tensor:
             head_losses.append(self.head_losses(stream, batch, None, auxiliary))

@@ -1,4 +1,4 @@
-"""Options of a pipeline stage of any model family, other than the model, the stage's units and the region."""
+"""Options of a pipeline stage, for any model family. The model, the stage's units and the region are not included."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mega.core.parallel.experts import NO_RANKS, ExpertAxes
 from mega.core.parallel.mesh import SINGLE, Axis
 
 UnshardHook = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
-"""Function hook(unit, run, x) that returns run(x), with the weights of `unit` unsharded in the forward and backward
-pass."""
+"""A hook that is called as hook(unit, run, x) and returns run(x). The weights of `unit` are unsharded in the forward
+and the backward pass."""
 
 
 @dataclass(frozen=True)

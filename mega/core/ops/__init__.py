@@ -1,5 +1,5 @@
-"""The ops of models, one per file, each with a reference in plain torch. kernels/ contains Triton implementations. Ops
-start no collectives.
+"""The ops that models are built from, each with a reference implementation in plain torch. kernels/ contains Triton
+implementations. Ops do not call collectives.
 
 norm, activation, dropout, cross_entropy, rotary, sinusoid, heads, matmuls, total, square_sum   the ops of training
 attention, mask, partial_attention   attention, its masks, and attention in blocks; cudnn: sliding-window attention

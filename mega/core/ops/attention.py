@@ -110,15 +110,15 @@ def _fused_shapes(
 
 
 def plain_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """Compute the same bits as `plain`, but save only query, key and value, and recompute the attention weights in the
-    backward pass (selective recomputation, Korthikanti et al. 2022, section 5)."""
+    """Compute `plain` with bitwise identical results, but save only query, key and value. The backward pass recomputes
+    the attention weights (selective recomputation, Korthikanti et al. 2022, section 5)."""
     # Dropout is a function of element positions, so no random state has to be restored.
     return recompute(plain, q, k, v, mask)
 
 
 def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """Compute `fused`, whose kernels never save attention weights, with `plain_recomputing` for masks that torch's
-    kernels do not support."""
+    """Compute `fused`, but use `plain_recomputing` for masks that torch's kernels do not support, so that attention
+    weights are never saved."""
     return fused(q, k, v, mask, dropping=plain_recomputing)
 
 

@@ -21,14 +21,15 @@ State = TypeVar("State")
 class FunctionContext(FunctionCtx, Generic[State]):
     """The type of the context `ctx` in an autograd function.
 
-    state: all values except tensors that `forward` passes to `backward`. recipe: set by `keep`.
+    state: the values other than tensors that `forward` passes to `backward`. recipe: the recipe of the tensor passed to
+    `keep`, or None.
     """
 
     state: State
     recipe: Recipe | None
     saved_tensors: tuple[torch.Tensor, ...]
 
-    if TYPE_CHECKING:  # torch's types do not allow None, although None works
+    if TYPE_CHECKING:  # torch's type annotations do not allow None, although None works
 
         def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
@@ -47,7 +48,7 @@ def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 def keep(ctx: FunctionContext[State], x: torch.Tensor) -> None:
-    """Save `x`, or the recipe of `x`, for `kept`. Call this function in `forward`."""
+    """Save `x`, or the recipe of `x`, so that `kept` can return `x` in `backward`. Call this function in `forward`."""
     ctx.recipe = getattr(x, "recipe", None)
     ctx.save_for_backward(*(() if ctx.recipe else (x,)))
 

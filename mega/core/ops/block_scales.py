@@ -6,8 +6,9 @@
                        becomes 448
 
 The largest magnitude of a block is first rounded to bf16. A dequantised block, in bf16 or in a wider dtype, therefore
-has the same largest magnitude, and its quantisation gives the same bytes and the same scale. The rounding changes no
-error bound, because e4m3 rounds all magnitudes up to 464 to 448. This module does not depend on files or layers.
+has the same largest magnitude, and quantising it again gives the same bytes and the same scale. The rounding does not
+change the error bounds, because e4m3 rounds all magnitudes up to 464 to 448. This module does not depend on files or
+layers.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ LIMIT = LIMITS[FORWARD]
 WEIGHT_BLOCK = (FP8_BLOCK, FP8_BLOCK)
 """Rows and columns of a block of a weight [out, in]."""
 _STEPS = 3
-"""Bits of mantissa of e4m3."""
+"""Number of mantissa bits in e4m3."""
 _LOWEST = 2.0**-6
-"""Smallest normal number of e4m3. Smaller numbers have the spacing of this number."""
+"""Smallest normal number of e4m3. Subnormal numbers have the same spacing as the numbers just above this one."""
 
 
 def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -36,15 +37,15 @@ def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
 
 
 def expanded(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
-    """Repeat the scale of each block for its elements. scale: the scales of a tensor of this `shape`."""
+    """Expand block scales to one scale per element. scale: the block scales of a tensor with this `shape`."""
     for dim, size in ((-2, block[0]), (-1, block[1])):
         scale = scale.repeat_interleave(size, dim) if size > 1 else scale
     return scale[..., : shape[-2], : shape[-1]]
 
 
 def quantise(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (`narrow` in e4m3, with the shape of x; `inverse`, the fp32 scales). x: [..., r, c], a matrix or a stack
-    of matrices. Blocks in the last rows and columns may be smaller. Non-finite numbers become NaN.
+    """Return `narrow`, e4m3 with the shape of x, and `inverse`, the fp32 scales. x: [..., r, c], a matrix or a stack of
+    matrices. Blocks in the last rows and columns may be smaller. Non-finite numbers become NaN.
 
     >>> narrow, inverse = quantise(torch.tensor([[1.0, -2.0, 7.0]]), (1, 2))
     >>> narrow.tolist(), (inverse * 448).round(decimals=4).tolist()
@@ -66,8 +67,8 @@ def dequantise(narrow: torch.Tensor, inverse: torch.Tensor, block: tuple[int, in
 
 
 def half_steps(narrow: torch.Tensor) -> torch.Tensor:
-    """Return half the distance between neighbouring numbers of e4m3 for each element, in fp32: the largest error of
-    rounding to the element.
+    """Return the maximum rounding error of each e4m3 element, in fp32, which is half the distance between neighbouring
+    numbers.
 
     >>> half_steps(torch.tensor([448.0, 1.0, 0.0]).to(torch.float8_e4m3fn)).tolist()
     [16.0, 0.0625, 0.0009765625]

@@ -1,4 +1,4 @@
-"""Counter-based random numbers, which depend only on keys and element positions instead of a random stream.
+"""Counter-based random numbers, which depend only on keys and element positions, not on the state of a generator.
 
 A dropout mask or an initial weight is a hash of (seed, token or tensor name, element), so it is the same in every
 parallel layout, under recomputation and after a resume. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood
@@ -60,8 +60,8 @@ def token_keys(seed: int, samples: torch.Tensor, columns: torch.Tensor) -> torch
 
 @cache
 def site_key(layer: int, site: str, rule: int = RULE) -> int:
-    """Compute the key of a site in the model, such as (3, "attention"). The key is odd, because Triton would compile
-    kernels again for integers that are divisible by 16."""
+    """Compute the key of a site in the model, such as (3, "attention"). The key is odd, because Triton would recompile
+    kernels for integers that are divisible by 16."""
     return key(layer, site) if rule == OLD_RULE else key(layer, site) | 1
 
 

@@ -46,7 +46,8 @@ def version() -> str | None:
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether this module supports an attention call: whole causal rows with a window that hides keys.
+    """Whether this module supports an attention call, which must be causal over whole rows with a window that hides
+    keys.
 
     The result is False if deterministic algorithms are required. According to the package's source, cuDNN on Hopper
     would then store a number for every pair of tokens (17 GB for 16,384 tokens and 32 heads), whereas mega's Triton
@@ -135,8 +136,8 @@ def _handle(device: torch.device) -> object:
 
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> WindowPlans:
-    """Build the plans for the forward and backward pass of one shape. Errors: exceptions of many types from the
-    package."""
+    """Build the plans for the forward and backward pass of one shape. The package may raise exceptions of many
+    types."""
     (b, s, heads, width), kv_heads = q.shape, k.shape[2]
     build = _GraphBuilder(q.dtype, q.device, window, 1 / math.sqrt(width))
     whole, few = (b, s, heads, width), (b, s, kv_heads, width)
@@ -246,8 +247,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [b, s, heads, d] and lse fp32 [b, heads, s, 1]. plans: on the meta device, the mask is passed instead,
-    for observers."""
+    """Return out [b, s, heads, d] and lse fp32 [b, heads, s, 1]. plans: the plans of the shape, or, on the meta device,
+    the mask to report to observers."""
     b, s, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, heads, s, 1, dtype=torch.float32, device=q.device)

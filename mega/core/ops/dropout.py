@@ -1,4 +1,4 @@
-"""Dropout by counter: masks are computed from the keys of tokens instead of a random stream.
+"""Counter-based dropout, whose masks are computed from the keys of tokens instead of a random stream.
 
 Masks are therefore the same in every parallel layout and under recomputation, and no random state is saved. The classes
 in this module describe dropout and implement it in plain torch. Kernels compute identical masks (kernels/counter.py).

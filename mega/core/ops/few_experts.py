@@ -7,10 +7,10 @@ is `plain_experts`. A rank may hold some of the experts, or a shard of each expe
 This module does not depend on layers, sequences or ranks.
 
 Logits and factors are fp32 here. Training, prefill and decoding without these kernels (model/router.py) round logits
-and factors to the dtype of x, unless the router has the dtype fp32. So for a router without a dtype, a token for which
-the logits of the last chosen expert and of the next one round to the same number, or to neighbours, may get the other
-of the two experts here. To round here would not remove this difference, because the kernels for one token do not round
-the norm that precedes the router either.
+and factors to the dtype of x, unless the router has the dtype fp32. If the router has no dtype, the logits of the last
+chosen expert and the next expert may round to equal or neighbouring numbers. This module may then choose the other of
+these two experts. Rounding logits here would not remove the difference, because the kernels for one token do not round
+the norm before the router either.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def simple(router: Router) -> bool:
 def plain_experts(
     x: torch.Tensor, weights: ExpertWeights, rule: ExpertRule, norm: NormOf | None, into: torch.Tensor | None
 ) -> torch.Tensor:
-    """Implement `FewExperts.run` in plain torch, one expert after the other."""
+    """Implement `FewExperts.run` in plain torch, with a loop over experts."""
     if norm is not None:
         x = add_norm(x, None, None, None, *norm)[1]
     x = x.to(weights.up.dtype)
@@ -98,7 +98,7 @@ def _trial_error(few: FewExperts, dtype: torch.dtype, device: torch.device, widt
     width -= width % 8
 
     def some(*shape: int) -> torch.Tensor:
-        """Return values between 0 and 1, for which sums have no cancellation, so that relative errors stay small."""
+        """Return values between 0 and 1, so that sums have no cancellation and relative errors stay small."""
         count = torch.Size(shape).numel()
         return (torch.arange(count, device=device, dtype=torch.float32) * 0.618).frac().view(shape).to(dtype)
 

@@ -118,7 +118,7 @@ def _trial_error(few: FewRows, width: int, dtype: torch.dtype, device: torch.dev
     """Return the largest relative error of each op for one row."""
 
     def some(*shape: int) -> torch.Tensor:
-        """Return values between 0 and 1, for which sums have no cancellation, so that relative errors stay small."""
+        """Return values between 0 and 1, so that sums have no cancellation and relative errors stay small."""
         count = torch.Size(shape).numel()
         return (torch.arange(count, device=device, dtype=torch.float32) * 0.618).frac().view(shape).to(dtype)
 

@@ -21,7 +21,7 @@ import torch
 from mega.core.ops.matmuls import Factor, Matmuls
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-"""Dtype -> the largest number of the format."""
+"""fp8 dtype -> the largest finite number of the format."""
 FORWARD, BACKWARD = LIMITS
 TINY = 1e-30
 """Lower bound for the largest magnitude of a tensor, which avoids a division by 0 for tensors of zeros."""
@@ -69,7 +69,7 @@ def multiply(
 
 @dataclass(frozen=True)
 class NarrowMatmuls(Matmuls):
-    """What the GEMMs of a linear layer in fp8 have in common, with scales of tensors or of blocks."""
+    """Base class of a linear layer's GEMMs in fp8, with scales per tensor or per block."""
 
     wide: Matmuls
     """The GEMMs of layers in which fp8 would cost too much accuracy."""

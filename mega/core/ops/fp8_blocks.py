@@ -1,5 +1,5 @@
-"""GEMMs of a linear layer in fp8 with one scale per block, as DeepSeek-V3 trains (DeepSeek-AI 2024, section 3.3).
-Operands are in e4m3, and sums are in fp32.
+"""GEMMs of a linear layer in fp8 with one scale per block, as in the training of DeepSeek-V3 (DeepSeek-AI 2024, section
+3.3). Operands are in e4m3, and sums are in fp32.
 
     forward   y  = x W^T      x in rows of 1 x 128, W in blocks of 128 x 128
     dgrad     dx = dy W       dy in rows of 1 x 128, W in blocks of 128 x 128
@@ -27,14 +27,14 @@ ROW_BLOCK = (1, FP8_BLOCK)
 
 
 class Operand(NamedTuple):
-    """A factor [r, k] of a GEMM that sums over k."""
+    """An operand [r, k] of a GEMM that sums over k."""
 
     narrow: torch.Tensor  # [r, k] in e4m3, contiguous
     inverse: torch.Tensor  # fp32 [r, k / 128] or [r / 128, k / 128], with any strides
 
 
 class BlockCast(NamedTuple):
-    """A tensor x [r, c] as factors of GEMMs."""
+    """A tensor x [r, c] as operands of GEMMs."""
 
     rows: Operand | None  # x, summed over c
     columns: Operand | None  # x^T, summed over r

@@ -21,15 +21,15 @@ from mega.core.ops.matmuls import Matmuls
 
 
 class GroupedRows(NamedTuple):
-    """Gradients of the outputs of experts."""
+    """Gradients of the experts' outputs."""
 
     rows: torch.Tensor  # [rows, out]
     ends: torch.Tensor  # int32 [E], end of each expert's rows
 
 
 class GroupedMatmuls(Matmuls):
-    """The GEMMs of linear layers for several experts. Gradients of outputs are `GroupedRows`. accumulate: function that
-    adds a gradient to a main_grad."""
+    """The GEMMs of linear layers for several experts. Output gradients are passed as `GroupedRows`. accumulate:
+    function that adds a gradient to a main_grad."""
 
     words = "a loop over experts"
 

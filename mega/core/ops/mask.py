@@ -102,7 +102,7 @@ class AttentionMask:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features that a kernel must support in addition to the kind, as texts for messages.
+        """The features that a kernel must support in addition to the kind, as phrases for messages.
 
         >>> AttentionMask(window=2).features
         ('a window',)
@@ -110,7 +110,7 @@ class AttentionMask:
         return tuple(word for name, word, unset in _FEATURES if getattr(self, name) is not unset)
 
     def empty(self, s: int, t: int) -> bool:
-        """Whether no query sees any key, judging by positions only."""
+        """Whether positions alone imply that no query sees any key."""
         low, high = self.band(s, t)
         return (high is not None and high <= -s) or (low is not None and low >= t)
 

@@ -29,7 +29,7 @@ class Factor:
 
 
 class Matmuls:
-    """The GEMMs of a linear layer in plain torch. words: description of the implementation, for messages."""
+    """The GEMMs of a linear layer in plain torch. words: description of the implementation for messages."""
 
     words = "plain torch"
 

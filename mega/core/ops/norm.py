@@ -60,8 +60,8 @@ def factor_of(weight: torch.Tensor, dtype: torch.dtype, form: NormForm) -> torch
 
 
 def rms_norm_by(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes `rms_norm` for inference in few operations. Its argument must have the weight's
-    dtype, of at least 32 bits."""
+    """Return a function that computes `rms_norm` for inference in few operations. The argument of the returned function
+    must have the weight's dtype, with at least 32 bits."""
     root = weight.shape[-1] ** 0.5
     least, scaled = weight.new_tensor(root * eps**0.5), weight * root
     return lambda x: (x * scaled).div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least))

@@ -1,5 +1,5 @@
-"""Reports operations on the meta device that are not torch ops to an observer: kernels, attention, exchanges between
-ranks.
+"""Reports operations that are not torch ops to an observer on the meta device, namely kernels, attention and exchanges
+between ranks.
 
 torch ops are intercepted by a dispatch mode. mega's kernels and exchanges are not torch ops. On the meta device, they
 return tensors without data, and call this module with the operations that they would run on a real device. This module
@@ -62,7 +62,8 @@ def attention(name: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, 
 
 
 def exchange(kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None] | None:
-    """Report a collective. Returns the function to call when waiting for the result; None without an observer."""
+    """Report a collective, and return the function to call when waiting for the result, or None if there is no
+    observer."""
     waits = [observer.exchange(kind, size, ranks) for observer in _observers]
     return waits[-1] if waits else None
 

@@ -84,8 +84,8 @@ class PagedAttention:
     pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
     """pages(counts, lengths, tables, pool, repeats, window) -> the locations of the keys of a step's tokens, computed
     once for all layers. counts, lengths and tables are on the host: counts int64 [runs] is the number of tokens of each
-    run; lengths and tables are described in the module. repeats: number of query heads per key/value head. window:
-    maximum number of keys that a token sees, including its own key."""
+    run; lengths and tables are described in the module's docstring. repeats: number of query heads per key/value head.
+    window: maximum number of keys that a token sees, including its own key."""
     attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees."""
     graphs: bool = False
@@ -223,8 +223,8 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns, softcap: floa
 
 
 def _weighted(q: torch.Tensor, runs: PaddedRuns, softcap: float | None) -> torch.Tensor:
-    """Attention of padded queries [batch, kv_heads, rows, d]. With a soft cap, scores are computed explicitly, because
-    torch's kernels have no soft cap."""
+    """Compute attention for padded queries [batch, kv_heads, rows, d]. With a soft cap, scores are computed explicitly,
+    because torch's kernels have no soft cap."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias)
     scores = (q @ runs.k.transpose(-1, -2)).to(accurate(q.dtype)) / math.sqrt(q.shape[-1])
@@ -251,8 +251,8 @@ def token_pages(
 def split_attention(
     q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys, softcap: float | None = None
 ) -> torch.Tensor:
-    """Attention with an online softmax over splits of SPLIT keys. A split without visible keys does not change the
-    result."""
+    """Compute attention with an online softmax over splits of SPLIT keys. A split without visible keys does not change
+    the result."""
     tokens, block, kv_heads, width = len(q), *pages.shape
     sum_dtype = accurate(q.dtype)
     q = q.reshape(tokens, kv_heads, -1, width)
@@ -284,7 +284,7 @@ INVARIANT = PagedAttention(token_pages, split_attention)
 
 
 def softcapped(softcap: float, *, invariant: bool) -> PagedAttention:
-    """PLAIN or INVARIANT with a soft cap: scores s become softcap x tanh(s / softcap) before the softmax."""
+    """Return PLAIN or INVARIANT with a soft cap, which replaces each score s with softcap x tanh(s / softcap)."""
     if invariant:
         return PagedAttention(token_pages, partial(split_attention, softcap=softcap))
     return PagedAttention(padded_pages, partial(padded_attention, softcap=softcap))

@@ -3,8 +3,8 @@
     out_a, lse_a over some keys        lse = log(exp(lse_a) + exp(lse_b))
     out_b, lse_b over other keys       out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-The backward pass of a block needs the output and the log-sum-exp over all keys, but no other block (Dao et al. 2022,
-appendix B; Liu et al. 2023). This module does not depend on ranks or on the purpose of blocks.
+The backward pass of a block needs the output and the log-sum-exp over all keys, but no data of other blocks (Dao et al.
+2022, appendix B; Liu et al. 2023). This module does not depend on ranks or on the purpose of blocks.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _weights(found: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Sum gradients over the query heads that share a key/value head, as the backward pass of `expand_heads`: [b,
-    heads, t, d] -> [b, t, kv_heads, d]."""
+    """Sum gradients over the query heads that share a key/value head (the backward pass of `expand_heads`): [b, heads,
+    t, d] -> [b, t, kv_heads, d]."""
     return grad.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
 
 

@@ -15,8 +15,7 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin for positions int64 [tokens]: each [tokens, rope.width / 2] in max(fp32, dtype).
 
-    length: number of columns of the whole rows, by which LongRoPE's factors are selected. The default is the number of
-    positions.
+    length: number of columns of the whole rows, which determines LongRoPE's factors. None: the number of positions.
     """
     table_dtype, width, scaling = accurate(dtype), rope.width, rope.scaling
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
@@ -34,8 +33,8 @@ def rotary_table(
 
 
 def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor:
-    """Return, for each of YaRN's width / 2 frequencies, to what degree from 0 to 1 it is interpolated (Peng et al.
-    2023, section 3.2).
+    """Return the degree, from 0 to 1, to which YaRN interpolates each of the width / 2 frequencies (Peng et al. 2023,
+    section 3.2).
 
     The degree is 0 for frequencies with more than `beta_fast` rotations within the original positions, 1 for
     frequencies with fewer than `beta_slow` rotations, and linear in the index for frequencies between these two.
@@ -56,7 +55,7 @@ def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor
 
 
 def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Scale frequencies as Llama 3.1 does for more positions (Dubey et al. 2024, section 3.4.2; factors of the released
+    """Scale frequencies for longer contexts as in Llama 3.1 (Dubey et al. 2024, section 3.4.2; factors of the released
     models).
 
     Frequencies are in radians per position. A frequency with fewer than `low` rotations within `original` positions is

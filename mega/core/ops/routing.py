@@ -3,8 +3,8 @@
     logits [t, E]  ->  chosen [t, k], the experts;  probabilities [t, k], the factors of their outputs
 
 Scores are computed in fp32 or wider; probabilities have the dtype of the logits. This module does not depend on ranks,
-so the t tokens must be all tokens on which a rule depends. Sources: Shazeer et al. 2017; Fedus et al. 2022;
-DeepSeek-V3, 2024; details as in Megatron core 0.19."""
+so the t tokens must include every token that affects a choice or a loss. Sources: Shazeer et al. 2017; Fedus et al.
+2022; DeepSeek-V3, 2024; details as in Megatron core 0.19."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mega.core.architecture.layer import ExpertGroups, Router
 
 LEAST_SUM = 1e-20
-"""Added to a sum of scores before scores are divided by the sum, to avoid a division by 0."""
+"""Added to the sum by which scores are divided, to avoid a division by 0."""
 
 SINKHORN_TOLERANCE = 1e-4
 SINKHORN_EPS = 1e-8
@@ -93,8 +93,8 @@ def largest(values: torch.Tensor, chosen: int, groups: ExpertGroups | None = Non
 
 
 def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None) -> Routing:
-    """Choose experts by a Sinkhorn matrix (Clark et al. 2022). Probabilities depend only on the logits. Without a
-    matrix, the largest scores are chosen."""
+    """Choose the experts with the largest entries of a Sinkhorn matrix (Clark et al. 2022), or with the largest scores
+    if `matrix` is None. Probabilities depend only on the logits."""
     x = accurate(logits)
     expert_scores = x.sigmoid() if chosen == 1 else x.softmax(-1)
     experts = largest(expert_scores.detach() if matrix is None else matrix, chosen)
@@ -104,7 +104,7 @@ def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None)
 def sinkhorn(logits: torch.Tensor, tolerance: float = SINKHORN_TOLERANCE) -> torch.Tensor:
     """Scale exp(logits) [t, E] so that all rows have equal sums and all columns have equal sums.
 
-    NaN in the logits gives NaN in the matrix, which the check for finite values in a training step detects.
+    NaN in the logits gives NaN in the matrix, which a training step's check for finite values detects.
     """
     cost = (logits - logits.amax(1, keepdim=True)).exp()  # subtracting the maximum of a row only scales the row
     rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
@@ -149,8 +149,8 @@ def choice_counts(
 
 
 def imbalance(counts: torch.Tensor, sums: torch.Tensor, chosen: int, tokens: float | torch.Tensor) -> torch.Tensor:
-    """Return E / (k t^2) times the sum of counts x sums over experts and rows; counts and sums are [..., E]. A balanced
-    row contributes 1. tokens: t, one number or one for each row."""
+    """Return the sum of counts x sums over experts and rows, times E / (k t^2). counts, sums: [..., E]. A balanced row
+    contributes 1. tokens: t, one number or one for each row."""
     if isinstance(tokens, torch.Tensor):
         rows = (counts * sums).sum(-1) / tokens.clamp(min=1.0).square()
         return rows.sum() * (counts.shape[-1] / chosen)
@@ -181,8 +181,8 @@ def kept_choices(
     """Return bool [t, k], which is True for the choices that are kept if each expert processes at most `limit` tokens.
 
     policy: with "probs", the choices with the largest probabilities are kept, otherwise the choices of the first
-    tokens. numbers: int64 [t], the index of each token in the microbatch, by which choices of equal probability are
-    ordered.
+    tokens. numbers: int64 [t], the index of each token in the microbatch, which breaks ties between equal
+    probabilities.
     """
     by_token = numbers.repeat_interleave(chosen.shape[1]).argsort(stable=True)
     experts, weights = chosen.flatten()[by_token], probabilities.detach().flatten()[by_token]

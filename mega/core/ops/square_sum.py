@@ -2,7 +2,7 @@
 accuracy.
 
 torch's norm on a CPU uses one running sum per lane. For 1e6, 1e7 and 1e8 normally distributed numbers, its relative
-error is -9.5e-6, -3.7e-4 and -1.1e-2. On a GPU, torch sums in a tree, in a single kernel.
+errors are -9.5e-6, -3.7e-4 and -1.1e-2. On a GPU, torch computes a tree of sums in a single kernel.
 """
 
 from __future__ import annotations

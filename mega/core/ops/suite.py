@@ -66,8 +66,8 @@ class Ops:
     adamw: Callable[..., None] | None = None
     """Kernel for the whole update of AdamW; None if the optimizer uses torch ops."""
     row_shards: int = 1
-    """Number of context ranks over which rows are sharded. `attention` then takes this rank's columns of q, k, v, and
-    the mask of whole rows."""
+    """Number of context ranks over which rows are sharded. If it is greater than 1, `attention` takes this rank's
+    columns of q, k and v, and the mask of whole rows."""
     few_rows: FewRows | None = None
     """Kernels for decoding steps of few tokens on CUDA, or None."""
     few_experts: FewExperts | None = None
@@ -111,8 +111,8 @@ def choose(
     """Choose the fastest implementations for a device and a compute dtype. The field `reason` of the result explains
     the choice.
 
-    fp8: what one scale of the fp8 GEMMs in blocks covers; None for GEMMs in `dtype`. recompute: whether attention
-    recomputes its weights in the backward pass instead of saving them. package: a name
+    fp8: whether the blocks' GEMMs in fp8 have one scale per tensor or per block of elements; None for GEMMs in `dtype`.
+    recompute: whether attention recomputes its weights in the backward pass instead of saving them. package: a name
     that `packages.package` accepts; ops of this package replace the default ops. shapes: whether to choose for meta
     tensors that represent tensors on `device`, in which case the device need not exist.
     """
@@ -245,4 +245,4 @@ _FP8: dict[str, tuple[Callable[..., Matmuls], Callable[[], _Kernels], Callable[[
     "tensor": (Fp8Matmuls, _fp8_kernels, fp8_matmuls),
     "block": (BlockMatmuls, _fp8_block_kernels, fp8_matmuls),
 }
-"""What one scale covers -> (the GEMMs, their kernels, whether a device runs the kernels)."""
+"""Granularity of scales -> (the GEMMs, their kernels, whether a device supports the kernels)."""

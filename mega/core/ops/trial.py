@@ -1,8 +1,9 @@
 """Tests kernels before they are used, by comparing a kernel with its reference in a small case on the device.
 
 A kernel that was compiled incorrectly for the device would otherwise corrupt the results of the model. Ranks that
-compute a layer together must decide alike: with other kernels they may exchange other tensors, and then wait forever,
-or choose other experts for a token. This module knows no ranks; it is given a function by which they agree.
+compute a layer together must make the same decision. With different kernels, ranks might exchange different tensors and
+then wait forever, or choose different experts for a token. This module does not depend on ranks; callers pass a
+function through which ranks agree.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ ROUNDINGS = 8
 log = logging.getLogger(__name__)
 
 Agree = Callable[[str | None], str | None]
-"""Function of this rank's problem, or None, that returns the problem of the first rank that has one, on all ranks. All
-ranks must call it together."""
+"""A function that takes this rank's problem, or None, and returns the first rank's problem that is not None on all
+ranks. All ranks must call the function together."""
 
 
 def alone(problem: str | None) -> str | None:
-    """Implement `Agree` for a rank that decides alone."""
+    """Implement `Agree` for a single rank."""
     return problem
 
 
@@ -38,8 +39,8 @@ def passes(error: Callable[[], float], dtype: torch.dtype, instead: str, agree: 
 
 
 def problem_of(error: Callable[[], float], dtype: torch.dtype) -> str | None:
-    """Describe the problem in one line. Return None if `error()` succeeds and its result is within the rounding errors
-    of `dtype`."""
+    """Return a description of the problem in one line, or None if `error()` succeeds and its result is within the
+    rounding errors of `dtype`."""
     try:
         error_size = error()
     except Exception as exception:

@@ -65,7 +65,7 @@ class DropoutValues(NamedTuple):
     early: int  # key j has column j + early if j < border, else j + late
     border: int
     late: int
-    zero: float  # 0.0, as a variable: if it were a constant, the compiler would round weights first, and drop halves
+    zero: float  # 0.0, not a constant, so that the compiler does not round weights before dropping them
 
 
 # -- shared by the kernels
@@ -269,8 +269,8 @@ def _attention_prepare(
     out, grad, lse_at, base_at, delta_at, rows_at, seen, dropped, keep, heads,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Store three values for each query: lse in base 2, `keep` times the sum of weight x d(weight), which the gradient
-    of softmax subtracts, and the row key of dropout."""
+    """Store three values for each query: lse in base 2; `keep` times the sum of weight x d(weight), which the gradient
+    of softmax subtracts; and the row key of dropout."""
     head, batch = tl.program_id(1), tl.program_id(2)
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outs = _load(out, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
@@ -293,8 +293,8 @@ def _key_gradients(
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from `first` to `end` contribute to the gradients of a tile of keys and values. Scores are
-    [keys, queries]."""
+    """Add the contribution of the queries from `first` to `end` to the gradients of a tile of keys and values. Scores
+    are [keys, queries]."""
     for start in tl.range(first, end, ROWS):
         start = tl.multiple_of(start, ROWS)
         query = start + tl.arange(0, ROWS)
@@ -365,7 +365,7 @@ def _query_gradient(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys from `first` to `end` contribute to the gradient of a tile of queries."""
+    """Add the contribution of the keys from `first` to `end` to the gradient of a tile of queries."""
     for start in tl.range(first, end, COLUMNS):
         start = tl.multiple_of(start, COLUMNS)
         key = start + tl.arange(0, COLUMNS)
@@ -657,8 +657,8 @@ def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """Compute `ops.attention.plain` without saving attention weights, with these kernels or cuDNN's, or in fp32 with
-    torch's kernels."""
+    """Compute `ops.attention.plain` without saving attention weights. cuDNN's kernels are used if they apply, otherwise
+    these kernels, otherwise torch's."""
     if cudnn.applies(q, k, mask) and (out := cudnn.attention(q, k, v, mask)) is not None:
         return out
     if applies(q, k, mask):

@@ -26,7 +26,7 @@ def row_keys(keys, site, number):
 
 @jit
 def _fold(x, factor):
-    if COMPILED:  # from this, the compiler would make a product of 64-bit numbers
+    if COMPILED:  # the compiler would turn the lines below into a product of 64-bit numbers
         return tl.inline_asm_elementwise(FOLD, "=r,r,r", [x, factor], dtype=tl.uint32, is_pure=True, pack=1)
     bits64 = x.to(tl.uint64) * factor
     return (bits64 >> 32).to(tl.uint32) ^ bits64.to(tl.uint32)
@@ -48,7 +48,7 @@ def kept(rows, first, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST:
     whether `first` is a multiple of 16. Returns [R, BLOCK], or [BLOCK, R] with COLUMNS_FIRST.
     """
     offset = tl.arange(0, BLOCK)
-    if ALIGNED:  # the compiler recognises in this code that two elements share a draw
+    if ALIGNED:  # written so that the compiler recognises that two elements share a draw
         group = (first >> 1) + ((offset >> 4 << 3) | (offset & 7))
         late = offset & 8
     else:

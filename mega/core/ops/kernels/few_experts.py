@@ -64,11 +64,11 @@ class ExpertTile(NamedTuple):
 
 @jit
 def _ranks(logits_at, count, BLOCK: tl.constexpr):
-    """Return the logits of one token, and the rank of each expert by logit, from 0. Of equal logits, the first has the
-    lower rank."""
+    """Return the logits of one token, and the rank of each expert by logit, where the largest logit has rank 0. Ties
+    are broken by the lower index."""
     number = tl.arange(0, BLOCK)
     logits = tl.load(logits_at + number, number < count, float("-inf"))
-    # A NaN has the lowest rank, so that every rank is that of exactly one expert.
+    # NaN is ordered like -inf, so that each expert has a different rank.
     order = tl.where(logits == logits, logits, float("-inf"))
     larger = order[None, :] > order[:, None]
     larger |= (order[None, :] == order[:, None]) & (number[None, :] < number[:, None])
@@ -185,7 +185,8 @@ def _choose(
     K: tl.constexpr, NORMALIZE: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one token. NORM: an additional program normalizes x, which is a single token."""
+    """Choose the experts of one token. NORM: whether an additional program normalises x, which is then a single
+    token."""
     in_turn(OVERLAP)
     token = tl.program_id(0)
     if token < tokens:

@@ -4,8 +4,8 @@ cache.
 A program computes a few outputs. It starts to load the weight rows for these outputs before x, because these loads do
 not depend on the previous kernel. Short rows are loaded as a whole, and long rows in chunks. All products and sums are
 in fp32, and each output is computed by a single program. With 8-bit weights, the speed is limited by instructions as
-well as by memory. Converting and multiplying one weight takes two and a half instructions, so all other work of a
-thread should be shared by many weights.
+well as by memory. Converting and multiplying one weight takes two and a half instructions, so the rest of a thread's
+work should be shared by many weights.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def linear(
     tile: RowTile | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Implement `FewRows.linear`. dtype: dtype of the result; default: the dtype that `FewRows.linear` states."""
+    """Implement `FewRows.linear`. dtype: dtype of the result. None: the dtype documented for `FewRows.linear`."""
     weight, bias, scale = factor.weight, factor.bias, factor.scale
     (rows, ins), gate = x.shape, activation == "swiglu"
     assert rows == 1

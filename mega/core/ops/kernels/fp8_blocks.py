@@ -1,5 +1,6 @@
-"""Casts to fp8 with one scale per block, in one pass: a program reads a tile of 128 x 128, which holds whole blocks of
-both kinds and in both directions. GEMMs use cuBLAS, or a Triton kernel on devices for which cuBLAS has no such GEMMs.
+"""Casts to fp8 with one scale per block, in one pass: a program reads a tile of 128 x 128, which consists of whole
+blocks of both shapes in both directions. GEMMs use cuBLAS, or a Triton kernel on devices for which cuBLAS has no such
+GEMMs.
 
 Scales are stored as cuBLAS reads them:
 
@@ -26,8 +27,8 @@ ALIGNED = 4
 
 @jit
 def _scales(largest, LIMIT: tl.constexpr, TINY: tl.constexpr):
-    """Return (factor, inverse) of blocks, as `block_scales.quantise`. largest: the largest magnitudes in fp32, which
-    are rounded to bf16, half to even."""
+    """Return (factor, inverse) for each block, as in `block_scales.quantise`. largest: the largest magnitudes in fp32,
+    which this function rounds to bf16, half to even."""
     bits = largest.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     largest = tl.maximum(bits.to(tl.float32, bitcast=True), TINY)
@@ -156,7 +157,7 @@ def _by_cublas(a: Operand, b: Operand, dtype: torch.dtype, blocks: bool) -> torc
     from torch.nn.functional import ScalingType, scaled_mm
 
     kind, scales = ScalingType.BlockWise1x128, b.inverse
-    if blocks:  # cuBLAS takes the transpose, with the elements that align its columns
+    if blocks:  # cuBLAS expects the transpose, including the padding that aligns its columns
         kind, stride = ScalingType.BlockWise128x128, b.inverse.stride(0)
         scales = b.inverse.as_strided((stride, len(b.inverse)), (1, stride))
     return scaled_mm(a.narrow, b.narrow.t(), a.inverse, ScalingType.BlockWise1x128, scales, kind, output_dtype=dtype)

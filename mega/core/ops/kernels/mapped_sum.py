@@ -1,8 +1,9 @@
 """Sums a tensor over devices that map each other's memory, in a single kernel.
 
-Every device writes its tensor into a buffer on every other device, and then sets a mark there. It waits for the marks
-of the other devices, and sums the received tensors in the order of ranks, so that the result is bitwise identical on
-all devices. A lane is one program's share of the tensor, with a separate section of the buffers and separate marks.
+Every device writes its tensor into a buffer on every other device, and then sets a mark on that device. Every device
+then waits for the marks of the other devices, and sums the received tensors in the order of ranks, so that the result
+is bitwise identical on all devices. A lane is one program's share of the tensor, with a separate section of the buffers
+and separate marks.
 
     memory of a rank:   buffer 0 [ranks, lanes, lane] | buffer 1 [ranks, lanes, lane] | marks [ranks, lanes], int64
 

@@ -1,13 +1,13 @@
 """Paged attention in Triton: queries attend to keys in the blocks of a cache, without gathering the keys first.
 
-Runs of one token: a program handles the query heads of one key/value head of one sequence, for a share of the
+For runs of one token, a program handles the query heads of one key/value head of one sequence, for a share of the
 sequence's keys (Dao et al. 2023, "Flash-Decoding"). The last program that finishes sums the shares in a fixed order.
 The launch depends only on the number of sequences, and the device reads the lengths from memory, so the launch can be
 captured in a CUDA graph. If all runs have one token, each program also rotates its queries. One program per head stores
 the new key and value in the cache, where no other program reads them in this step.
 
-Runs of several tokens: all new keys are stored in the cache beforehand. The runs are split into tiles of queries; one
-program per tile and head loops over the visible keys (Dao 2023, "FlashAttention-2").
+For runs of several tokens, all new keys are stored in the cache beforehand. The runs are split into tiles of queries;
+one program per tile and head loops over the visible keys (Dao 2023, "FlashAttention-2").
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _look(
 
 @jit
 def _borders(length, window, share, shares, KEYS: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr):
-    """Return (oldest visible key, first key of a share, end of the share, number of shares that are not empty)."""
+    """Return (oldest visible key, first key of a share, end of the share, number of nonempty shares)."""
     oldest = length * 0
     if WINDOW:
         oldest = tl.maximum(length - window, 0)
@@ -338,7 +338,7 @@ def _pages(
     counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
 ) -> SingleTokens | RaggedRuns:
     device, (_, block, _, kv_heads, d) = pool.device, pool.shape
-    # Pad the width to a multiple of 16, because Triton would compile the kernel again for other widths while serving.
+    # Pad the width to a multiple of 16, because Triton would otherwise recompile the kernel while serving.
     padded = np.zeros((len(tables), -(-tables.shape[1] // 16) * 16), dtype=np.int64)
     padded[:, : tables.shape[1]] = tables
     device_tables, singles = sent(padded, device), leading_singles(counts)
@@ -352,7 +352,7 @@ def _pages(
 
 
 def _singles(lengths: torch.Tensor, tables: torch.Tensor, pool: torch.Tensor, window: int | None) -> SingleTokens:
-    ended = counters(pool.device, PROGRAMS)  # enough: fewer than PROGRAMS results consist of several shares
+    ended = counters(pool.device, PROGRAMS)  # sufficient, because fewer than PROGRAMS results consist of several shares
     return SingleTokens(tables, lengths, ended, (pool.shape[1], *pool.shape[3:]), window)
 
 

@@ -1,4 +1,4 @@
-"""Sums of rows that are selected by index, in Triton. A program sums a block of columns over the rows of one token."""
+"""Sums of selected rows in Triton. A program sums a block of columns over the rows selected for one token."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _add_up(
 
 def deliver_sums(weights: Sequence[Any], tables: torch.Tensor) -> list[torch.Tensor | None]:
     """Compute `deliver(weight, table.sum(0))` for each weight [width] and its table. tables: fp32 [weights, parts,
-    width]. The table of a weight that equals None is ignored.
+    width]. If a weight is None, its table is ignored.
     """
     trained = [(number, weight) for number, weight in enumerate(weights) if weight is not None and weight.requires_grad]
     targets = [weight.open_main_grad() if hasattr(weight, "open_main_grad") else None for _, weight in trained]

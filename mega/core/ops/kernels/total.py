@@ -1,5 +1,5 @@
-"""Sums of a few blocks, and accumulation into an fp32 tensor, in Triton. A program handles the same elements of each
-block."""
+"""Sums of a few blocks, and accumulation into an fp32 tensor, in Triton. A program sums the same range of elements over
+all blocks."""
 
 from __future__ import annotations
 
