@@ -69,7 +69,7 @@ SMALL = {
     "attention_dropout": 0.0,
     "cuda_graph": False,
 }
-"""Options of the small models that measure the host: the device waits for it."""
+"""Options of the small models that measure the host, chosen so that the device waits for the host."""
 
 MICROBATCHES = 8
 """Number of microbatches in a step of the small models, on each rank."""
@@ -152,16 +152,16 @@ class Machine:
         return float(slowest)
 
     def host(self) -> float:
-        """Return the host time in microseconds for a plain block and microbatch, forward and backward: the difference
-        of two small models' steps, in units of a plain block (cost.host_blocks)."""
+        """Return the host time per plain block and microbatch, in microseconds, forward plus backward. It is computed
+        from the difference between two small models' steps (cost.host_blocks)."""
         (few, few_units), (many, many_units) = self._small_steps()
         device = hardware("h100")  # host times in units of a plain block do not depend on the device
         blocks = [sum(host_blocks(units, device) for units in each) for each in (few_units, many_units)]
         return 1e6 * max(many - few, 1e-9) / (blocks[1] - blocks[0])
 
     def launch(self, on: Hardware) -> float:
-        """Return the microseconds between two operations on a CPU: the time of two small models' steps beyond their
-        operations, for each operation. on: the calibrated device, without this time."""
+        """Return the microseconds between two operations on a CPU: the time per operation that small models' steps take
+        in addition to the operations. on: the calibrated device, without this time."""
         (few, few_units), (many, many_units) = self._small_steps()
         played = [[play_unit(unit, on) for units in each for unit in units] for each in (few_units, many_units)]
         busy, launches = (
@@ -170,8 +170,8 @@ class Machine:
         return 1e6 * max(many - few - (busy[1] - busy[0]), 1e-9) / (launches[1] - launches[0])
 
     def _small_steps(self) -> list[tuple[float, tuple[Units, ...]]]:
-        """Measure two small models, which differ only in their number of blocks. Return for each the seconds of a
-        microbatch, and its operations."""
+        """Measure two small models, which differ only in their number of blocks. Return, for each model, the seconds
+        and the operations of a microbatch."""
         steps: list[tuple[float, tuple[Units, ...]]] = []
         for layers in self.extent.blocks:
             flags: dict[str, object] = {**SMALL, "layers": layers, "global_batch": MICROBATCHES * self.world.size}

@@ -6,9 +6,9 @@
     elementwise   a sum of two tensors and an activation, by size
     gap           time of a tiny kernel in a graph
 
-Each operation runs again and again for a tenth of a second, so that the clock rate is that of a device under load. On a
-GPU, short operations are captured in a CUDA graph, because the host needs longer to launch one than the device to run
-it. This module does not depend on models.
+Each operation is repeated for a tenth of a second, so that the clock rate is that of a device under load. On a GPU,
+short operations are captured in a CUDA graph, because launching one takes longer than running it. This module does not
+depend on models.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shapes:
     kernels: tuple[str, ...] = KERNELS
     """The attention kernels to measure."""
     fp8: tuple[int, int] = (4096, 8192)
-    """Least and most tokens of matmuls that are also measured in fp8."""
+    """Minimum and maximum number of tokens of the matmuls that are also measured in fp8."""
 
 
 CUDA = Shapes(
@@ -71,7 +71,7 @@ CUDA = Shapes(
     elementwise=tuple(1 << power for power in range(14, 31, 2)),
     full_width=64,
 )  # fmt: skip
-"""A selection that takes about two minutes, with the time to compile kernels."""
+"""Sizes whose measurement takes about two minutes, including the compilation of kernels."""
 
 CPU = Shapes(
     matmuls=(
@@ -92,7 +92,7 @@ CPU = Shapes(
 class Meter:
     """Times operations on a device. ops: the device's ops, in the dtype of the measurement.
 
-    slowest: function of the seconds on this rank that returns the seconds on the slowest rank. seconds: time for which
+    slowest: function that maps the seconds on this rank to those on the slowest rank. seconds: time for which
     an operation is repeated.
     """
 
@@ -110,10 +110,10 @@ class Meter:
         return torch.randn(shape, device=self.device.torch, dtype=self.dtype)
 
     def microseconds(self, run: Run, *, captures: bool = True) -> float:
-        """Return the microseconds of one call of `run`, of many that follow each other. captures: whether `run` can be
-        captured in a graph."""
+        """Return the microseconds per call of `run`, averaged over many consecutive calls. captures: whether `run` can
+        be captured in a graph."""
         run()
-        estimate = self._slowest(self._several(run, 3))  # equal on all ranks, so that all repeat a collective as often
+        estimate = self._slowest(self._several(run, 3))  # all ranks must repeat a collective equally often
         if captures and self.device.is_cuda and estimate < LAUNCHED:
             return 1e6 * self._slowest(self.in_graph(run))
         return 1e6 * self._slowest(self._several(run, self._times(estimate)))
@@ -134,8 +134,8 @@ class Meter:
         return min(20000, max(3, int(self._seconds / max(seconds, 1e-7))))
 
     def _several(self, run: Run, count: int) -> float:
-        """Return the seconds of one of `count` calls. On a CPU, the fastest of several parts counts, because other
-        processes can only add time."""
+        """Return the seconds per call, averaged over `count` calls. On a CPU, return the average of the fastest of
+        several groups of calls, because other processes can only add time."""
         parts = 1 if self.device.is_cuda or count < 8 else 4
         seconds = []
         for _ in range(parts):
@@ -159,7 +159,7 @@ def points(meter: Meter, shapes: Shapes) -> Iterator[Point]:
 
 
 def gap(meter: Meter) -> float:
-    """Return the microseconds of a tiny kernel: on a GPU, in a graph."""
+    """Return the microseconds of a tiny kernel, which on a GPU runs in a graph."""
     x = meter.filled(1024)
     return meter.microseconds(lambda: x.add_(1))
 
@@ -225,8 +225,8 @@ def mask_of(kernel: str, b: int, s: int, device: torch.device) -> AttentionMask:
 
 
 def elementwise(meter: Meter, sizes: Sequence[int]) -> Iterator[Point]:
-    """Passes over tensors of `sizes` bytes. A sum of two tensors moves 3 of them, an activation 2; a point is the mean
-    of their times per byte, which differ on a CPU."""
+    """Passes over tensors of `sizes` bytes. A sum of two tensors moves three tensors, and an activation moves two. A
+    point is the mean of the two times per byte, which differ on a CPU."""
     for size in sizes:
         x, y = (meter.filled(size // meter.dtype.itemsize) for _ in range(2))
         sum_time = meter.microseconds(partial(torch.add, x, y))

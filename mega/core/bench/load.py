@@ -139,7 +139,8 @@ def run_on_engine(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Timing]:
-    """Run the requests of a load on an idle engine. clock, sleep: of the engine's time, which may be simulated.
+    """Run the requests of a load on an idle engine. clock, sleep: functions for the engine's time, which may be
+    simulated.
 
     Errors: ValueError if a request does not fit.
     """
@@ -281,7 +282,8 @@ def table(rows: Sequence[ServingRow]) -> str:
 
 
 def plot(rows: Sequence[ServingRow], title: str) -> str:
-    """Return an SVG plot, over the request rate, of throughput and of the median and 99th percentile of both times."""
+    """Return an SVG plot of throughput, and of the median and 99th percentile of both times, against the request
+    rate."""
     rows = sorted(rows, key=lambda row: row.rate or float("inf"))
 
     def times(pairs: Sequence[tuple[float, float]]) -> dict[str, Series]:

@@ -123,7 +123,7 @@ def _disk(folder: Path, megabytes: int) -> Iterator[tuple[str, float]]:
         yield "write", megabytes * len(block) / (time.perf_counter() - began) / 1e9
         with open(path, "rb") as file:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache is read
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the page cache is read
             began = time.perf_counter()
             while file.read(len(block)):
                 pass

@@ -43,8 +43,8 @@ _WARM = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ServingBench:
-    """A measurement of the server at `serving.url`; without a URL, of an engine with the weights of `load` or, without
-    `load`, with random weights for `model`."""
+    """A measurement of the server at `serving.url` or, without a URL, of an engine. The engine has the weights of
+    `load` or, without `load`, random weights for `model`."""
 
     serving: ServingLoadOptions = field(default_factory=ServingLoadOptions)
     load: str | None = None

@@ -24,7 +24,7 @@ from mega.core.inference.worker import Worker
 
 
 class SimulatedWorker:
-    """Runs an engine's steps on a simulated clock. seconds: time of all steps, by what limited them."""
+    """Runs an engine's steps on a simulated clock. seconds: time of all steps, by limiting factor."""
 
     tile = adapters = reader = None
 
@@ -38,7 +38,7 @@ class SimulatedWorker:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass in which no request is in flight."""
+        """Advance the clock while no request is in flight."""
         self.now += seconds
         self._idle_until = self.now
 
@@ -82,7 +82,7 @@ class SimulatedStep:
 
 
 def engine_of(model: ServingTimes, limits: Limits) -> tuple[BatchingEngine, SimulatedWorker]:
-    """Return a warmed-up engine as `start_engine` would start it on CUDA devices, with its worker."""
+    """Return a warmed-up engine, configured as `start_engine` would on CUDA devices, and its worker."""
     worker = SimulatedWorker(model)
     blocks = Blocks(limits.cache // BLOCK + 1, BLOCK)
     depth = 1 + model.pp
@@ -96,19 +96,19 @@ def engine_of(model: ServingTimes, limits: Limits) -> tuple[BatchingEngine, Simu
 
 
 LIMITS = {"host": "the host: it is host-bound", "exchange": "exchanges between ranks", "kernels": "starts of kernels"}
-"""Descriptions of limits, where the name of the limit is not one."""
+"""Descriptions of the limiting factors whose names are not clear enough."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a load, and what limited its steps."""
+    """The result of a load, and the time of its steps by limiting factor."""
 
     row: ServingRow
     seconds: Seconds
 
     @property
     def limit(self) -> str:
-        """What takes most of the time, with its share."""
+        """The factor that takes most of the time, and its share."""
         name = self.seconds.limit
         words = {
             "host": "the host: it is host-bound",
@@ -134,8 +134,9 @@ def simulated(model: ServingTimes, limits: Limits, load: Load) -> Simulated:
 class ServingSpeed:
     """The predicted speed of a server.
 
-    first: time to the first token in seconds, by prompt length, of a request alone. alone: one request. at_once: as
-    many requests as the server takes at once. at_rate: requests that arrive at random; None without a rate.
+    first: time to the first token in seconds, by prompt length, of a request alone. alone: result for one request.
+    at_once: result for as many requests as the server can run concurrently. at_rate: result for requests that arrive at
+    random; None without a rate.
     """
 
     first: dict[int, float]
@@ -183,14 +184,15 @@ def _words(result: Simulated) -> str:
 
 
 RATE_REQUESTS = 128
-"""Number of requests that arrive at a rate."""
+"""Number of simulated requests that arrive at a given rate."""
 
 FIRST = (128, 512, 2048, 8192, 32768)
 """Prompt lengths for which the time to the first token is predicted."""
 
 
 def speed(model: ServingTimes, limits: Limits, load: Load) -> ServingSpeed:
-    """Predict the speed of a server. load: its rate; prompt and new tokens of each request; requests at the rate.
+    """Predict the speed of a server. load: the request rate, the number of requests that arrive at this rate, and the
+    numbers of prompt and new tokens per request.
 
     Errors: ValueError if a request does not fit.
     """

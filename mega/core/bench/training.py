@@ -341,7 +341,7 @@ def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = Non
 
 
 def between_marks(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans between the ends of the last two marks, cut at both ends.
+    """Return the spans between the ends of the last two marks, clipped to this interval.
 
     >>> between_marks([(0, 9, "a"), (4, 5, "spin_kernel"), (6, 8, "b"), (7, 12, "c"), (9, 10, "spin_kernel")])
     [(5, 9, 'a'), (6, 8, 'b'), (7, 10, 'c')]

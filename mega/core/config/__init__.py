@@ -9,7 +9,7 @@ mixture, retriever options of mixtures of experts and of retrievers, which belon
 check, check_files the rules for options and files, checked before any process starts; unread: flags without effect;
                    check_mixture, check_retriever: the rules for mixtures of experts and for retrievers
 resolve            derives the values of options that are not given
-metrics_owner      which run wrote a metrics file
+metrics_owner      determines which run wrote a metrics file
 faults             faults that --inject causes in a run
 corpora            short names for corpora; page: generates docs/configuration.md
 """

@@ -48,11 +48,10 @@ MOST_TOKENS = 2**26
 even in a dry run."""
 MOST_ACTS = 2**21
 """Maximum number of forward passes in a step's plan, over all stages and chunks. The number is limited because every
-rank makes, checks and stores the plan."""
+rank builds, checks and stores the plan."""
 
 ANY_VOCABULARY = 1
-"""Placeholder for the vocabulary size, which no rule uses, because the tokenizer is opened after the rules are
-checked."""
+"""Placeholder for the vocabulary size. No rule uses it, because the tokenizer is opened only after this check."""
 
 PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
 """Value of `--ops` -> the module that this value imports."""
@@ -181,7 +180,7 @@ def _needs(options: Options) -> Problems:
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
-        if value is False and entry.default is None:  # the switch is off, as it may be without the flag
+        if value is False and entry.default is None:  # a derived switch that is off needs nothing
             continue
         for other, valid in entry.option.needs.items():
             if is_set_to(options, other, valid):
@@ -490,7 +489,7 @@ def _fp8(run: RunConfig) -> Problems:
 
 def _fp8_blocks(run: RunConfig) -> Problems:
     """Check that every block of fp8 elements lies within one rank, one logical tensor and one text, so that results do
-    not depend on the layout. With context ranks, a rank has two parts of each text."""
+    not depend on the layout. With context parallelism, a rank has two chunks of each text."""
     model, tp, parts = run.model, run.parallel.tp, 2 * run.parallel.cp if run.parallel.cp > 1 else 1
     lengths_of = {
         "hidden": model.hidden,

@@ -73,7 +73,7 @@ def _data(options: Options) -> Problems:
             yield f"--valid-sets {word}: must be name=prefix, or name=file with --chat-data or TFRecords"
         elif name in names:
             yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
-        elif name in SPLITS:  # the set could not be distinguished from a split of the run's data
+        elif name in SPLITS:  # results of the set would be mistaken for those of a split
             yield f"--valid-sets {word}: must have another name than {', '.join(SPLITS)}, which are the run's own"
         elif data.chat_data or options.masking.sample_kind == "tfrecords" or options.finetuning.task != "lm":
             if not os.path.isfile(prefix):
@@ -254,9 +254,9 @@ def _rows(path: str) -> bool:
 
 
 def _other_run(options: Options, metrics: str) -> str | None:
-    """Return the directory of another run that wrote an existing metrics file, if that directory still exists; None if
-    this run wrote the file, or continues the run that did (--load without --finetune), whose rows it keeps. The default
-    path in a directory on this host belongs to that directory."""
+    """Return the directory of another run that wrote an existing metrics file, if that directory still exists. None if
+    this run wrote the file, or continues the run that wrote it (--load without --finetune) and keeps its rows. A file
+    at the default path in a local directory belongs to the run of that directory."""
     checkpoint = options.checkpoint
     is_default = options.log.metrics is None and not (checkpoint.save and url_of(checkpoint.save))
     if is_default or not os.path.isfile(metrics):
@@ -269,15 +269,14 @@ def _other_run(options: Options, metrics: str) -> str | None:
 
 
 def _is_open(path: str) -> bool:
-    """Return whether `path` is a link to an open stream, such as /dev/stdout; the stream's file would be moved
-    aside."""
+    """Return whether `path` is a link to an open stream, such as /dev/stdout, whose file must not be renamed."""
     return os.path.islink(path) and os.readlink(path).startswith("/proc/")
 
 
 def _blocks(path: str) -> bool:
     """Return whether `path` is a pipe, whose writer waits for a reader, or another object to which rows cannot be
-    written. Allowed are streams of this process without a name in the file system, as /dev/stdout may be, and character
-    devices such as /dev/null and terminals."""
+    written. Unnamed streams of this process, as /dev/stdout may be, and character devices such as /dev/null and
+    terminals are allowed."""
     target = os.path.realpath(path)
     if not os.path.exists(target) or os.path.isdir(target):
         return False

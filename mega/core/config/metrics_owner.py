@@ -1,4 +1,5 @@
-"""Which run wrote a metrics file: every start of a run records its --save in the events file next to the metrics file.
+"""Determine which run wrote a metrics file. Every start of a run records its --save in the events file next to the
+metrics file.
 
 The recorded path is relative to the folder of the metrics file, so that both can be moved together.
 """
@@ -41,7 +42,8 @@ def recorded_save(metrics: str, save: str) -> str:
 def metrics_owner(metrics: str) -> str | None:
     """Return the --save of the run that wrote an existing metrics file; None if the run had no --save or is unknown.
 
-    The events of an earlier version do not name the run. A metrics file next to checkpoints then belongs to their run.
+    Events files of earlier versions do not name the run. A metrics file next to checkpoints then belongs to the run
+    that wrote the checkpoints.
     """
     metrics = os.path.realpath(metrics)
     folder, save = os.path.dirname(metrics), None

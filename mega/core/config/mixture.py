@@ -214,7 +214,7 @@ class MixtureOptions(Section):
 
 
 def has_experts(options: MixtureOptions, number: int) -> bool:
-    """Return whether the layer with index `number` is a mixture of experts.
+    """Return whether the layer with index `number` is an MoE layer.
 
     >>> deepseek = MixtureOptions(experts=256, experts_from=3)
     >>> [has_experts(deepseek, number) for number in range(5)]

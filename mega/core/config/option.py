@@ -2,8 +2,8 @@
 
 A section is a frozen, keyword-only dataclass whose fields are made by `option`. A field defines the command-line flag,
 the TOML key, the help text and the Megatron-LM spelling, and records whether the option may change on resume, belongs
-to a layout, and is read by `mega bench`. No fact about an option is written twice. This module depends neither on Typer
-or TOML nor on the names of options; command_line/options.py and toml.py read `Option`.
+to a layout, and is read by `mega bench`. Each property is written only once. This module does not depend on Typer, TOML
+or the names of options; command_line/options.py and toml.py read `Option`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OnResume = Literal["must match", "schedule", "noted", "free"]
 
 Bench = Literal["read", "unused", "host"]
 """How `mega bench` treats an option: a `read` option affects the measured run; an `unused` option is dropped, with a
-note; a `host` option selects the hardware to measure. --calibrate accepts only `host` options."""
+message; a `host` option selects the hardware to measure. --calibrate accepts only `host` options."""
 
 
 Families = tuple[str, ...] | Mapping[object, tuple[str, ...]]
@@ -160,8 +160,8 @@ class Option:
     """Whether the option sets how ranks share the work and in what order. `memory-estimate --fit` chooses such options,
     because they affect results only by rounding."""
     once: bool = False
-    """Whether the option concerns one start of a run, such as the step at which the process stops. The run.toml of a
-    checkpoint does not contain such options."""
+    """Whether the option applies to only one start of a run, such as the step at which the process stops. The run.toml
+    of a checkpoint does not contain such options."""
     hub: Literal["model", "tokenizer", "dataset"] | None = None
     """Type of the Hugging Face Hub repository whose name may be given instead of a path; None if the value is not a
     path."""

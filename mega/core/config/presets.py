@@ -173,7 +173,7 @@ def _gemma(
 def _gemma2(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: int
 ) -> dict[str, object]:
-    """Gemma 2. scalar: the number by whose square root attention scores are divided."""
+    """Gemma 2. scalar: attention scores are divided by its square root."""
     scale = {} if scalar == head_dim else {"attention_scale": scalar**-0.5}
     return {
         **_gemma(layers, hidden, heads, kv_heads, ffn, head_dim, 8192, 256000),
@@ -227,8 +227,8 @@ def _granite(
 
 
 def _roberta(layers: int, hidden: int, heads: int) -> dict[str, object]:
-    """RoBERTa: BERT without segment pairs. The first position uses row 2 of the position embedding table, after the row
-    of the padding. Samples are those of Megatron-LM."""
+    """RoBERTa: BERT without segment pairs. The first position uses row 2 of the position embedding table, after the
+    padding row. Samples are those of Megatron-LM."""
     return {
         **_bert(layers, hidden, heads, 50265),
         "norm_placement": "post",
@@ -240,7 +240,7 @@ def _roberta(layers: int, hidden: int, heads: int) -> dict[str, object]:
 
 
 LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
-"""Options of Llama 3.1. For other options of its rope scaling the defaults are used."""
+"""Options of Llama 3.1. Its other rope scaling options keep their defaults."""
 
 LLAMA32: Values = {"rope_scaling_factor": 32.0, "tied": True}
 """Options of Llama 3.2's text models that differ from Llama 3.1."""

@@ -128,7 +128,8 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
 
 
 def microbatch_rows(run: RunConfig) -> int:
-    """Return the number of token rows in one microbatch: per sample, two answers of a pair, or one row per choice."""
+    """Return the number of token rows in one microbatch: one row per sample, two per pair of answers, or one per
+    choice."""
     head, choices = LABELLED.get(run.finetuning.task, ("classification", 1))
     return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else choices if head == "choice" else 1)
 
@@ -166,7 +167,7 @@ def gathers_experts(run: RunConfig) -> bool:
 
 
 def column_unit(parallel: ParallelOptions) -> int:
-    """Return the divisor that a row's number of columns must have, so that the ranks that split a row hold equal
+    """Return the number that must divide a row's number of columns, so that the ranks that split a row hold equal
     numbers of columns: whole context chunks and whole sequence shards.
 
     >>> column_unit(ParallelOptions(tp=2, cp=3, sequence_parallel=True))
@@ -228,8 +229,8 @@ def eager_microbatches(shares: int, count: int) -> int:
 
 
 SMALL_BLOCK = 1.5e12
-"""Number of floating-point operations that a current GPU does in about 3 ms, the time in which the host launches the
-kernels of a block's forward and backward pass (docs/performance.md)."""
+"""Number of floating-point operations that a current GPU performs in about 3 ms, the time in which the host launches
+the kernels of a block's forward and backward pass (docs/performance.md)."""
 
 SMALL_EXCHANGING_BLOCK = 3.5e12
 """Like SMALL_BLOCK, but for a block with exchanges between tensor ranks, whose launches take more than twice as
@@ -295,15 +296,15 @@ def no_overlap_reason(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> str | 
     nor --no-tp-overlap is given; None if they do, on devices that can map each other's memory. tflops: peak of a
     device in 16-bit floats.
 
-    The host needs longer to launch a GEMM in pieces, so overlap pays if the device needs longer for a block than the
-    host (SMALL_EXCHANGING_BLOCK, in proportion to `tflops`). Measured steps of such blocks were shorter with overlap:
-    those of GPT 22B by 11 % on 4 H200s (docs/performance.md), those of 16 of its blocks by 4 % on 2. For such blocks of
-    other models and layouts, the cost model (estimate/cost.py) predicts steps that are 4 to 20 % shorter on H100s and
-    H200s, up to 15 % on A100s and 3 to 18 % on B200s. For smaller blocks it predicts steps that are up to 1.8 times as
-    long, unless a CUDA graph replays them. The choice does not depend on --cuda-graph, which must not change results,
-    nor on the number of data ranks.
+    Launching a GEMM in pieces takes the host longer, so overlap is faster only if a block takes the device longer than
+    the host (SMALL_EXCHANGING_BLOCK, in proportion to `tflops`). Measured steps of such blocks were shorter with
+    overlap: by 11 % for GPT 22B on 4 H200s (docs/performance.md), and by 4 % for 16 of its blocks on 2 H200s. For such
+    blocks of other models and layouts, the cost model (estimate/cost.py) predicts steps that are 4 to 20 % shorter on
+    H100s and H200s, up to 15 % on A100s and 3 to 18 % on B200s. For smaller blocks the cost model predicts steps up to
+    1.8 times as long, unless a CUDA graph replays the blocks. The choice does not depend on --cuda-graph, which must
+    not change results, nor on the number of data ranks.
 
-    Overlap was not measured with T5, and would pad the pairs of --task dpo to equal lengths.
+    T5 and --task dpo are excluded: overlap was not measured with T5, and would pad the pairs of dpo to equal lengths.
     """
     refusals = {
         "as --sequence-parallel is off": not run.parallel.sequence_parallel,
@@ -319,8 +320,8 @@ def no_overlap_reason(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> str | 
 
 def overlaps_exchanges(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> bool:
     """Return whether the tensor ranks of a resolved run exchange tokens while they compute GEMMs, on devices that can
-    map each other's memory: as --tp-overlap or --no-tp-overlap selects, otherwise if it pays (`no_overlap_reason`).
-    tflops: as in `no_overlap_reason`.
+    map each other's memory: as --tp-overlap or --no-tp-overlap selects, otherwise if overlap is faster
+    (`no_overlap_reason`). tflops: as in `no_overlap_reason`.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt-22b", flags={"tp": 4, "sequence_parallel": True, "micro_batch": each}) for each in (1, 4))
@@ -481,7 +482,8 @@ def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
     schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
     etp = options.tp if options.etp is None else options.etp
     resolved = ParallelConfig(**_unchanged_fields(options, ParallelConfig), schedule=schedule, etp=etp)
-    # A single tensor rank has nothing to split. Megatron-LM also disables sequence parallelism then, without a message.
+    # A single tensor rank has nothing to split. Megatron-LM also disables sequence parallelism in this case, without a
+    # message.
     split = options.sequence_parallel and options.tp > 1
     return replace(resolved, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)
 
@@ -512,8 +514,8 @@ def _schedule(options: Options) -> ScheduleConfig:
 
 
 def with_named_step(options: Options) -> Options:
-    """Return `options` with the path of the step that --resume names. The name of a step alone, such as step-0001000,
-    is that of a step in --save; if --save has no such step, the name stays as it is."""
+    """Return `options` with the path of the step that --resume names. A step name alone, such as step-0001000, refers
+    to a step in --save; if --save has no such step, --resume is unchanged."""
     save, resume = options.checkpoint.save, (options.checkpoint.resume or "").rstrip("/")
     if save is None or not resume.startswith("step-") or "/" in resume:
         return options

@@ -48,7 +48,7 @@ MASKED = ("bert", "t5")
 """Families whose samples have masked or removed words."""
 
 FP8_BLOCK = 128
-"""Number of fp8 elements in a row of a block that has one scale; a block of a weight has as many rows."""
+"""Width, in elements, of an fp8 block with one scale. A block of a weight also has this height."""
 
 MOST_LAYERS = 10_000
 """Upper bound of --layers, ten times the depth of the deepest published model. Layers are built one by one, even in a
@@ -436,7 +436,7 @@ class DenseOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(RetrieverOptions, MixtureOptions, DenseOptions):
-    """The shape and the computation of the model. Options for features of few models come last."""
+    """The shape and the computation of the model. Options that few models use come last."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"
@@ -462,7 +462,7 @@ class ModelConfig(ModelOptions):
         return tuple(filter(None, (self.layers, self.decoder_layers)))
 
     def with_stacks(self, blocks: tuple[int, ...]) -> ModelConfig:
-        """Return the same model with other numbers of blocks, in the order of `stacks`."""
+        """Return a copy of the model with these numbers of blocks, in the order of `stacks`."""
         return replace(self, layers=blocks[0], decoder_layers=blocks[1] if len(blocks) > 1 else None)
 
     @property

@@ -44,7 +44,7 @@ def write(run: AnyRun) -> str:
 
 def run_toml(run: RunConfig) -> str:
     """Return the run.toml of a checkpoint, from which the same run can be started with another --save: all options
-    except those of one start of the run (`Option.once`), and except a --metrics that follows from --save."""
+    except those of one start of the run (`Option.once`) and the default --metrics of --save."""
     schema, left_out = run_schema(), options_with(once=True)
     values = {name: value_of(run, name) for name in schema.entries}
     return write_values(schema, _without_derived(values | dict.fromkeys(left_out)))

@@ -1,5 +1,5 @@
-"""Find options that have no effect in a run because a feature is disabled. Each of these options gets a message, not an
-error.
+"""Find options that have no effect in a run because a feature is disabled. Each of these options causes a message, not
+an error.
 
 Megatron-LM's scripts set many such options, for example `--sequence-parallel` on one tensor rank. The property
 `read_with` of an option (config/option.py) contains the options that make it effective; TOKENIZERS contains the files

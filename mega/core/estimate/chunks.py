@@ -1,4 +1,4 @@
-"""Describes the part of a model on each pipeline rank by numbers. Ranks with equal descriptions have equal memory and
+"""Describes the model chunks of each pipeline rank as numbers. Ranks with equal descriptions need equal memory and
 time.
 
 This module does not import torch, and does not depend on sizes in bytes.
@@ -34,12 +34,12 @@ class Chunk(NamedTuple):
     names: tuple[str, ...]
     """Names of the chunk's units that are outside the stacks of blocks."""
     stacks: tuple[int, ...]
-    """Number of blocks that the chunk has of each stack of the model."""
+    """Number of the chunk's blocks in each stack of the model."""
     kinds: tuple[LayerKind, ...] = ()
     """Kind of each block of the chunk; empty if all blocks of the model are alike."""
     before: int | None = None
-    """Number of blocks of the model before the chunk. None unless the position of a block affects memory or time, as in
-    Retro, where some blocks read retrieved neighbours that other blocks encode."""
+    """Number of the model's blocks before the chunk. None unless a block's position affects memory or time, as in
+    Retro, where some blocks read retrieved neighbours that others encode."""
 
     @property
     def blocks(self) -> int:

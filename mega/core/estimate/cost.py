@@ -247,7 +247,7 @@ CROWDED = 0.43
 
 @dataclass(frozen=True)
 class Pass:
-    """The times of the passes of one part of the model, in seconds."""
+    """Times of the forward and backward passes through one part of the model, in seconds."""
 
     forward: float = 0.0
     """Forward pass."""
@@ -269,7 +269,7 @@ class Pass:
 
 def chunk_pass(operations: ChunkOperations, hardware: Hardware, *, recorded: bool) -> Pass:
     """Return the times of one microbatch on a chunk. recorded: whether the microbatch is replayed as a CUDA graph, in
-    which case the host does not launch single operations."""
+    which case the host does not launch individual operations."""
     device, host = zip(
         *(_summed(units, hardware) for units in (operations.forward, operations.backward, operations.weight)),
         strict=True,

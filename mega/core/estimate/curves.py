@@ -23,17 +23,17 @@ LAYOUTS = ("forward", "dgrad", "wgrad")
 """The three matmuls of a linear layer."""
 
 KERNELS = ("cudnn causal", "cudnn full", "ours causal dropout", "ours full dropout", "ours full")
-"""Attention kernels that have curves. On a device without cuDNN, its names stand for the kernel used instead."""
+"""Attention kernels that have curves. On a device without cuDNN, the cuDNN names denote the kernel used instead."""
 
 NUMBERS = {
     **{f"{kind} {layout}": 4 for kind in ("matmul", "fp8 matmul") for layout in LAYOUTS},
     **{f"attention {kernel}": 5 for kernel in KERNELS},
     "elementwise": 2,
 }
-"""Name of a curve -> length of its points."""
+"""Name of a curve -> number of values in each of its points."""
 
 MATMUL_DELAY, ATTENTION_DELAY = 2.5e-6, (4e-6, 12e-6)
-"""Seconds of a matmul and of attention (forward, backward) without work."""
+"""Seconds that a matmul and attention (forward, backward) take without any work."""
 
 
 class Curve:
@@ -70,7 +70,7 @@ class Curve:
 
 
 def attention_flops(rows: float, queries: float, keys: float, width: float, backward: bool) -> float:
-    """Operations of attention to all (query, key) pairs."""
+    """Number of operations of attention over all (query, key) pairs."""
     return (10.0 if backward else 4.0) * rows * queries * keys * width
 
 

@@ -112,8 +112,8 @@ def training_time(
     >>> training_time(4.0, 21600, save_interval=100, save_seconds=400).days
     2.0
     """
-    # Assumption: an overlapped save does not slow down steps, but the next save waits for its end. A failure during the
-    # save also loses the steps since the save began.
+    # Assumption: an overlapped save does not slow down steps, but the next save waits for it to end. A failure during
+    # the save also loses the steps since the save began.
     restart = restart_seconds + (save_seconds if overlapped else 0.0)
 
     def stretch(trained: int, last: bool) -> float:

@@ -16,14 +16,14 @@ from mega.core.estimate.weights import BYTES
 
 
 class WorstLoad(NamedTuple):
-    """The load of one rank in a mixture-of-experts layer, for one microbatch."""
+    """The load of one rank in an MoE layer, for one microbatch."""
 
     even: int
     """Number of rows of the rank's experts if all experts are chosen equally often."""
     rows: int
     """Number of rows of the rank's experts in the worst case."""
     more: int
-    """Additional bytes in the worst case for one microbatch, summed over the mixture-of-experts layers of a stage."""
+    """Additional bytes in the worst case for one microbatch, summed over the MoE layers of a stage."""
 
 
 def worst_load(run: RunConfig) -> WorstLoad | None:

@@ -28,7 +28,7 @@ underflows."""
 
 @dataclass(frozen=True)
 class Hardware:
-    """The constants of one kind of device and of its cluster. hardware.toml documents the fields in detail."""
+    """The constants of one device type and its cluster. hardware.toml documents the fields in detail."""
 
     name: str  # Name of the device
     memory: float  # GiB that a process can allocate
@@ -58,7 +58,7 @@ class Hardware:
 
     @property
     def tflops16(self) -> float:
-        """TFLOP/s of products of 16-bit floats; some devices have a high rate for fp16 alone."""
+        """TFLOP/s of products of 16-bit floats; some devices reach a high rate only in fp16."""
         return max(self.peak["bf16"], self.peak["fp16"])
 
 

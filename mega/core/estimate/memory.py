@@ -241,14 +241,14 @@ def _update(run: RunConfig, weights: Weights) -> int:
 
 
 class LiveSet(NamedTuple):
-    """How many tensors of each kind a rank holds during a forward or backward pass. These numbers do not depend on
-    sizes in bytes, so runs with the same plan share live sets."""
+    """The number of tensors of each kind that a rank holds during a forward or backward pass. These numbers do not
+    depend on sizes in bytes, so runs with the same plan share live sets."""
 
     kind: str  # "F" or "B"
     chunk: int  # Index of the chunk that runs
     held: tuple[int, ...]  # Number of microbatches of each chunk between forward and backward
     deferred: tuple[int, ...]  # Number of microbatches of each chunk between backward and weight gradients
-    cargo: int  # Number of received tensors that wait, plus number of sent gradients that may be in flight
+    cargo: int  # Number of received tensors not yet consumed, plus number of sent gradients that may be in flight
 
 
 @dataclass(frozen=True)

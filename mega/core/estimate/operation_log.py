@@ -36,11 +36,11 @@ ALLOCATIONS = {
 """Ops that launch no kernel."""
 
 LOOK_UPS = {"embedding": 2.0, "index": 2.0, "index_select": 2.0, "gather": 2.0, "nll_loss_forward": 1.0}
-"""Op that reads some rows of a table -> number of times that bytes of the result's size are read or written."""
+"""Op that reads some rows of a table -> its memory traffic, as a multiple of the result's size."""
 
 ADDED_ROWS = {"index_add_": 3.0, "index_put_": 3.0, "embedding_dense_backward": 3.0, "scatter": 3.0, "scatter_": 3.0}
-"""Op that writes some rows of a table -> number of times that bytes of the rows' size are read or written. The rows are
-the largest argument other than the table."""
+"""Op that writes some rows of a table -> its memory traffic, as a multiple of the size of these rows. The rows are the
+largest argument other than the table."""
 
 WRITTEN = {"copy_", "fill_", "zero_"}
 """In-place ops that do not read their output."""
@@ -115,8 +115,8 @@ class OperationLog:
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Gemm:
-    """Describe the product [.., m, k] x [.., k, n]. Its layout follows from which factor is transposed, according to
-    the strides."""
+    """Describe the product [.., m, k] x [.., k, n]. The strides show which factor is transposed, and so determine the
+    layout."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     layout = "wgrad" if _is_transposed(a) else "forward" if _is_transposed(b) else "dgrad"
     fp8 = a.element_size() == 1
@@ -138,7 +138,7 @@ def _is_transposed(x: torch.Tensor) -> bool:
 
 
 def _bytes(x: object) -> int:
-    """Bytes of memory behind a tensor; an expanded tensor has fewer bytes of memory than its shape suggests."""
+    """Bytes of memory that a tensor occupies; an expanded tensor occupies less than its shape suggests."""
     if not isinstance(x, torch.Tensor):
         return 0
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

@@ -15,7 +15,7 @@ from mega.core.estimate.hardware import Hardware
 
 
 def with_overlap(run: RunConfig, device: Hardware) -> RunConfig:
-    """A resolved run with the choice of --tp-overlap that the run would make on `device`, if the option is not given.
+    """Return a resolved run with --tp-overlap set as the run would set it on `device`, unless the option is given.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve

@@ -230,8 +230,8 @@ def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple
 
 
 def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> str:
-    """Explain why no layout obeys the rules: the message names the rules that all layouts break, otherwise the numbers
-    that must be divisible."""
+    """Explain why no layout obeys the rules: the message names the rules that all layouts break or, if there are none,
+    the numbers that must be divisible."""
     first = refusals[0].splitlines() if refusals else []
     broken = [set(refusal.splitlines()) for refusal in refusals]
     if shared := [line for line in first if all(line in lines for lines in broken)]:
@@ -333,7 +333,7 @@ def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
 def command(candidate: Candidate, options: Options) -> list[str]:
     """List the flags of `mega pretrain` for a candidate: the flags that the user gave, and the layout.
 
-    Options whose value is the family's default are left out, and the family if it is that of --use-checkpoint-config.
+    Options whose value is the family's default are left out, as is a family that --use-checkpoint-config implies.
     """
     final_options = updated(options, candidate.options)
     final_options = updated(final_options, {"dry_run": False, "world": None, "nproc": None})

@@ -30,17 +30,17 @@ FP8_READ = 0.75
 """Speed of reading 8-bit weights, as a fraction of the speed of reading 16-bit weights. Measured for one row."""
 
 SUM = 4.3e-6
-"""Delay of a sum over tensor ranks for each of the ranks, in seconds. Every rank waits for the marks of all others."""
+"""Delay of a sum over tensor ranks, in seconds per rank. Every rank waits for a signal from each other rank."""
 
 MIXTURE = 22e-6
-"""Seconds of a mixture of experts that are spent on neither reading nor computing: router, choice, and the start and
-the end of kernels whose experts have different numbers of rows."""
+"""Seconds that an MoE layer spends on neither reading nor computing: routing, and the start and the end of kernels
+whose experts have different numbers of rows."""
 
 GROUPED = 0.8
 """Speed of a grouped matmul over experts, as a fraction of the speed of one matmul with all their rows."""
 
 SAMPLING = 12.0
-"""Number of times that the choice of tokens reads or writes the fp32 logits."""
+"""Number of times that sampling reads or writes the fp32 logits."""
 
 HOST_STEP, HOST_ROW = 0.12, 0.002
 """Host time of a step, and of each of its rows, as fractions of `Hardware.host`."""
@@ -68,12 +68,12 @@ class Seconds:
 
     @property
     def limit(self) -> str:
-        """The name of the largest part."""
+        """The name of the field with the largest value."""
         return max(vars(self), key=lambda name: vars(self)[name])
 
 
 class StepSize(NamedTuple):
-    """What a step computes."""
+    """The work of one step."""
 
     tokens: int  # Number of tokens, with the padding of a CUDA graph
     rows: int  # Number of rows of logits
@@ -82,7 +82,8 @@ class StepSize(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """The weights of a matmul on one rank. A mixture has `experts` such matrices, of which each token uses `chosen`."""
+    """The weights of a matmul on one rank. An MoE layer has `experts` such matrices, of which each token uses
+    `chosen`."""
 
     ins: int
     outs: int
@@ -99,7 +100,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(layer: Layer, hidden: int, tp: int) -> Iterator[Matrix]:
-    """Yield the matrices of a layer on one of `tp` tensor ranks. Matrices with the same input are one matrix."""
+    """Yield the matrices of a layer on one of `tp` tensor ranks. Matrices with the same input are merged into one."""
     for branch in layer.branches:
         mixer = branch.mixer
         if isinstance(mixer, Attention):
@@ -123,7 +124,7 @@ def _feed_forward(mixer: Dense, hidden: int, tp: int) -> tuple[Matrix, Matrix]:
 
 @dataclass(frozen=True)
 class ServingTimes:
-    """The times of a model's steps on tp x pp ranks of a device. dtype: of the computation, such as "bf16"."""
+    """The times of a model's steps on tp x pp ranks of a device. dtype: dtype of the computation, such as "bf16"."""
 
     options: ModelConfig
     dtype: str
@@ -137,7 +138,7 @@ class ServingTimes:
 
     @cached_property
     def stages(self) -> list[Counter[Layer]]:
-        """For each stage, its distinct layers and their numbers."""
+        """For each stage, its distinct layers and their counts."""
         layers, begin, stages = architecture(self.options).layers, 0, []
         for count in even_layers(len(layers), self.pp):
             stages.append(Counter(layers[begin : begin + count]))
@@ -154,7 +155,7 @@ class ServingTimes:
         return self.device.bandwidth * 1e12 * self.device.elementwise
 
     def weight_bytes(self, stage: int) -> float:
-        """Bytes of the matrices that a step of one token reads on a stage, if all experts are read."""
+        """Bytes of the matrices that a one-token step would read on a stage if it used all experts."""
         hidden, size = architecture(self.options).hidden, 1 if self.fp8_weights else BYTES[self.dtype]
         layers = sum(
             count * each.experts * each.ins * each.outs * size
@@ -164,7 +165,7 @@ class ServingTimes:
         return layers + (self._head.ins * self._head.outs * BYTES[self.dtype] if stage == self.pp - 1 else 0)
 
     def host(self, rows: int) -> float:
-        """Seconds in which the host builds and launches a step with `rows` rows."""
+        """Seconds that the host takes to build and launch a step with `rows` rows."""
         return (HOST_STEP + HOST_ROW * rows) * self.device.host * 1e-6
 
     def step(self, size: StepSize) -> list[Seconds]:
@@ -213,7 +214,7 @@ class ServingTimes:
         return seconds + Seconds(exchange=len(layer.branches) * self._summed(stream))
 
     def _matmul(self, matrix: Matrix, tokens: int, *, fp8: bool = False) -> Seconds:
-        """The slower of reading and computing. Grouped matmuls of many tokens do not overlap them."""
+        """The larger of the times to read and to compute. A grouped matmul over experts computes at a lower rate."""
         ins, outs, experts, chosen = matrix
         size, rows = BYTES[self.dtype], tokens * chosen
         weights = matrix.read(tokens) * ins * outs * (1.0 / FP8_READ if fp8 else size)
@@ -226,7 +227,7 @@ class ServingTimes:
         return limited + Seconds(kernels=gap)
 
     def _attention(self, attention: Attention, size: StepSize) -> Seconds:
-        """Reading keys and values for new tokens, and the attention of chunks of prompts."""
+        """The time to read keys and values for new tokens, plus that of attention for chunks of prompts."""
         token = 2 * attention.kv_heads // self.tp * attention.head_dim * BYTES[self.dtype]
         keys = sum(map(attention.most_keys, size.keys))
         seconds = Seconds(bandwidth=keys * token / self.rate, kernels=self.device.launch * 1e-6)
@@ -262,8 +263,8 @@ class ServingTimes:
 
 
 def step_size(counts: Sequence[int], lengths: Sequence[int], tokens: int, rows: int) -> StepSize:
-    """Return the size of a step. counts, lengths: of each run, its tokens and the tokens of its sequence at its end.
-    tokens: number of tokens of the step, with padding. rows: number of rows of logits."""
+    """Return the size of a step. counts, lengths: for each run, its number of tokens, and the length of its sequence at
+    its end. tokens: number of tokens of the step, with padding. rows: number of rows of logits."""
     runs = list(zip(counts, lengths, strict=True))
     keys = tuple(length for count, length in runs if count == 1)
     return StepSize(tokens, rows, keys, tuple(run for run in runs if run[0] > 1))

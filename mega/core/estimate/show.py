@@ -362,7 +362,7 @@ def _plan(run: RunConfig) -> str:
 
 
 def explain_choice(result: SearchResult, device: Hardware) -> str:
-    """One sentence that explains the choice."""
+    """A text that explains why the first layout was chosen."""
     best = result.candidates[0]
     text = (
         f"{result.tried} layouts obey the rules; of the {result.weighed} fastest {result.fitting} fit into "

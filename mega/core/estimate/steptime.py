@@ -289,8 +289,7 @@ class Times:
         """Seconds of an update on the host, whose memory bandwidth is shared by `mates` ranks. Buckets are updated one
         after the other, without overlap.
 
-        Reduced gradients are copied to the host and widened on the host. Weights are narrowed on the host and copied
-        back.
+        Reduced gradients are copied to the host and upcast there. Weights are downcast on the host and copied back.
         """
         precision = self.run.precision
         assert precision.grad_dtype

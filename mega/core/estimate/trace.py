@@ -362,7 +362,7 @@ class _Recorder:
 
 def trace(run: RunConfig, chunk: Chunk, *, composed: bool = False) -> Trace:
     """Trace one microbatch of a resolved `run` on a chunk. composed: assemble chunks of all lengths from the same two
-    traces, also if blocks share memory; the operations are exact then, but the peaks are not."""
+    traces, even if blocks share memory; the operations are exact then, but the peaks are not."""
     if chunk.kinds:
         return _mixed_kinds(run, chunk, composed)
     parallel = run.parallel

@@ -20,7 +20,7 @@ from mega.core.estimate.chunks import Chunk, of_kind, stage_chunks
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
 
 SMALLEST = BatchOptions(seq_length=1, micro_batch=1)
-"""The batch options with which constant memory is computed, because constant memory does not depend on the batch."""
+"""Arbitrary batch options for computing constant memory, which does not depend on the batch."""
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -1,8 +1,8 @@
 """Layouts of ranks by name, and the lists of layouts that `mega parity` compares. This module does not import torch.
 
-A layout's name lists its sizes: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism,
-cp4-ring is 4 context ranks with ring attention, and a trailing -zero1 shards the optimizer's state. The name also lists
-options. For example, pp4-zb uses the zero-bubble schedule, pp2-chunks3-uneven has 6 chunks of unequal length, tp1-mbs8
+A layout's name lists its sizes. For example, tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence
+parallelism, cp4-ring is 4 context ranks with ring attention, and a trailing -zero1 shards the optimizer's state. Names
+may also list options: pp4-zb uses the zero-bubble schedule, pp2-chunks3-uneven has 6 chunks of unequal length, tp1-mbs8
 uses microbatches of 8 samples, tp2-full2 recomputes groups of two blocks, and pp4-split1 has 1 stage for the encoder
 and 3 for the decoder.
 """
@@ -69,7 +69,7 @@ _SIGMOID: dict[str, Any] = {
     "balance_bias_rate": 0.05,
     "balance_loss": (0.1,),
 }
-"""A mixture of experts as in DeepSeek-V3, in all layers except the first."""
+"""A model with MoE layers as in DeepSeek-V3, except in the first layer."""
 _RETRIEVER: dict[str, object] = {"retriever": True, "retro_layers": (1, 2), "retro_chunk_length": 2}
 _BERT: dict[str, Any] = {"family": "bert", "sample_kind": "bert"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -89,7 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama", "bert", "t5")
 DECODERS = ("gpt", "llama")
-"""Models that test a layout given by name, if no model is given."""
+"""The models that test a layout given by name, unless a model is given."""
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """dtype -> learning rate. Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that
@@ -440,7 +440,7 @@ EXPERTS = _named(
 
 
 def drawn_mixtures(model: str, count: int, seed: int = 40) -> list[ParityLayout]:
-    """`count` layouts for a mixture of experts: `EXPERTS`, and valid layouts drawn at random with a fixed seed.
+    """`count` layouts for a model with experts: `EXPERTS`, and valid layouts drawn at random with a fixed seed.
 
     A model that drops tokens keeps the reference's microbatch size, because the capacity of an expert depends on that
     size.

@@ -66,8 +66,8 @@ def check_transformers() -> None:
 
 
 def continues_text(one: Path, other: Path) -> bool:
-    """Whether logits can be compared, that is, whether the mega checkpoint among the two paths contains a model that
-    continues text."""
+    """Whether logits can be compared, that is, whether the mega checkpoint among the two paths contains a
+    text-generation model."""
     checkpoint = locate(one if form_at(one) is OWN else other)
     return family(model_of(checkpoint.meta, str(checkpoint.path))).prompt is not None
 
@@ -161,7 +161,7 @@ def _prefix(model: Any, tensors: Collection[str]) -> str:
 
 
 def _stored(name: str, source: Source) -> str:
-    """Return the name of a tensor in the folder. transformers saves the head of GPT-NeoX under an old name."""
+    """Return the name of a tensor in the folder. transformers stores the head of GPT-NeoX under an old name."""
     return "embed_out.weight" if name == "lm_head.weight" and "embed_out.weight" in source.tensors else name
 
 

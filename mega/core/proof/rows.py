@@ -1,5 +1,5 @@
-"""Compare layouts with one rank, one after the other, and store a row of results per layout in a file, from which an
-interrupted comparison resumes. This module does not depend on particular layouts.
+"""Compare layouts with a single rank, one layout after the other. A file stores one row of results per layout, so that
+an interrupted comparison can resume. This module does not depend on particular layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of comparing one layout with one rank."""
+    """The result of comparing one layout with a single rank."""
 
     family: str
     layout: str
@@ -83,8 +83,8 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
 def _reference(
     pool: Pool, model: str, depth: tuple[int, ...], rule: str, dtype: ParityDtype
 ) -> tuple[list[Snapshot], list[Snapshot] | None]:
-    """Return (snapshots of training on one rank with one sample per microbatch, for fp32 also snapshots in fp64 with
-    the same learning rate)."""
+    """Return the snapshots of training on one rank with one sample per microbatch and, for fp32, also the snapshots in
+    fp64 with the same learning rate."""
     from mega.core.proof.parity import snapshots
 
     expected = snapshots(pool, reference_run(model, depth, dtype, rule=rule), 1, STEPS)

@@ -130,7 +130,7 @@ def closing(out: Path) -> str:
 
 def format_command(words: Sequence[str], columns: int | None = None) -> str:
     """Format a command line for reading and pasting, with a line break between options if it is longer than `columns`.
-    None for the width of the terminal; without a terminal, the result is one line.
+    None means the width of the terminal; without a terminal, the result is one line.
 
     >>> print(format_command(["mega", "plot", "runs/a", "--out", "my loss.svg", "--smooth"], 38))
     mega plot runs/a \\

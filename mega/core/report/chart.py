@@ -34,7 +34,7 @@ class Scale(NamedTuple):
     log_x: bool = False
     """Whether the x axis is logarithmic."""
     over: str = "step"
-    """Name of x in tooltips."""
+    """Name of the x axis in tooltips."""
     names: Sequence[str] = ()
     """Labels for x = 0, 1, ..., used instead of numbers."""
 

@@ -47,7 +47,7 @@ class Goodput:
     productive: float
     """Time of steps whose updates were applied and were not rolled back."""
     lost: float
-    """Time of steps that were lost, because they were repeated after a resume, skipped or rolled back."""
+    """Time of lost steps, which were repeated after a resume, skipped or rolled back."""
     starts: float
     saves: float
     evaluations: float
@@ -58,7 +58,7 @@ class Goodput:
 
     @property
     def idle(self) -> float:
-        """The total time minus all other parts."""
+        """Idle time, which is the total time minus all other parts."""
         accounted = self.productive + self.lost + self.starts + self.saves + self.evaluations + self.down
         return max(0.0, self.total - accounted)
 
@@ -81,7 +81,7 @@ class Goodput:
 
 def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float = 0.0) -> Goodput | None:
     """Compute the goodput of a run. steps, events: rows and events in the order in which they were written. written:
-    time of the newest row, at which the breakdown ends if the run has not ended. Return None if there are no events.
+    time of the last row, at which the breakdown ends if the run has not ended. Return None if there are no events.
 
     >>> begin: EventRow = {"event": "begin", "step": 0, "at": 100.0}
     >>> again: EventRow = {"event": "begin", "step": 1, "at": 120.0, "lost_seconds": 4.0, "last_at": 112.0}

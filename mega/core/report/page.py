@@ -45,7 +45,7 @@ UNITS = {"tokens_per_second_per_device": "tokens/s per device", "memory": "GiB",
 PLAIN = ("consumed", "skipped", "finite")
 """Counters that are not shown in charts."""
 SHARES = {"largest_share": "largest share of an expert", "dropped_share": "dropped choices of experts"}
-"""Metric of a mixture of experts -> title. The summary shows the last and the largest value."""
+"""Metric of MoE layers -> title. The summary shows the last and the largest value."""
 OF_EXPERT = "tokens_of_expert_"
 """Prefix of the metrics for the load of each expert."""
 MOST_EVENTS, MOST_SAMPLES = 500, 50

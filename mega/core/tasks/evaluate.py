@@ -137,8 +137,8 @@ def _retriever(
 
 
 def evaluate(evaluation: CheckedEvaluation) -> int:
-    """Run the evaluation as one rank of the job described by the environment, and return 0. Errors: ValueError on every
-    rank."""
+    """Run the evaluation as one rank of the job that the environment describes, and return 0. Errors: ValueError on
+    every rank."""
     as_rank(evaluation.model.run, partial(run_here, evaluation))
     return 0
 
@@ -272,7 +272,7 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 
 class _Progress:
-    """The progress of an evaluation, which rank 0 stores on disk and shows on a terminal. sums, begun: results and
+    """The progress of an evaluation, which rank 0 stores on disk and shows on a terminal. sums, begun: sums and
     progress of an earlier process, equal on every rank."""
 
     def __init__(

@@ -193,7 +193,7 @@ def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeM
 @dataclass(frozen=True)
 class NativeModel:
     """The operations of a model that the harness needs. All ranks must call each method with the same arguments, and
-    get equal answers."""
+    all ranks receive equal answers."""
 
     here: ModelHere
     scorer: TokenScorer
@@ -205,7 +205,7 @@ class NativeModel:
 
     @property
     def turn(self) -> int:
-        """Number of rows that all ranks together score in one call."""
+        """Number of rows that all ranks together score per call."""
         return self.micro_batch * self.scorer.mesh.dp.size * self.scorer.together
 
     @property

@@ -126,7 +126,7 @@ class Labels:
 
 
 def prediction(form: Format, name: str, uid: int, label: int | None, shares: Sequence[float]) -> dict[str, object]:
-    """Return the stored prediction for a question. shares: the probability of each class."""
+    """Return the stored prediction for a question. shares: the predicted probability of each class."""
     answer = max(range(len(shares)), key=shares.__getitem__)
     return {
         "task": form.name,

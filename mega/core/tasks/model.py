@@ -44,7 +44,7 @@ Answer = TypeVar("Answer")
 MICRO_BATCH = 4
 """Number of rows in a microbatch if --micro-batch is not given, as in Megatron-LM's early evaluations."""
 LONGEST = 4096
-"""Maximum of the default for --seq-length, because some models have positions for many more tokens."""
+"""Upper limit of the default --seq-length, because some models have positions for many more tokens."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ def check_model(
 
 
 def row_unit(model: ModelConfig) -> int:
-    """Return the divisor of a row's number of columns: the size of a chunk if the model has a retriever, else 1."""
+    """Return the number that must divide a row's number of columns: the chunk size if the model has a retriever, else
+    1."""
     return model.retro_chunk_length if model.retriever else 1
 
 
@@ -215,7 +216,7 @@ def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -
 def tokenizer_of(
     run: RunConfig, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
 ) -> Tokenizer | None:
-    """Return the tokenizer given by flags, or else the tokenizer stored with the model; None if neither exists. If both
+    """Return the tokenizer given by flags, otherwise the one stored with the model; None if neither exists. If both
     exist, they must be equal.
 
     report: function that receives messages for the user. Errors: ValueError.

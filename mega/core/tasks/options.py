@@ -62,7 +62,7 @@ class TaskOptions(VerbSection):
     )
     limit: int | None = option(None, "score only the first N examples")
     seed: int = 1234
-    """Seed of random windows, set from the run's --seed."""
+    """Seed of the random windows, set from the run's --seed."""
 
     def __post_init__(self) -> None:
         for name in ("overlapping_eval", "context_window", "random_windows", "limit"):
@@ -136,7 +136,7 @@ OWN = {
 
 
 def unread(given: Iterable[str]) -> list[str]:
-    """Return the names among `given` whose options affect only training and no score."""
+    """Return the names in `given` of options that affect training but no score."""
     read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
     return [name for name in given if name not in read]
 

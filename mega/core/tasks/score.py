@@ -28,7 +28,7 @@ from mega.core.plan import plan
 
 class _Scorer:
     """A model in a parallel layout. stages: this rank's stages, in evaluation mode. together: number of microbatches
-    per call that keeps the pipeline busy."""
+    per call, chosen to keep the pipeline busy."""
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh, device: Device):
         self.mesh, self.device, self.together = mesh, device, 4 * mesh.pp.size - 3
@@ -36,7 +36,7 @@ class _Scorer:
 
     @torch.no_grad()
     def _outputs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return the last stage's output for each batch, in the columns of this context rank; [] on other stages.
+        """Return the last stage's output for each batch and the columns of this context rank; [] on other stages.
 
         All ranks must call this method with the same number of batches; ranks with the same data coordinate must pass
         the same batches.

@@ -23,8 +23,8 @@ from mega.core.parallel.mesh import Mesh
 
 
 def check_result(path: Path, digest: str, load: str, usual: str, report: Callable[[str], None]) -> None:
-    """Check an existing result file, which the new result will replace. If the file contains the result of another
-    model, the default name `usual` causes an error, and a name given by the user causes only a message.
+    """Check an existing result file, which the new result will replace. If the file contains another model's result, an
+    error is raised for the default name `usual`, and only a message is printed for a name given by the user.
 
     Errors: ValueError if the file has the default name and contains another model's result.
     """

@@ -53,7 +53,7 @@ def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -
 
 
 def as_share(value: float) -> float:
-    """Limit a share, or an end of a share's confidence interval, to 0 .. 1."""
+    """Clamp a fraction, or an end of its confidence interval, to [0, 1]."""
     return min(max(value, 0.0), 1.0)
 
 
@@ -121,7 +121,7 @@ class Sums:
         return Sums(self.names, values, torch.zeros(examples, self.shares.shape[1], dtype=torch.float64, device=where))
 
     def join(self, part: Sums) -> None:
-        """Add `part`, the sums over the next examples."""
+        """Add `part`, which contains the sums over the next examples."""
         self.values += part.values.cpu()
         if self.shares is not None and part.shares is not None:
             self.shares = torch.cat([self.shares, part.shares.cpu()])

@@ -27,7 +27,7 @@ class Evaluation:
     """Runs the validations and the final test of one run.
 
     meters: None except on rank 0. on_validation: called with the step and the loss of the first validation set.
-    last_validated: the step of the newest validation.
+    last_validated: the step of the latest validation.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Evaluation:
         self._microbatches = microbatches(run, state.mesh.world)
         self.last_validated: int | None = None
         self.measured: dict[str, Mapping[str, float]] = {}
-        """The newest results of each set, by name."""
+        """The latest results of each set, by name."""
 
     def validate(self) -> None:
         self.last_validated = self._state.progress.step
@@ -72,7 +72,7 @@ class Evaluation:
         terms = state.stages[0].terms
         means = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
         weights = dict(zip(state.pipeline.names, sums[:, 1].tolist(), strict=True))
-        for name in architecture(state.run.model).training_losses:  # training losses have weight 0 in an evaluation
+        for name in architecture(state.run.model).training_losses:  # losses used only in training have weight 0 here
             if not weights.get(name, 1.0):
                 del means[name]
         terms = {name: coefficient for name, coefficient in terms.items() if name in means}
@@ -100,7 +100,7 @@ class Evaluation:
         return begin
 
     def _sums(self, held_out: HeldOut, begin: int) -> torch.Tensor | None:
-        """Sum totals and weights over all batches, float64 [names, 2]; None if the run must stop."""
+        """Return the totals and weights summed over all batches, float64 [names, 2]; None if the run must stop."""
         state, stop = self._state, self._stop
         sums = torch.zeros(len(state.pipeline.names), 2, dtype=torch.float64, device=state.device.torch)
         for number in range(total := self._batches(held_out)):
@@ -111,5 +111,5 @@ class Evaluation:
             flag = stop.poll()
             batches = held_out.batches.take(begin + number * self._global_batch, self._microbatches)
             sums += evaluate_step(state, [batch.to(state.device.torch) for batch in batches])
-            flag.read()  # the flag's reduction ran while this batch was computed
+            flag.read()  # reduced while this batch was computed
         return sums

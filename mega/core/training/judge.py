@@ -95,8 +95,8 @@ class Judge:
                 self.saver.observe(pending.step, loss, applied)
 
     def _reason(self, pending: Pending, loss: float, norm: float, broken: bool, applied: bool) -> str:
-        """Return the reason why a step is unsound: "nan" or "spike"; "" if the step is sound. An overflow of gradients
-        under a dynamic loss scale counts only if weights or moments are not finite either."""
+        """Return the reason why a step is unsound: "nan" or "spike"; "" if the step is sound. With a dynamic loss
+        scale, overflowing gradients count only if weights or moments are non-finite as well."""
         scaler = self.state.scaler
         if broken and scaler is not None and scaler.follows and self._all_finite(loss):
             return "nan" if broken_tensors(self.state) is not None else ""
@@ -143,7 +143,7 @@ class Judge:
         self._leave_out(self._rolled_back(left_out, message) if policy == "rollback" else left_out, policy, message)
 
     def heal(self, error: NotFiniteError) -> None:
-        """Roll back with --on-nan rollback, after a save or a copy has found that the newest update broke the state.
+        """Roll back after a save or a copy has found a non-finite state, if the policy is --on-nan rollback.
 
         Errors: FloatingPointError if the run ends.
         """
@@ -161,7 +161,8 @@ class Judge:
         self.report(f"{message}: {action}; samples {record.first:,} to {record.end - 1:,} change nothing")
 
     def _rolled_back(self, record: LeftOut, message: str) -> LeftOut:
-        """Roll back; returns `record`, extended by all samples since the restored step. Errors: FloatingPointError."""
+        """Roll back, and return `record`, extended to all samples since the restored step. Errors:
+        FloatingPointError."""
         most = self.guard.options.max_rollbacks
         if not self.guard.may_roll_back():
             raise self._end(record, f"{message}: this would be rollback {most + 1}, and --max-rollbacks is {most}")

@@ -53,13 +53,13 @@ class Training:
     profiler: StepProfiler | None = None
     """The profiler on a rank that is profiled; None on other ranks."""
     last: dict[str, float] = field(default_factory=dict)
-    """The numbers of the newest step that the host has read."""
+    """The numbers of the latest step that the host has read."""
 
     def play(self) -> int:
         """Train to the last step, then validate and test. All reporters are closed, even after an error.
 
-        Returns the exit code: 0, or 128 + the signal that ended the run early. Errors: the fault of a rank, after all
-        ranks have saved.
+        Returns the exit code: 0, or 128 + the signal that ended the run early. Errors: the fault of this or another
+        rank, raised after all ranks have saved.
         """
         train = not self.state.run.evaluation.skip_train  # otherwise only evaluate
         try:
@@ -85,7 +85,7 @@ class Training:
         return self.stop.code
 
     def _announce(self, doing: str, *, ending: bool = False) -> None:
-        """Update the message that is shown when the run is asked to stop. doing: the work that is left before the run
+        """Update the message that is shown when the run is asked to stop. doing: the remaining work before the run
         stops."""
         outlook, saved_step = self.stop.outlook, 0 if self.saver is None else self.saver.saved_step
         outlook.doing, outlook.step, outlook.saved_step, outlook.ending = (
@@ -139,8 +139,8 @@ class Training:
             self.report(f"stopped at step {progress.step}: a multiple of --exit-interval {interval}")
 
     def _healed(self, keep: Callable[[], None]) -> None:
-        """Save or copy the state by `keep`; if the state is not finite, roll back and repeat. Errors:
-        FloatingPointError if the policy is not to roll back."""
+        """Call `keep`, which saves or copies the state; if the state is not finite, roll back and call `keep` again.
+        Errors: FloatingPointError if the policy does not allow a rollback."""
         try:
             keep()
         except NotFiniteError as error:

@@ -1,8 +1,8 @@
 """Print messages immediately after a signal with which a user interrupts a run.
 
-A thread reads the numbers of signals from a pipe, so the thread can print while the main thread runs a kernel or waits
-for other ranks. A signal handler would run only when the main thread executes Python code. This module depends neither
-on steps nor on checkpoints; `Outlook` contains the texts.
+A thread reads signal numbers from a pipe, so it can print while the main thread runs a kernel or waits for other ranks.
+A signal handler would run only when the main thread executes Python code. This module depends neither on steps nor on
+checkpoints; `Outlook` contains the texts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LEAVES_WITHIN = 1.0
 """Seconds that the main thread has to exit after a second Ctrl-C, before another thread ends the process."""
 
 NOTICE_WITHIN = 5.0
-"""Maximum number of seconds for which a run waits until the message about a signal is printed."""
+"""Maximum number of seconds for which a run waits for the message about a signal to be printed."""
 
 _MARK = 0
-"""A byte written to the pipe after all signals so far. 0 is not the number of a signal."""
+"""A byte that marks the end of the signals received so far. No signal has the number 0."""
 
 
 @dataclass
@@ -45,7 +45,8 @@ class Outlook:
     """Whether the run ends after `doing`, without another save."""
 
     def first(self, number: int, silent: Sequence[int] = ()) -> str:
-        """Return the message after the first signal. silent: ranks that may be lost, so that no save may be possible.
+        """Return the message after the first signal. silent: ranks that do not answer; if they are lost, the run cannot
+        be saved.
 
         >>> Outlook("finishing step 24", "runs/first").first(signal.SIGINT)
         'SIGINT received: finishing step 24, then saving to runs/first; Ctrl-C again leaves at once'
@@ -94,7 +95,7 @@ class SignalNotice:
         self._heeded, self._outlook, self._prints = frozenset(heeded), outlook, prints
         self._signals = RepeatedSignal()
         self._said = threading.Lock()
-        """A lock that the thread that prints the message about lost steps acquires and never releases."""
+        """A lock acquired, and never released, by the thread that prints the message about lost steps."""
         self._settled = threading.Event()
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
@@ -108,8 +109,8 @@ class SignalNotice:
             write_error(f"mega: {self._outlook.lost()}\n")
 
     def settle(self) -> None:
-        """Wait until the messages about all signals so far are printed, at most NOTICE_WITHIN seconds. Without this
-        wait, the printing thread might not run before the end of the run on a busy machine."""
+        """Wait, at most NOTICE_WITHIN seconds, until the messages about all signals so far are printed. On a busy
+        machine the printing thread might otherwise not run before the run ends."""
         if not self._prints:
             return
         self._settled.clear()

@@ -1,7 +1,7 @@
-"""The policy for unsound steps, which have numbers that are not finite, or a spike of the loss or the gradient norm.
+"""The policy for unsound steps, that is, steps with non-finite numbers or a spike of the loss or gradient norm.
 
-    limits before a step      from median and spread of earlier steps; the device compares, so a step beyond the limits
-                              is not applied [--on-spike skip, rollback]
+    limits before a step      computed from median and spread of earlier steps, and checked on the device, so that a
+                              step beyond the limits is not applied [--on-spike skip, rollback]
     after a step              every rank reads the same reduced numbers, so all ranks make the same decision without an
                               exchange
     a skipped step            leaves weights, moments, loss scale, schedule and limits unchanged;
@@ -45,7 +45,7 @@ MAD = 1.4826
 
 @dataclass(frozen=True)
 class SpikeLimits:
-    """A step is a spike if its loss or its gradient norm exceeds these limits."""
+    """Limits above which the loss or the gradient norm of a step is a spike."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -111,17 +111,17 @@ class GuardMemory:
     window: int = 128
     """Maximum length of `losses` and `norms`."""
     level: str = ""
-    """A hash of everything on which losses depend, except the weights. Losses with a different hash are not
+    """A hash of everything on which losses depend, except the weights. Losses recorded under a different hash are not
     restored."""
     losses: deque[float] = field(init=False)
-    """Losses of the newest applied steps."""
+    """Losses of the latest applied steps."""
     norms: deque[float] = field(init=False)
-    """Gradient norms of the newest applied steps."""
+    """Gradient norms of the latest applied steps."""
     left_out: list[LeftOut] = field(default_factory=list)
     rollbacks: int = 0
     """Number of rollbacks so far."""
     spikes: int = 0
-    """Number of spikes skipped since the newest applied step."""
+    """Number of spikes skipped since the latest applied step."""
 
     def __post_init__(self) -> None:
         self.losses, self.norms = deque(maxlen=self.window), deque(maxlen=self.window)

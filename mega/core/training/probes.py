@@ -156,7 +156,7 @@ class BrokenTensor(NamedTuple):
 
 
 def first_broken(reports: Sequence[Mapping[str, Sequence[object]]]) -> BrokenTensor | None:
-    """Find the origin from the reports of all ranks; None if the reports are empty.
+    """Return the origin, given the reports of all ranks; None if the reports are empty.
 
     A report has names of tensors under "state" and "batch", points under "outputs" and "gradients", and names of
     reduced gradients under "reduced".

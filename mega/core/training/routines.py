@@ -62,8 +62,8 @@ def due(step: int, *intervals: int | None) -> bool:
 
 
 def every(interval: int | None) -> Callable[[int], bool]:
-    """Return a function that returns whether a step is a multiple of `interval`; always false for the intervals None
-    and 0.
+    """Return a predicate that is true for steps that are multiples of `interval`. It is never true for the intervals
+    None and 0.
 
     >>> [step for step in range(1, 7) if every(3)(step)]
     [3, 6]

@@ -48,7 +48,7 @@ def finish_counting(state: TrainState) -> ExpertLoad | None:
 
 
 def balance(state: TrainState, finite: torch.Tensor) -> None:
-    """Update the biases that balance the load, unless the update of the weights was skipped (`finite` is false)."""
+    """Update the biases that balance the load, unless the weight update was skipped (`finite` is false)."""
     if state.load is None:
         return
     numbers = list(state.options.mixtures)

@@ -89,7 +89,7 @@ class Schedules:
     def differences(self, other: Schedules) -> Iterator[tuple[str, object, object]]:
         """Yield (flag, value here, value in `other`) for every value that has an effect and differs."""
         values, other_values = _effective(self), _effective(other)
-        for name in sorted(values.keys() & other_values.keys()):  # if only one style has a value, the styles differ
+        for name in sorted(values.keys() & other_values.keys()):  # a value that only one has implies different styles
             if values[name] != other_values[name]:
                 yield _LABELS[name], values[name], other_values[name]
 
@@ -99,7 +99,8 @@ def _number(value: Json) -> TypeGuard[int | float]:
 
 
 def _stored(kind: Callable[..., Part], fields: Mapping[str, Json]) -> Part:
-    """Build one part of a schedule from stored values. Errors: TypeError; ValueError naming an invalid value."""
+    """Build one component of the schedules from stored values. Errors: TypeError; ValueError naming an invalid
+    value."""
     for name, value in fields.items():
         if name == "style":
             fits = value in entries()["lr_decay" if kind is LearningRate else "weight_decay_style"].choices

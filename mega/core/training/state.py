@@ -138,8 +138,8 @@ class TrainState:
 
     @property
     def overlaps(self) -> bool:
-        """Whether tensor ranks exchange tokens while they compute GEMMs. This affects the rounding of the results, so a
-        run keeps it when it resumes."""
+        """Whether tensor ranks exchange tokens while they compute GEMMs. This affects rounding, so a resumed run keeps
+        the value."""
         return self.stages[0].region.transport is not None
 
     # -- checks
@@ -174,7 +174,7 @@ class TrainState:
                 yield from _pieces("weights", bucket, bucket.weights, 0)
 
     def _counted_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """Yield the weights that a step sets by counting tokens (biases of experts). They are equal on all ranks of a
+        """Yield the weights that are computed from token counts (the experts' biases). They are equal on all ranks of a
         stage."""
         if mine and not self.mesh.stage.first:
             return

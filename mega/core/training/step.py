@@ -30,8 +30,7 @@ SOUND_EVERY = 10
 """Number of steps between two checks of weights and moments on a GPU."""
 
 LEAST_WEIGHT = 1e-30
-"""Lower limit of the divisor of losses, because a batch, for example of prompts only, may have no token with a loss
-weight."""
+"""Lower bound of the divisor of losses. A batch, for example of prompts only, may have no token with a loss weight."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ def update(
 
 
 def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Return bool [], whether the loss scale takes a step into account, which is true if the step was applied, or if
-    the step's gradients are not finite but its loss is finite.
+    """Return bool []: whether the loss scale takes a step into account. This holds if the step was applied, or if its
+    gradients are not finite but its loss is.
 
     The loss must be finite on all ranks, because each tensor rank has its own copy of the batch, which may be damaged.
     """

@@ -1,7 +1,7 @@
 """Build the objects of a rank from a resolved config: the mesh, the stages, and the training state.
 
-All constructors get sections or single values of the config. They also work without the processes of ranks, that is,
-without process groups and on the meta device.
+All constructors receive sections or single values of the config. They also work in a single process, without process
+groups and on the meta device.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def _transport(run: RunConfig, mesh: Mesh, device: torch.device, overlapped: boo
     """Return the object through which tensor ranks exchange tokens while they compute GEMMs; None if exchanges do not
     overlap GEMMs.
 
-    A run that resumes keeps the choice of its checkpoint, because GEMMs in pieces and sums in another order round
-    differently. Otherwise only GPUs overlap exchanges by default, if they can map each other's memory, and if overlap
-    pays on the GPUs of all ranks.
+    A run that resumes keeps the choice of its checkpoint, because split GEMMs and a different summation order change
+    the rounding. Otherwise exchanges overlap by default only on GPUs that can map each other's memory, if the overlap
+    is faster on the GPUs of all ranks.
     """
     asked = run.parallel.tp_overlap
     if asked is not None:
@@ -178,7 +178,7 @@ def _transport(run: RunConfig, mesh: Mesh, device: torch.device, overlapped: boo
 
 
 def tflops16(device: torch.device) -> float:
-    """Return the peak of a device in 16-bit floats; that of an H100 if the peak is unknown."""
+    """Return a device's peak 16-bit TFLOP/s; that of an H100 if the peak is unknown."""
     return Device(device, "").peak_tflops or MEASURED_TFLOPS
 
 

@@ -1,8 +1,8 @@
 """Check that replicas are equal: ranks that hold the same tensor compare a hash of its bits, and report the ranks whose
 hash differs.
 
-A run whose replicas differ by one bit continues, and its loss looks normal (one large run did so for thousands of
-steps). The hash is the sum of bits x (2 position + 1) in wrapping int64: a change of one element always changes the
+If replicas differ by one bit, the run continues and its loss looks normal; in one large run this lasted for thousands
+of steps. The hash is the sum of bits x (2 position + 1) in wrapping int64: changing one element always changes the
 hash, because odd numbers have inverses modulo 2^64. An audit costs one pass over the weights and two small collectives.
 """
 
@@ -20,7 +20,7 @@ from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.training.state import TrainState
 
 BLOCK = 1 << 22
-"""Number of elements hashed at a time, which limits the memory."""
+"""Number of elements hashed at a time, which bounds the memory use."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def copies(state: TrainState) -> Iterator[Copy]:
     # Sorted, because stages that share several tensors must compare them in the same order.
     for owned in sorted(state.optimizer.shards, key=lambda one: one.bucket.tied_name()):
         bucket = owned.bucket
-        # Tensor ranks hold replicas of tensors that are not sharded; stages hold replicas of tied tensors.
+        # Unsharded tensors are replicated across tensor ranks; tied tensors are replicated across stages.
         copies = bucket.data.with_tp if bucket.replicated else bucket.data.axis
         flats = {kind: (flat.begin, flat.values) for kind, flat in owned.moments.items()}
         if owned.has_master:

@@ -1,9 +1,9 @@
-"""Check on all ranks that all numbers of a checkpoint are finite, before anything is written. Each step makes a similar
+"""Check on all ranks that all numbers of a checkpoint are finite, before anything is written. Each step runs a similar
 check before its update.
 
 The check needs one pass over weights, masters, moments and factors and no extra memory, because the minimum and the
-maximum of a flat tensor are NaN if any element is NaN. The host waits once per save. If a number is not finite, the
-ranks together find the rank and tensor in which such a number appeared first.
+maximum of a flat tensor are NaN if any element is NaN. The host waits once per save. If the check fails, all ranks
+together find the rank and tensor where a non-finite number appeared first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIVERGED = "training has diverged. Resume from an earlier checkpoint with a lowe
 
 
 class NotFiniteError(FloatingPointError):
-    """The state is not finite and must not be saved. words: a message that names the tensor and the rank."""
+    """Raised if the state is not finite and must not be saved. words: a message that names the tensor and the rank."""
 
     def __init__(self, step: int, words: str):
         super().__init__(f"step {step} is not saved: {words}: {DIVERGED}")
@@ -49,11 +49,11 @@ def check_finite(state: TrainState) -> None:
 def broken_tensors(
     state: TrainState, batches: Sequence[Batch] = (), sums: Sequence[float] = (), *, gradients: bool = False
 ) -> BrokenTensor | None:
-    """Find the tensor and rank whose numbers are not finite, or None. The result is equal on all ranks.
+    """Return the tensor and rank where non-finite numbers appeared first, or None. The result is equal on all ranks.
 
-    If a moment that is not finite has corrupted weights, the moment is reported rather than the weights. This is a
-    collective that all ranks must call, and that waits for the devices. batches: the microbatches of the step. sums:
-    the step's sums of `Probes`. gradients: whether the gradients of the step still exist.
+    If a non-finite moment has corrupted weights, the moment is reported rather than the weights. This is a collective
+    that all ranks must call; it synchronizes with the device. batches: the microbatches of the step. sums: the step's
+    sums of `Probes`. gradients: whether the gradients of the step still exist.
     """
     report: dict[str, Sequence[object]] = {
         "state": _broken(state),

@@ -1,6 +1,6 @@
 """Fault injection on one rank (`--inject`), to test guards, audits and restarts.
 
-Each fault is data (config/faults.py) that this module executes. This module does not depend on the guards.
+config/faults.py describes the faults, and this module executes them. It does not depend on the guards.
 
     before a step          damages weights, moments or batches; the rank sleeps, stops, or is killed; a kernel fails
     in the forward pass    damages the output of a layer
@@ -42,7 +42,7 @@ class Injector:
         state.grads.before_reduce = self._reduce
         heads = {id(getattr(stage, "head", None)) for stage in state.stages}
         self._units = [unit for stage in state.stages for unit in units_of(stage) if id(unit) not in heads]
-        for unit in self._units:  # prepended, because the probes must record the damaged output
+        for unit in self._units:  # prepended, so that the probes record the damaged output
             unit.register_forward_hook(self._output, prepend=True)
         for each in self._faults:
             if each.target in ("weight", "moment") and not any(self._tensors(each.target)):
@@ -75,13 +75,12 @@ class Injector:
                 self._element(each, random.Random(each.seed), self._tied()[:1])
 
     def before_save(self, step: int) -> None:
-        """Raise the fault of a save if one is due. Called while this rank writes. Errors: OSError."""
+        """Raise the injected error of a save if one is due. Called while this rank writes. Errors: OSError."""
         if any(each.target == "save" and each.due(step, each.rank) for each in self._faults):
             raise OSError(errno.ENOSPC, "no space left on device (--inject)")
 
     def _output(self, module: torch.nn.Module, _: object, output: object) -> object:
-        """A forward hook that damages the output of one layer or embedding, each time that the module runs in the
-        step."""
+        """A forward hook that damages the output of one layer or embedding, each time the module runs in the step."""
         for each in self._now if module.training else ():
             if each.target == "activation" and self._units[each.seed % len(self._units)] is module:
                 if isinstance(output, ResidualState):
@@ -118,7 +117,7 @@ class Injector:
         """Damage one element of one of the tensors."""
         name, tensor = dice.choice(tensors)
         index = tuple(dice.randrange(size) for size in tensor.shape)
-        if each.kind == "ulp":  # the largest element, because no update hides its change by rounding
+        if each.kind == "ulp":  # the largest element, whose change is not rounded away by an update
             index = tuple(int(i) for i in torch.unravel_index(tensor.abs().argmax(), tensor.shape))
         self.named.append(name)
         with torch.no_grad():
@@ -148,8 +147,8 @@ def _value(each: Fault) -> float:
 
 
 def _failing_kernel(device: torch.device) -> None:
-    """Read beyond the end of a tensor. A CPU raises IndexError. On CUDA the kernel fails asynchronously, so any later
-    call of this process may raise the error."""
+    """Read beyond the end of a tensor. On a CPU this raises IndexError. On CUDA the kernel fails asynchronously, so any
+    later CUDA call of this process may raise the error."""
     torch.zeros(1, device=device)[torch.full((1,), 1 << 20, device=device)]
 
 

@@ -21,22 +21,22 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.training.state import TrainState
 
 WINDOW = 10
-"""Number of steps that are evaluated together."""
+"""Number of latest steps by which ranks are compared."""
 
 MOST = 8
-"""Number of the WINDOW steps in which a rank must be slow to be reported."""
+"""Number of steps, out of WINDOW, in which a rank must be slow to be reported."""
 
 IGNORED = 20
-"""Number of steps ignored at the start of a run, in which kernels are selected and files are read from disk."""
+"""Number of steps ignored at the start of a run, while kernels are selected and files are read from disk."""
 
 PAST = 100
 """Number of earlier steps with which a rank that is alone in its stage is compared."""
 
 LEAST_SECONDS = 0.002
-"""Differences below this number of seconds are regarded as noise of the host."""
+"""Differences below this number of seconds are attributed to noise of the host."""
 
 REPEAT = 200
-"""Number of steps until a slow rank is reported again."""
+"""Minimum number of steps between two reports of the same rank."""
 
 
 class StepClock:
@@ -108,7 +108,7 @@ class Stragglers:
             yield rank, float(middle[rank]), f"step {step}: rank {rank} is slow: its own work takes {words}"
 
     def _usual(self, seconds: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """Return the time with which each rank's working time is compared; None if this time is not known yet."""
+        """Return the reference time for each rank's working time; None if too few steps have been measured."""
         usual = np.empty_like(seconds)
         for ranks in self._stages:
             stage_seconds = seconds[ranks]

@@ -1,7 +1,7 @@
 """Kinds of training tasks, by their name in --task: the datasets and evaluation of a run.
 
 A kind provides the datasets and a `Task` for the training loop, which is the same for all kinds. A kind is imported
-only when a run needs it. torch is not imported, because a launcher opens datasets before any rank starts.
+only when a run needs it. This package does not import torch, because a launcher opens datasets before any rank starts.
 
 kind, task     the interface of a kind, and the `Task` that a kind creates for the loop
 pretraining    token files, conversations, random tokens

@@ -2,7 +2,7 @@
 reference.
 
     1 the reference   log-probabilities of all answers under the initial weights, without dropout, computed once before
-                      training: the data ranks share the work on the pairs, then all ranks get all values
+                      training: the pairs are divided among the data ranks, then all ranks receive all values
     2 its cache       in --data-cache, or under --save, keyed by the digests of these weights and of the pairs
     3 training        the loss of `Preference` (model/objective.py), for each pair
 
@@ -89,7 +89,7 @@ def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
 
 
 def _unit(state: TrainState) -> int | None:
-    """Return n if microbatches are padded to a multiple of n columns, so that few widths occur; None if all
+    """Return the multiple to which the width of microbatches is padded, so that few widths occur; None if all
     microbatches must have the same shape."""
     from mega.core.config.resolve import column_unit, records_graph
 
@@ -111,7 +111,7 @@ def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.flo
     values = torch.zeros(dataset.pairs, 2, dtype=torch.float64, device=state.device.torch)
     for first in range(0, dataset.pairs, size * mesh.dp.size):
         numbers = range(first + mesh.dp.index * size, first + (mesh.dp.index + 1) * size)
-        # Ranks without a pair compute the last pair again, because all ranks must run the same steps.
+        # Ranks without a pair compute the last pair again, because all ranks must run the same number of passes.
         rows = [dataset.pair(min(number, dataset.pairs - 1)) for number in numbers]
         batch = dataset.collate(rows, numbers.start).to(state.device.torch)
         outputs = output_step(state, [batch])
@@ -119,7 +119,7 @@ def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.flo
             assert outputs[0].shape == (2 * len(rows),), "a log-probability for each row"
             valid = [number for number in numbers if number < dataset.pairs]
             values[valid] = outputs[0].view(-1, 2).double()[: len(valid)]
-    all_reduce(values, mesh.everyone)  # one rank has computed each pair; the other ranks add 0
+    all_reduce(values, mesh.everyone)  # each pair was computed by one rank; other ranks add 0
     return values.cpu().numpy()
 
 
@@ -174,7 +174,7 @@ def _key(state: TrainState, dataset: PairDataset) -> Mapping[str, object]:
 
 
 class _Missing(Exception):
-    """The cache has no entry for a key."""
+    """Raised if the cache has no entry for a key."""
 
 
 def _known(state: TrainState, cache: Path | None, key: Mapping[str, object], pairs: int) -> NDArray[np.float64] | None:

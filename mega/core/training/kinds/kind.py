@@ -30,6 +30,6 @@ class TaskKind:
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
     """Returns the loss of the model's head; None for the loss of the next token."""
     begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
-    """Called on every rank when the state has its initial weights or the weights of a checkpoint."""
+    """Called on every rank after the weights have been initialized or loaded."""
     questions: Callable[[Options], int] | None = None
     """Returns the number of samples in one epoch, for kinds that support --epochs."""

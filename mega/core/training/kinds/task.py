@@ -1,7 +1,7 @@
 """The training data and the evaluation of a run.
 
-This module depends on batches and on the sums that a model computes from them, but not on steps or checkpoints, and
-only on the data axis of the mesh.
+This module depends on batches, on the sums that a model computes from them, and on the data axis of the mesh. It does
+not depend on steps or checkpoints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class HeldOut:
     name: str
     batches: Batches
     continues: bool = False
-    """Whether each validation starts where the previous validation ended; otherwise at the first sample."""
+    """Whether each validation starts where the previous validation ended. If false, it starts at the first sample."""
     iterations: int | None = None
     """Number of global batches per validation; None means --eval-iters."""
 

@@ -1,7 +1,7 @@
 """An HTTP server in the process of rank 0: /metrics returns numbers of the run for Prometheus, and /health returns
-whether the run makes progress. Threads answer with the newest numbers of the meters and of `ACTIVITY`; the run does not
-wait for a slow client. This module does not depend on ranks; processes/roll_call.py finds the rank for which others
-wait.
+whether the run makes progress. Threads answer with the latest numbers of the meters and of `ACTIVITY`, so the run does
+not wait for a slow client. This module does not depend on ranks. processes/roll_call.py finds the rank for which other
+ranks wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Exporter:
         self._steps, self._still_s, self._began = steps, still_s, time.monotonic()
         self._productive = 0.0
         self._moved: tuple[object, float] = (_place(), self._began)
-        """The newest position of the process in the program, and the time at which this position was reached."""
+        """The last known position of the process in the program, and the time at which this position was reached."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
         restarts = self._gauge("restarts", "Restarts of the ranks since the launch, if the launcher counts them")

@@ -1,7 +1,7 @@
 """The metrics file of a run: JSON lines, one row per step and one per evaluation.
 
 A run that resumes from a step removes the rows of later steps, so the file has each step once. This module does not
-know what the rows contain, except the step.
+depend on the content of a row, except its step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = Mapping[str, float | str]
 
 class MetricsFile:
     """An open metrics file. start, resumes: see `open_rows`. fail: called with the error if the file cannot be written,
-    and then nothing more is written; if None, the error is raised."""
+    after which nothing more is written; if None, the error is raised."""
 
     def __init__(self, path: str, start: int, resumes: bool, fail: Callable[[OSError], None] | None = None):
         self._path, self._fail = path, fail
@@ -39,8 +39,8 @@ class MetricsFile:
         return True
 
     def replace(self, row: Row) -> bool:
-        """Write a row in place of the rows of the same step with the same names, and return whether it is new. If the
-        only such row is equal, nothing is written."""
+        """Write a row, replacing all rows of the same step with the same names. Return False, without writing, if the
+        only such row is equal."""
         path = Path(os.path.realpath(self._path))
         if self._rows is None or not path.is_file():
             return self.write(row)

@@ -42,11 +42,12 @@ ALWAYS = 100.0
 """The priority of a field that is never omitted from the log line."""
 
 EARLY = (1, 10)
-"""Steps, counted from the start, that are always logged unless a bar is shown, so that users see progress before the
+"""Steps after the start of the run that are always logged unless a bar is shown, so that users see progress before the
 first --log-interval."""
 
 MOST_LOSS, LARGE = 700.0, 1e6
-"""Above MOST_LOSS a perplexity is infinite; from LARGE on, a perplexity is printed with four digits and an exponent."""
+"""The perplexity of a loss above MOST_LOSS is infinite; a perplexity of at least LARGE is printed with four digits and
+an exponent."""
 
 SLOW = 1.1
 """The log line contains the slowest rank if the rank's working time exceeds this multiple of the other ranks' time."""

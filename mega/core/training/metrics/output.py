@@ -1,5 +1,5 @@
 """Print lines to a stdout that may fail because the reader of a pipe has exited, a terminal was closed, or a disk is
-full. Training continues without stdout. This module does not depend on the content of the lines.
+full. Training continues without stdout after such an error. This module does not depend on the content of the lines.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def print_line(line: str) -> None:
 
 
 SLOW_S = 5.0
-"""Seconds after which a slow part of a run's start is reported."""
+"""Seconds after which a slow phase of a run's start is reported."""
 
 
 @contextlib.contextmanager
 def report_if_slow(doing: str, *, quiet: bool = False) -> Iterator[None]:
-    """Report a slow block on stderr after SLOW_S seconds, for the start of a run. quiet: report nothing; true on all
-    ranks except the first."""
+    """Report on stderr if the block takes longer than SLOW_S seconds. Used for the start of a run. quiet: report
+    nothing; true on all ranks except the first."""
     timer = threading.Timer(SLOW_S, warn, [f"{doing} ..."])
     timer.daemon = True
     if not quiet:

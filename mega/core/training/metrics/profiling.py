@@ -15,7 +15,7 @@ LINES = 10
 
 
 class ProfiledOperation(Protocol):
-    """torch's sums over all calls of one operation, in microseconds."""
+    """The totals that torch reports for all calls of one operation, in microseconds."""
 
     key: str
     count: int
@@ -51,7 +51,8 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Stop the profiler and write the profile, even if the run ends early. Errors in writing are only reported."""
+        """Stop the profiler and write the profile, even if the run ends early. Write errors are reported but not
+        raised."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -73,8 +74,7 @@ class StepProfiler:
 
 
 def missed(steps: range, first: int, last: int) -> str:
-    """Return a message about steps to profile that a run with steps `first` to `last` does not have; "" if the run has
-    all these steps.
+    """Return a message if a run with steps `first` to `last` lacks some of the steps to profile; otherwise "".
 
     >>> missed(range(10, 13), 1, 20), missed(range(10, 13), 1, 11)
     ('', '--profile 10:12: the run has steps 1 to 11, so that steps 10 to 11 are profiled')

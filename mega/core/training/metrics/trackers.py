@@ -1,8 +1,8 @@
 """Services that store the numbers of a run: Weights & Biases and MLflow, optional packages that are imported on demand.
 
 Both use the metric names of the Llama-2 fork of Megatron-LM. A run that resumes continues with the same id, which is
-stored next to the metrics file, and does not send a step again. If a service fails, the run continues without this
-service, because the metrics file also contains all numbers.
+stored next to the metrics file, and does not resend a step. If a service fails, the run continues without this service,
+because the metrics file also contains all numbers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ NAMES = {
 
 
 class Tracker(Protocol):
-    """A metric tracking service, such as Weights & Biases. since: the newest step that the service has already
-    stored."""
+    """A metric tracking service, such as Weights & Biases. since: the last step that the service has already stored."""
 
     since: int
 
@@ -127,7 +126,7 @@ class Trackers:
 
 
 def _noted(path: Path) -> dict[str, str]:
-    """Return, for each service, the run's id before the resume; empty if the file is absent or damaged."""
+    """Return each service's run id from before the resume; empty if the file is absent or damaged."""
     try:
         ids = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -140,7 +139,7 @@ def _line(error: Exception) -> str:
 
 
 class WandbTracker:
-    """A run of Weights & Biases. WANDB_MODE=offline stores the run next to the metrics."""
+    """A Weights & Biases run. With WANDB_MODE=offline, the run is stored next to the metrics."""
 
     def __init__(self, options: LogConfig, run_id: str | None, last: int, settings: Mapping[str, Mapping[str, object]]):
         wandb = importlib.import_module("wandb")
@@ -171,7 +170,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """A run of an MLflow experiment, at a server or in a folder."""
+    """A run of an MLflow experiment, on a server or in a folder."""
 
     def __init__(self, options: LogConfig, run_id: str | None, settings: Mapping[str, Mapping[str, object]]):
         mlflow = importlib.import_module("mlflow")

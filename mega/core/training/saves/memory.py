@@ -2,8 +2,8 @@
 
     1 every --peer-copy-interval steps   each rank copies weights, moments and progress into memory that outlives the
                                          rank
-    2 a thread                           sends the copy to the corresponding rank of the next host, and receives the
-                                         copy of the previous host, so the state of a lost host exists on another host
+    2 a thread                           sends the copy to the corresponding rank of the next host, and receives that of
+                                         the previous host, so the state of a lost host survives on another host
     3 a copy is valid                    once its header has been written, after the state; two files per rank
                                          alternate
     4 before a copy is overwritten       all ranks have completed the newer copy
@@ -58,7 +58,7 @@ class StateFile:
         with open(path, "a+b") as file:
             if os.fstat(file.fileno()).st_size != HEADER + size:
                 os.ftruncate(file.fileno(), 0)
-                os.posix_fallocate(file.fileno(), 0, HEADER + size)  # else a write would raise SIGBUS if memory is full
+                os.posix_fallocate(file.fileno(), 0, HEADER + size)  # otherwise writes raise SIGBUS if memory is full
         self._memory = torch.from_file(str(path), shared=True, size=HEADER + size, dtype=torch.uint8)
         self.header, self.state = self._memory[:HEADER], self._memory[HEADER:]
 
@@ -116,7 +116,7 @@ class HostFiles:
         return next(file for file, header in self.headers() if (header["owner"], header["step"]) == (owner, step))
 
     def older(self, owner: int) -> StateFile:
-        """Return the file with the older step among the two files of a rank."""
+        """Return whichever of a rank's two files has the older step."""
 
         def step(file: StateFile) -> int:
             header = file.read()
@@ -153,8 +153,8 @@ class PeerCopies:
         self._error: Exception | None = None
 
     def restore(self, newest: int) -> bool:
-        """Perform phase 5: restore the state from a copy of a step after `newest`, and return whether a copy was
-        found."""
+        """Perform phase 5: restore the state from a copy that is newer than step `newest`, and return whether a copy
+        was found."""
         while True:
             local_steps = self._files.steps()
             host_steps = [
@@ -229,8 +229,8 @@ class PeerCopies:
             work.wait()
 
     def _fetch(self, step: int, host_steps: Sequence[Mapping[int, Sequence[int]]]) -> bool:
-        """Restore a step. Each rank reads its copy from its own host's memory, otherwise from the first rank whose host
-        has that copy.
+        """Restore a step. Each rank reads its copy from its own host's memory or, if it is missing there, from the
+        first rank whose host has it.
 
         Returns False if a copy was damaged; such copies are cleared.
         """

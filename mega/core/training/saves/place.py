@@ -1,5 +1,5 @@
-"""Check the directory of --save: only one run may use the directory at a time, and it must not contain a checkpoint of
-a different history."""
+"""Check the directory of --save: only one run may use the directory at a time, and it must not contain checkpoints of a
+different training history."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
     """Check on all ranks that --save holds no checkpoint of a step after `start`, at which this run starts.
 
     A later --resume auto would resume from such a checkpoint, which has a different history. A run with --resume auto
-    starts from the newest checkpoint that can be trusted, and will replace later checkpoints. A run that continues from
-    a step that the user names may find no checkpoint to trust, such as after an early divergence. Errors: ValueError on
-    all ranks.
+    is not checked: it starts from the newest trusted checkpoint, and replaces later ones. A run that continues from a
+    step named by the user may start without any trusted checkpoint, for example after an early divergence. Errors:
+    ValueError on all ranks.
     """
     place = run.checkpoint.save
     if place is None or run.checkpoint.resume == "auto":
@@ -43,7 +43,7 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
 
 
 def _newest(place: str, start: int) -> int:
-    """Return the newest step that --resume auto would choose; 0 if there is none. Errors: CheckpointError if no
+    """Return the step that --resume auto would choose; 0 if there is none. Errors: CheckpointError if no
     checkpoint can be trusted, unless the run continues after a step `start`; OSError."""
     store = store_at(place)
     try:
@@ -95,8 +95,8 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
 
 
 SEEN_WITHIN = 10.0
-"""Seconds within which every rank must find a file that rank 0 has written. Network file systems may cache for some
-time that a file does not exist."""
+"""Seconds within which every rank must find a file that rank 0 has written. Network file systems may cache the absence
+of a file for some time."""
 
 
 def check_shared(place: str | None, exchange: JsonExchange, rank: int) -> None:

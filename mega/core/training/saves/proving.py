@@ -15,7 +15,7 @@ weights have exploded stays above the limit or is not finite.
     the last step           all steps on trial that are not suspect are good
     a stop, a kill          no verdict: steps stay on trial, with the count of sound steps at the last save
 
-checkpoint/own/verdicts.py defines the file of verdicts, and what verdicts mean for a resume. Only one rank keeps this
+checkpoint/own/verdicts.py defines the verdicts file, and the effect of verdicts on a resume. Only one rank keeps this
 record.
 """
 
@@ -30,7 +30,7 @@ from mega.core.checkpoint.own.together import attempt, reason_of
 from mega.core.checkpoint.own.verdicts import Status, StepVerdict
 
 LIMIT = 2.0
-"""Limit of the loss of a sound model, as a multiple of the loss of a random guess or of the first step."""
+"""Limit of a sound model's loss, as a multiple of the loss of a random guess or of the first step."""
 
 
 @dataclass

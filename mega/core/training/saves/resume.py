@@ -54,7 +54,7 @@ class ResumePoint:
 def find_resume_point(
     run: RunConfig, report: Callable[[str], None], exchange: JsonExchange = alone
 ) -> ResumePoint | None:
-    """Find the checkpoint from which this run starts (`_find`), and the base of a checkpoint of adapters.
+    """Find the checkpoint from which this run starts (`_find`) and, if it contains only adapters, their base.
 
     Errors: ValueError, on all ranks.
     """
@@ -76,7 +76,7 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
     starts from the newest step that all ranks trust and that is equal on all ranks (`CheckpointStore.find`). A message
     names the ranks that do not trust a newer step, with the reason. A step that the user names is either used or
     refused.
-    Errors: ValueError on all ranks, if a named checkpoint is absent or damaged for any rank, or if there is no
+    Errors: ValueError on all ranks, if a named checkpoint is absent or damaged on any rank, or if there is no
     checkpoint that all ranks trust.
     """
     options = run.checkpoint
@@ -89,7 +89,7 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
         return ResumePoint(locate(options.resume, report, exchange), weights_only=False)
     if options.load is None:
         return None
-    # If --load and --save name the same directory, the directory may be empty, namely at the first start of the run.
+    # If --load and --save name the same directory, that directory is empty at the first start of the run.
     if options.load == options.save and not options.require_load:
         together(partial(_check_own_place, options.load), exchange)
         checkpoint = _store(options.load, exchange).find(verify=False, report=report, exchange=exchange)
@@ -112,7 +112,7 @@ def _continuing(tree: str, place: str) -> str:
 
 
 def _check_own_place(place: str) -> None:
-    """Check that a directory for both --load and --save contains no weights in another program's format. Errors:
+    """Check that a directory used for both --load and --save contains no weights in another program's format. Errors:
     CheckpointError."""
     form = None if url_of(place) is not None else foreign_form(Path(place))
     if form is not None:
@@ -156,7 +156,7 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
         base = checkpoint if point.base is None else point.base
         base_record = named_base(checkpoint)
         digest = base.digest if base_record is None else base_record["digest"]
-        # If a base is identified by the values of its weights, read these weights rather than the master weights.
+        # If the base's digest covers the weights' values, read the weights rather than the master weights.
         as_named = digest.startswith(SAMPLED)
         base.read([piece if as_named else _truest(piece, base) for piece in state.frozen_pieces()], cast=True)
         state.base = describe(base, digest)
@@ -237,10 +237,10 @@ def _dropout_rule(point: ResumePoint) -> int:
 
 
 def overlapped_before(run: RunConfig, point: ResumePoint | None) -> bool | None:
-    """Return whether the exchanges of tensor ranks overlapped GEMMs (--tp-overlap) in the run of a checkpoint that
-    `run` resumes; None if `run` starts at step 0, or splits the work over other tensor ranks and so rounds differently.
+    """Return whether tensor-parallel exchanges overlapped GEMMs (--tp-overlap) in the run that `run` resumes. None if
+    `run` starts at step 0, or if a different tensor-parallel layout changes the rounding anyway.
 
-    Checkpoints of versions without this record have the option, which was off by default.
+    Checkpoints from versions without this record contain the option itself, which was off by default.
     """
     if point is None or point.weights_only or "fingerprint" not in (meta := point.checkpoint.meta):
         return None
@@ -252,7 +252,7 @@ def overlapped_before(run: RunConfig, point: ResumePoint | None) -> bool | None:
 
 
 def overlap_difference(run: RunConfig, point: ResumePoint, overlaps: bool) -> str | None:
-    """Return a message if the run does not keep the overlap of exchanges and GEMMs of its checkpoint. overlaps:
+    """Return a message if the overlap of exchanges and GEMMs differs from that of the checkpoint. overlaps:
     `TrainState.overlaps`."""
     overlapped = overlapped_before(run, point)
     if overlapped in (None, overlaps):
@@ -272,8 +272,8 @@ def _noted_changes(run: RunConfig, stored: Mapping[str, Json]) -> Iterator[str]:
 
 
 def _schedule_changes(run: RunConfig, point: ResumePoint) -> Iterator[str]:
-    """Yield what --override-schedule changes. A schedule that this version cannot read is not used, so it is not an
-    error."""
+    """Yield the changes made by --override-schedule. A stored schedule that this version cannot read is ignored,
+    because it is not used."""
     state = point.checkpoint.meta.get("schedule")
     if not run.checkpoint.override_schedule or state is None:
         return
@@ -290,7 +290,7 @@ def differences(
 ) -> Iterator[str]:
     """Yield messages about differences from the checkpoint: options, layout, and the content of token files.
 
-    threads: the number from `Device.threads`. The schedule is compared only with --override-schedule, because otherwise
+    threads: the value of `Device.threads`. The schedule is compared only with --override-schedule, because otherwise
     schedules.py refuses a different schedule.
     """
     sections = below(point.checkpoint.meta, "config")
@@ -395,8 +395,7 @@ def _shown(value: object) -> str:
 
 
 def _truest(weight: Piece, checkpoint: StoredWeights) -> Piece:
-    """Return the piece of the master weight if the checkpoint has this master weight; otherwise the piece of the
-    weight."""
+    """Return the piece of the master weight if the checkpoint contains it; otherwise the piece of the weight."""
     master = weight.key.replace("weights/", "master/", 1)
     return dataclasses.replace(weight, key=master) if master in checkpoint.tensors else weight
 

@@ -1,7 +1,6 @@
 """Save the state of a run, either immediately or in the background. resume.py reads saved states.
 
-A state that is not finite is not saved (guards/finite.py); the steps after a save show whether the save is good
-(proving.py).
+A state that is not finite is not saved (guards/finite.py); later steps show whether a save is good (proving.py).
 
 A save with --async-save:
 
@@ -106,7 +105,7 @@ class Saver:
 
     @ACTIVITY.during("saving")
     def save(self) -> None:
-        """Publish a checkpoint of the current state, or with --async-save start to publish it.
+        """Publish a checkpoint of the current state, or with --async-save start publishing it.
 
         Errors, on every rank: FloatingPointError if the state of any rank is not finite; SaveError if any rank failed.
         Earlier checkpoints stay complete.

@@ -1,7 +1,7 @@
 """Compare ranks before the first step. Code, flags, tokenizer and data must be equal on all ranks; devices, drivers,
 versions of libraries and clocks should be equal, and differences are reported.
 
-    1 every rank lists its values          words and short digests; large files are sampled
+    1 every rank lists its values          short strings and digests; large files are sampled
     2 one reduction of their hashes        the only cost if everything is equal
     3 if hashes differ, gather all values  one message names the differences, with their ranks and hosts
 
@@ -28,7 +28,7 @@ from mega.core.training.start.inputs import Inputs
 from mega.core.words import name_ranks
 
 CLOCKS_APART = 60.0
-"""Differences of clocks above this number of seconds are reported, because they make times in logs misleading."""
+"""Clock differences above this number of seconds are reported, because they make the times in logs misleading."""
 
 LONGEST = 200
 """Maximum number of characters of a value in a message."""

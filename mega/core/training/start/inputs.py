@@ -2,8 +2,8 @@
 numpy only when data are opened.
 
 resolve_run    once in every process that the user has started: check, derive, and read the vocabulary
-open_inputs    once in every process that trains, and in the launcher, so that a mistake in a file is reported once,
-               before any rank starts, and that ranks find the sample order in the cache
+open_inputs    once in every training process, and in the launcher, which reports mistakes in files before any rank
+               starts, and stores the sample order in the cache for the ranks
 """
 
 from __future__ import annotations
@@ -198,9 +198,8 @@ def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str])
 
 
 def _with_padding(options: Options, vocab: int) -> int:
-    """Return the size of a vocabulary whose padding counts as tokens. This is the size in the initial checkpoint if
-    that size is large enough for the tokenizer, so that the run can continue in any layout; otherwise the padded
-    size."""
+    """Return the vocabulary size including padding that counts as tokens. This is the initial checkpoint's size if it
+    is large enough for the tokenizer, so that the run can continue in any layout; otherwise the padded size."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 
@@ -213,8 +212,7 @@ def _with_padding(options: Options, vocab: int) -> int:
 
 def weights_of(options: Options) -> Iterator[tuple[str, StoredWeights]]:
     """Yield (path, weights) of the checkpoints from which a run may start, in order of precedence, without reading
-    tensors. Missing and unreadable checkpoints are omitted, because the error is reported when the checkpoint is
-    loaded."""
+    tensors. Missing and unreadable checkpoints are omitted; their errors are reported when the checkpoint is loaded."""
     checkpoint = options.checkpoint
     for place in (checkpoint.save if checkpoint.resume == "auto" else checkpoint.resume, checkpoint.load):
         if place is None or (url_of(place) is None and not os.path.exists(place)):
@@ -233,8 +231,8 @@ def _has_data(run: RunConfig) -> bool:
 
 def with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     """With --use-checkpoint-config, return `options` with the model of --load and the sample kind of the model's
-    family. Values of `options` have precedence if a resumed run may change them; other values are ignored, with a
-    message."""
+    family. Model options that a resumed run may change take precedence over the checkpoint; other options are ignored,
+    with a message."""
     load, typed = options.checkpoint.load, options.model
     if load is None or not options.checkpoint.use_checkpoint_config:
         return options

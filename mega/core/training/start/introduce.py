@@ -91,7 +91,7 @@ def introduce(
 
 
 def expert_axes(run: RunConfig) -> list[str]:
-    """Return the sizes of the axes of experts. These axes use the ranks of the other axes, so they add no ranks."""
+    """Return the sizes of the expert-parallel axes. These axes reuse the ranks of other axes, so they add no ranks."""
     sizes = {"ep": run.parallel.ep, "etp": run.parallel.etp}
     return [f"{name} {size}" for name, size in sizes.items() if size > 1 and run.model.experts]
 

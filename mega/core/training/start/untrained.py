@@ -1,7 +1,7 @@
 """Find control tokens of a chat template that the base of adapters was never trained on.
 
-Adapters change linear layers, not the rows of the embedding and of the head. So a base without training on the tokens
-that frame the turns of a conversation hardly learns them by adapters. Two signs are sound, and cheap to read from the
+Adapters change linear layers, not the rows of the embedding and of the head. So adapters can hardly teach a base the
+tokens that frame the turns of a conversation. Two signs of untrained tokens are reliable, and cheap to read from the
 stored weights:
 
     zero     the row is zero, or its norm is far below that of usual rows. No gradient has reached it, and weight decay
@@ -10,8 +10,8 @@ stored weights:
              to a vocabulary with one initial value)
 
 Rows of usual size that differ may also be untrained, for example at random initial values. These are not reported,
-because trained rows look the same. Tokens that begin or end a document are left out, because a base knows them. This
-module only reports.
+because trained rows look the same. Tokens that begin or end a document are left out, because pretraining includes them.
+This module only reports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAINT = 0.01
 of about ten of each other."""
 
 BLOCKS, ROWS = 8, 64
-"""The median norm is that of this number of blocks of rows, evenly spread over the table."""
+"""Number of row blocks, evenly spread over the table, from which the median norm is computed."""
 
 
 def untrained_tokens(run: RunConfig, tokenizer: Tokenizer | None, base: StoredWeights) -> str | None:
