@@ -1,5 +1,5 @@
-"""Guess tokens with the model's own multi-token prediction layers. This file runs on rank 0 and plans the steps, which
-draft_worker.py computes.
+"""Guess tokens with the model's own multi-token prediction layers. This module plans the steps on rank 0;
+draft_worker.py computes them on every rank.
 
 Layer d reads, at each position i, the hidden state from layer d - 1 and the embedding of token i + d, and predicts
 token i + d + 1. With tokens 0 to n known, position n - 1 is the last position for which the model has computed the
@@ -10,12 +10,11 @@ previous guess:
     layer 1 reads     token n-1  token n     -> guesses token n + 1
     layer 2 reads     token n    the guess   -> guesses token n + 2
 
-The guesses stay on the device until all layers have run. A key that depends on a guess is computed again by the next
-call.
+The guesses stay on the device until all layers have run. Keys that depend on guesses are recomputed in the next call.
 
-Keys and hidden states are stored in the blocks of the model's cache, so requests with a common prefix share both. At
-the last positions of a shared prefix, keys depend on tokens after the prefix; there, a request may read the keys of
-another one. This affects guesses only, never the text.
+Keys and hidden states are stored in the blocks of the model's cache, so requests with a common prefix share both. The
+keys at the last positions of a shared prefix depend on tokens after the prefix, so a request may read keys that were
+computed for another request. This affects only the guesses, never the generated text.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from mega.core.inference.worker import Launched
 
 class AheadDrafts:
     """Guesses tokens with the multi-token prediction layers. worker: this rank's share of the steps. relay: connection
-    to the other ranks; None on a single rank. block: number of tokens in a block of the cache. vocab: number of ids."""
+    to the other ranks; None on a single rank. block: number of tokens per cache block. vocab: vocabulary size."""
 
     eager = True
 
     def __init__(self, worker: AheadWorker, relay: Relay | None, block: int, vocab: int):
         self._worker, self._relay, self._block, self._vocab, self._chunk = worker, relay, block, vocab, CHUNK
         self._computed: dict[int, int] = {}
-        """Number of a sequence -> number of leading positions whose keys depend on known tokens only."""
+        """Sequence number -> number of leading positions whose keys depend only on known tokens."""
 
     def propose(self, asked: Sequence[Guessed]) -> list[list[int]]:
-        # Without a token before the last token, there is no hidden state.
+        # A sequence of one token has no hidden state yet.
         able = [each for each in asked if len(each.numbers) and len(each.ids) > 1]
         guesses = {each.number: list[int]() for each in asked}
         for each in able:
@@ -72,7 +71,7 @@ class AheadDrafts:
         return len(asked.ids) - 1 - self._first(asked)
 
     def _catch_up(self, asked: Guessed) -> None:
-        """Compute positions in chunks, until at most a chunk is left."""
+        """Compute positions in chunks until at most one chunk is left."""
         while self._pending(asked) > self._chunk:
             first = self._first(asked)
             end = min(first + self._chunk, len(asked.ids) - self._worker.depths)
@@ -81,7 +80,7 @@ class AheadDrafts:
             self._computed[asked.number] = end
 
     def _passes(self, asked: Sequence[Guessed]) -> Iterator[list[Guessed]]:
-        """Yield the sequences in groups, of which each fits into a step."""
+        """Yield the sequences in groups, each of which fits into one step."""
         part, positions = list[Guessed](), 0
         for each in asked:
             if part and positions + self._pending(each) > self._chunk:
@@ -93,13 +92,14 @@ class AheadDrafts:
             yield part
 
     def _guessing(self, asked: Sequence[Guessed], depth: int) -> Step:
-        """Return a step for the last positions of sequences, which guesses a token for each. If a sequence has fewer
-        rows of numbers than there are layers, its last row is used repeatedly."""
+        """Return a step that guesses one token after the last position of each sequence. If a sequence has fewer rows
+        of sampling parameters than there are layers, its last row is used for the other layers."""
         runs = [self._run(each, depth, self._first(each), len(each.ids) - 1) for each in asked]
         return draft_step(runs, [each.numbers[min(depth, len(each.numbers) - 1)] for each in asked], self._block)
 
     def _run(self, asked: Guessed, depth: int, first: int, end: int) -> DraftRun:
-        """Return the positions from `first` to before `end`, with the tokens depth + 1 positions later."""
+        """Return a run over the positions `first` to `end` - 1, each with the token that follows depth + 1 positions
+        later."""
         row, depths = asked.request * self._worker.depths, self._worker.depths
         known = list(asked.ids[first + depth + 1 : end + depth + 1])
         guessed = range(depth - (end - first - len(known)), depth)

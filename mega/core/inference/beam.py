@@ -31,13 +31,12 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Number of most likely ids that a step needs per beam, so that at least `width` candidates are not stop
-        tokens."""
+        """Number of most likely ids to request per beam, so that at least `width` of them are not stop tokens."""
         return max(2, 1 + len(self.stop_ids)) * self.width
 
     def advance(self, likeliest: Sequence[Top]) -> list[tuple[int, int]]:
-        """Process the results of a step. likeliest: candidates of each open beam. Return the next beams as (index of
-        the continued beam, id); [] if the search has ended."""
+        """Process the results of a step, and return the next beams as (index of the continued beam, new id); [] if the
+        search has ended. likeliest: candidates for each open beam."""
         candidates = [
             (total + logprob, number, token)
             for number, ((total, _), top) in enumerate(zip(self.live, likeliest, strict=True))

@@ -1,9 +1,9 @@
 """Assign blocks of the KV cache to tokens, with reference counts and reuse of common prefixes.
 
-Here, blocks are only indices; the worker stores their content. A full block is identified by all tokens up to its end,
-so a prompt with the same beginning as an earlier prompt reuses the blocks of the earlier prompt. Unused blocks keep
-their content until memory is needed; the least recently used block is then reused first. This module depends on neither
-requests nor torch.
+In this module, blocks are only indices; the worker stores their content. A full block is identified by all tokens up to
+its end, so a prompt with the same beginning as an earlier prompt reuses the blocks of the earlier prompt. Unused blocks
+keep their content until memory is needed, and are then reused in least recently used order. This module depends on
+neither requests nor torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 SCRATCH = 0
-"""The block to which padding is written; not used by any sequence."""
+"""The block to which keys and values of padding tokens are written. No sequence uses this block."""
 
 ROOT = 0
-"""The prefix before the first block. Sequences whose keys differ, for example because of an adapter, use negative
-numbers instead."""
+"""Id of the empty prefix. Sequences whose keys differ, for example because of an adapter, start from a negative id
+instead."""
 
 
 class Blocks:
@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def never_used(self) -> int:
-        """Number of blocks except SCRATCH if no block is in use or registered, as after construction; otherwise 0."""
+        """Number of blocks other than SCRATCH if no block has been used or registered yet; otherwise 0."""
         return 0 if self._found or any(self._users) else self.count - 1
 
     def find(self, ids: Sequence[int], most: int, root: int = ROOT) -> tuple[list[int], int]:
@@ -59,8 +59,8 @@ class Blocks:
         return blocks, prefix
 
     def admit(self, shared: Sequence[int], more: int) -> bool:
-        """Add a user to the blocks `shared`, and reserve `more` blocks. Return False, without a change, if too few
-        blocks are available."""
+        """Add a user to the blocks `shared`, and reserve `more` blocks. If too few blocks are available, change nothing
+        and return False."""
         unused = sum(self._users[block] == 0 for block in shared)
         if unused + more > self.available:
             return False
@@ -87,8 +87,8 @@ class Blocks:
         self._users[block] += 1
 
     def release(self, block: int) -> int:
-        """Remove a user from a block. If this was the last user, reserve a block in its place and return 1; else return
-        0."""
+        """Remove a user from a block. If this was the last user, reserve one block instead and return 1; otherwise
+        return 0."""
         self._users[block] -= 1
         if self._users[block]:
             return 0
@@ -100,7 +100,7 @@ class Blocks:
         return 1
 
     def waive(self, promised: int) -> None:
-        """Cancel the reservation of blocks that were not allocated."""
+        """Cancel the reservation of blocks that have not been allocated."""
         self._promised -= promised
 
     def register(self, prefix: int, ids: Sequence[int], block: int) -> int:

@@ -1,4 +1,4 @@
-"""Compute the memory of a served model, both for estimates and in a running server.
+"""Compute how much memory a served model needs, for estimates and in a running server.
 
 This module computes the bytes of weights and cache on a rank, and the number of blocks in the cache, which is the
 requested number or as many as fit. It depends only on a model's inventory and a layout.
@@ -19,7 +19,7 @@ from mega.core.shard import on_tensor_rank, shard
 GIB = 1 << 30
 
 READ_SEQUENCES = 2
-"""Number of sequences whose neighbours are stored, as a multiple of the maximum number of requests in flight."""
+"""Number of sequences whose neighbours are stored, per request that can be in flight."""
 
 SHARES = {"cuda": 0.85, "cpu": 0.25}
 """Type of device -> fraction of the remaining memory that the cache may use."""
@@ -34,13 +34,14 @@ class Capacity:
     cache: int
     neighbours: int = 0
     guesses: bool = False
-    """Whether `cache` includes the states from which the model's own layers guess tokens."""
+    """Whether `cache` includes the hidden states that the model's multi-token prediction layers read."""
     draft_weights: int = 0
     draft_cache: int = 0
     """Bytes of the draft model on rank 0, in addition to `weights` and `cache`."""
 
     def lines(self, longest: int | None = None) -> list[str]:
-        """Describe the capacity for the user. longest: maximum number of tokens in a request; default: the model's."""
+        """Describe the capacity for the user. longest: maximum number of tokens in a request; default: the model's
+        maximum."""
         limits, tokens = self.limits, min(longest or self.limits.longest, self.limits.longest)
         fit = min(limits.requests, limits.cache // tokens)
         cached = "keys, values and hidden states" if self.guesses else "keys and values"
@@ -58,17 +59,17 @@ class Capacity:
         ]
 
     def with_draft(self, draft: DraftSize, size: int) -> Capacity:
-        """Return the capacity with the memory of a draft model. size: tokens per block."""
+        """Return this capacity, extended by the memory of a draft model. size: tokens per block."""
         cache = draft.blocks(self.limits.cache, size) * size * draft.token
         return replace(self, draft_weights=draft.weights, draft_cache=cache)
 
 
 @dataclass(frozen=True)
 class DraftSize:
-    """The size of the model that guesses tokens (--speculate DIR), which is whole on rank 0.
+    """Memory sizes of the draft model (--speculate DIR), which runs unsharded on rank 0.
 
-    weights: bytes. token: bytes of one token in its cache. sequence: maximum number of tokens in one of its sequences,
-    without guesses. requests: maximum number of sequences.
+    weights: bytes of the weights. token: bytes of one token in the draft model's cache. sequence: maximum number of
+    tokens in a sequence, without guesses. requests: maximum number of sequences.
     """
 
     weights: int
@@ -77,13 +78,13 @@ class DraftSize:
     requests: int
 
     def blocks(self, cache: int, size: int) -> int:
-        """Return the number of blocks in the draft model's cache, which has space for the sequences in the model's
-        cache of `cache` tokens, and for their guesses beyond the last token. One more block is for padding."""
+        """Return the number of blocks in the draft model's cache. They store the sequences in the model's cache of
+        `cache` tokens, the guesses after each sequence, and one block of padding."""
         return -(-(min(self.requests * self.sequence, cache) + self.requests * MOST) // size) + 1
 
     def fitting_blocks(self, share: int, token: int, size: int) -> int:
         """Return the number of blocks of the model's cache that fit into `share` bytes together with the draft model's
-        cache. token: bytes of a token in the model's cache.
+        cache. token: bytes of one token in the model's cache.
 
         >>> small = DraftSize(weights=0, token=1, sequence=160, requests=2)
         >>> small.fitting_blocks(1000, token=4, size=16), 4 * 16 * 11 + 16 * small.blocks(11 * 16, 16)
@@ -96,14 +97,14 @@ class DraftSize:
 
 
 def draft_size(draft: ModelConfig, model: Architecture, itemsize: int, requests: int) -> DraftSize:
-    """Return the size of a draft model for `model`. itemsize: bytes per number of the model's computation."""
+    """Return the sizes of a draft model for `model`. itemsize: bytes per element in the dtype of the computation."""
     (weights,), small = weight_bytes(draft, itemsize), architecture(draft)
     return DraftSize(weights, cache_bytes(small, itemsize), min(model.positions, small.positions), requests)
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks in each stage, as equal as possible. If the numbers differ, the first stages have
-    more blocks, because the last stage also has the output head.
+    """Divide the layers among the stages as evenly as possible. The first stages have the additional layers, because
+    the last stage also has the output head.
 
     >>> even_layers(5, 2)
     (3, 2)
@@ -112,8 +113,8 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int | None = None) -> int:
-    """Return the bytes of keys and values of one token on a rank. layers: number of layers in the rank's stage;
-    default: all layers."""
+    """Return the bytes of one token's keys and values on a rank. layers: number of layers in the rank's stage; default:
+    all layers."""
     layer_count, cached = len(model.layers) if layers is None else layers, model.cached
     return 2 * layer_count * (cached.kv_heads // tp) * cached.head_dim * itemsize
 
@@ -121,11 +122,11 @@ def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int 
 def token_bytes(
     model: Architecture, itemsize: int, stage_layers: Sequence[int], *, tp: int = 1, guesses: bool = False
 ) -> list[int]:
-    """Return the bytes in the cache of one token on a rank of each stage. stage_layers: number of blocks in each stage.
-    guesses: whether the model's own layers of multi-token prediction guess tokens.
+    """Return, for each stage, the bytes of one token in a rank's cache. stage_layers: number of layers in each stage.
+    guesses: whether the model's own multi-token prediction layers guess tokens.
 
-    These layers are on the last stage, and have keys and values like the model's layers. They read the output of the
-    final norm, which is stored whole on each tensor rank.
+    The multi-token prediction layers are on the last stage, and have keys and values like the model's other layers.
+    They read the output of the final norm, which each tensor rank stores unsharded.
     """
     stages = [cache_bytes(model, itemsize, tp=tp, layers=layers) for layers in stage_layers]
     if guesses:
@@ -149,7 +150,7 @@ def neighbour_bytes(model: Architecture, itemsize: int, requests: int) -> int:
 def weight_bytes(
     model: ModelConfig, itemsize: int, *, tp: int = 1, pp: int = 1, fp8_weights: bool = False
 ) -> list[int]:
-    """Return the bytes of weights on a rank of each stage, with padding. fp8_weights: see `ops.fp8_weights`."""
+    """Return, for each stage, the bytes of weights on a rank, including padding. fp8_weights: see `ops.fp8_weights`."""
     stages = placement(model, pp, 1, even_layers(len(architecture(model).layers), pp))
     stage_bytes = [0] * pp
     for tensor in inventory(model):
@@ -162,8 +163,7 @@ def weight_bytes(
 
 
 def wanted_tokens(model: Architecture, requests: int, asked: int | None) -> int:
-    """Return the number of tokens in the cache: `asked` if given, else the maximum that `requests` requests can
-    need."""
+    """Return the number of tokens to store in the cache: `asked` if given, else the maximum for `requests` requests."""
     return asked if asked is not None else requests * model.positions
 
 
@@ -176,9 +176,9 @@ def fitting_blocks(left: int, kind: str, token: int, size: int, draft: DraftSize
 
 def cache_blocks(wanted: int, fits: int, size: int, *, asked: bool) -> int:
     """Return the number of blocks to allocate, including SCRATCH. wanted: number of tokens. fits: number of blocks that
-    fit on the rank with the least memory. asked: whether the user requested the number.
+    fit on the rank with the least memory. asked: whether the user specified `wanted`.
 
-    Errors: ValueError if the requested number does not fit, or if not even one block fits.
+    Errors: ValueError if the specified number does not fit, or if not even one block fits.
     """
     blocks = min(-(-wanted // size), fits)
     if asked and blocks * size < wanted:
@@ -203,8 +203,8 @@ def expected(
     guesses: bool = False,
     draft: ModelConfig | None = None,
 ) -> Capacity:
-    """Return the capacity that a server will have. itemsize: bytes per number. room: free bytes on each device, or on
-    the host, which all CPU ranks share. retriever: bytes that a retriever uses on the device. guesses: as in
+    """Return the capacity that a server will have. itemsize: bytes per element. room: free bytes on each device, or on
+    the host that all CPU ranks share. retriever: bytes that a retriever uses on the device. guesses: as in
     `token_bytes`. draft: the model that guesses tokens.
 
     Errors: ValueError if the weights leave too little memory.

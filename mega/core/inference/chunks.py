@@ -1,9 +1,10 @@
-"""Choose the number of prompt tokens in a step, so that the device is used efficiently but answers are not delayed.
+"""Choose the number of prompt tokens in a step, so that the device is used efficiently and running answers are not
+delayed.
 
-A step with few prompt tokens reads all weights for little work; a step with many prompt tokens delays the next token of
-every running answer. Without running answers, a step has the largest number of tokens for which a CUDA graph was
-captured. Otherwise, it has the largest number for which the step takes at most SLOWER times as long as a step with the
-running answers alone, according to the durations measured after the graphs were captured. This module depends on
+A step with few prompt tokens reads all weights for little computation; a step with many prompt tokens delays the next
+token of every running answer. Without running answers, a step has the largest number of tokens for which a CUDA graph
+was captured. Otherwise, it has the largest number for which the step takes at most SLOWER times as long as a step with
+the running answers alone, according to the durations measured after the graphs were captured. This module depends on
 neither requests nor models.
 """
 
@@ -17,11 +18,11 @@ PLAIN = 512
 """Number of prompt tokens in a step if no durations are known."""
 
 LEAST = 256
-"""Minimum number of tokens in a step with prompts, because fewer tokens take a device just as long."""
+"""Minimum number of tokens in a step with prompts. A step with fewer tokens would take as long."""
 
 SLOWER = 2.5
-"""Maximum duration of a step with prompts, relative to a step without prompts. With this value, the 99th percentile of
-the time between tokens is less than 3 times the median."""
+"""Maximum duration of a step with prompts, as a multiple of a step without prompts. With this value, the 99th
+percentile of the time between tokens is less than 3 times the median."""
 
 
 class Chunks:
@@ -34,7 +35,7 @@ class Chunks:
         self._seconds: dict[GraphShape, float] = {}
 
     def note_duration(self, shape: GraphShape, seconds: float) -> None:
-        """Record the duration of a step with this shape."""
+        """Record the duration of a step with the given shape."""
         self._seconds[shape] = seconds
 
     def __call__(self, rows: int) -> int:
@@ -48,7 +49,7 @@ class Chunks:
         """
         if not self._recorded:
             return self._asked or PLAIN
-        if self._asked is not None:  # this limits all tokens in a step, including new tokens of answers
+        if self._asked is not None:  # the user's value limits all tokens in a step, including new tokens of answers
             return max(self._asked - rows, self._asked // 2, 1)
         alone = self._seconds.get(GraphShape("single", graph_rows(rows))) if rows else None
         if rows and alone is None:

@@ -1,8 +1,8 @@
-"""Run one rank's share of the steps that guess tokens with the model's own layers of multi-token prediction.
+"""Run one rank's share of the steps that guess tokens with the model's own multi-token prediction layers.
 
 The layers are on the ranks of the last pipeline stage. They have a pool of keys and values with the same slots as the
-model's pool, so a token has one slot for both. The output of the model's final norm is stored for each slot, as part of
-each step of the model, and is the input of the first layer:
+model's pool, so a token has one slot for both. Each step of the model also stores the output of the final norm for each
+slot. This output is the input of the first layer:
 
     the model's step    keys and values of the stage's layers; output of the final norm -> slot
     step of depth 0     output of the final norm <- slot; keys and values of layer 1; stream of layer 1; guesses
@@ -23,17 +23,17 @@ from mega.core.inference.worker import Launched, Worker, begin_step, graphs_of, 
 from mega.core.model.decode_ahead import AheadStep
 
 RUNS = 64
-"""Maximum number of sequences in a step that guesses tokens, and of tokens in a captured step."""
+"""Maximum number of sequences in a step that guesses tokens, and maximum number of tokens in a captured step."""
 
 CHUNK = 512
 """Maximum number of tokens in a step that guesses tokens."""
 
 
 class AheadWorker:
-    """The steps that guess tokens, on one rank of the model. Ranks of earlier stages only receive the results.
+    """Runs the steps that guess tokens on one rank of the model. Ranks of earlier stages only receive the results.
 
-    worker: this rank's worker, whose steps store hidden states from now on. blocks, block: number and size of the
-    blocks of the worker's cache. graphs: whether to capture steps, if attention permits.
+    worker: this rank's worker, whose steps are changed to store hidden states. blocks, block: number and size of the
+    blocks in the worker's cache. graphs: whether to capture steps, if attention permits.
     """
 
     def __init__(self, worker: Worker, blocks: int, block: int, *, graphs: bool):
@@ -59,7 +59,7 @@ class AheadWorker:
                 self.graphs.append(graphs_of(worker, step, self.cache, self._latest, (True, True), RUNS, 0))
 
     def _store(self, normed: torch.Tensor) -> None:
-        """Store the output of the final norm for the tokens of the model's step, [tokens, h]."""
+        """Store the output of the final norm, [tokens, h], for the tokens of the model's current step."""
         self.states.index_copy_(0, self._worker.cache.slots, normed)
 
     def _read(self, depth: int) -> torch.Tensor:
@@ -69,15 +69,15 @@ class AheadWorker:
         return self._streams[depth - 1][: len(self.cache.slots)]
 
     def _keep(self, depth: int, stream: torch.Tensor) -> None:
-        """Keep the stream of a depth, [tokens, h], until the step of the next depth has read it."""
-        # Not in the memory that the depth itself reads: a graph is computed twice with one input when it is captured.
+        """Copy the output of a depth, [tokens, h], for the step of the next depth."""
+        # The copy must not overwrite the input of the same depth, which is computed twice when a graph is captured.
         if depth < len(self._streams):
             self._streams[depth][: len(stream)].copy_(stream)
 
     @torch.inference_mode()
     def launch(self, depth: int, step: Step) -> Launched:
-        """Start a step of one depth on the device. In `step`, the index of a guess, as in `Step.requests`, is request *
-        depths + depth. Errors: as for steps of the model."""
+        """Start a step of one depth on the device. `step.requests` contains the index request * depths + depth for each
+        guess. Errors: as for steps of the model."""
         worker, result = self._worker, None
         if worker.mesh.pp.last:
             logits = self._computed(depth, step)

@@ -1,8 +1,7 @@
-"""Guess tokens with a smaller model, which has a separate cache and a separate worker on rank 0.
+"""Guess tokens with a smaller model, which has its own cache and worker on rank 0.
 
-The smaller model samples with the same random numbers as the large model. If the probabilities of both models are
-similar, both often choose the same token. The steps that guess tokens run on the device without waiting for the host,
-which waits once for all guesses.
+The smaller model samples with the same random numbers as the large model, so both often choose the same token if their
+probabilities are similar. The host launches all steps that guess tokens, then waits once for all guesses.
 """
 
 from __future__ import annotations

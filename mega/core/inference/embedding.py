@@ -1,10 +1,10 @@
-"""Embed texts with a BERT, by pooling its last hidden states over the tokens of each row.
+"""Embed texts with a BERT model, by pooling its last hidden states over the tokens of each row.
 
     vectors = TextVectors(stage, pad)          on every rank: rows of ids -> pooled states
     engine  = EmbeddingEngine(vectors, ...)    on rank 0: add, step, cancel, close, as `request.Engine`
     follow(vectors, relay)                     on the other ranks, until rank 0 closes
 
-The input is token ids and the output is vectors. This module depends on neither a tokenizer nor a checkpoint.
+The inputs are token ids and the outputs are vectors. This module depends on neither a tokenizer nor a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from mega.core.model.bert import BertHead, BertStage
 from mega.core.ops.paged_attention import Integers
 
 Pooling = Literal["mean", "cls", "inner"]
-"""The tokens whose states are averaged to give a row's vector: all, the first, or all except the first and the last."""
+"""Tokens whose hidden states are averaged into a row's vector: all, only the first, or all except the first and the
+last."""
 
 STEP_TOKENS = 8192
 """Default maximum number of tokens in a step, including padding."""
 
 
 class TextVectors:
-    """Embeds rows with a whole BERT, or with a tensor-parallel shard of a BERT. pad: the id that pads shorter rows."""
+    """Embeds rows with a whole BERT model, or with a tensor-parallel shard of one. pad: the id that pads shorter
+    rows."""
 
     def __init__(self, stage: BertStage, pad: int, device: torch.device) -> None:
         self._stage, self._pad, self._device = stage, pad, device
@@ -89,11 +91,11 @@ def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch
 
 
 class EmbeddingEngine:
-    """The implementation of `request.Engine` for a BERT, on rank 0. The last event of a request contains the vector of
-    the prompt.
+    """The implementation of `request.Engine` for a BERT model, on rank 0. The last event of a request contains the
+    vector of the prompt.
 
-    limits: maximum number of rows in a step, and of tokens in a row. relay: sends the rows of a step to the other
-    ranks. tokens: maximum number of tokens in a step, including padding.
+    limits: maximum number of rows in a step, and maximum number of tokens in a row. relay: sends the rows of a step to
+    the other ranks. tokens: maximum number of tokens in a step, including padding.
     """
 
     def __init__(
@@ -158,15 +160,15 @@ class EmbeddingEngine:
 
 
 def _last_event(number: int, vector: NDArray[np.float32]) -> Event:
-    """Return the last event of a request. It contains the vector, or a failure if the vector is not finite, because
-    JSON cannot represent such numbers."""
+    """Return the last event of a request, which contains the vector. If the vector is not finite, the event reports a
+    failure, because JSON cannot represent NaN or infinity."""
     if np.isfinite(vector).all():
         return Event(number, finish="stop", vector=vector)
     return Event(number, finish="failed", message=LOGITS_NOT_FINITE)
 
 
 def follow(vectors: TextVectors, relay: Relay, pooling: Pooling) -> None:
-    """Compute the rows that rank 0 sends, until rank 0 closes its engine. Errors: LostRank."""
+    """Embed the rows that rank 0 sends, until rank 0 closes its engine. Errors: LostRank."""
     while True:
         kind, content = relay.hear()
         if kind == STOP:

@@ -30,11 +30,11 @@ from mega.core.inference.worker import Launched, Worker
 class BatchingEngine:
     """The implementation of `request.Engine` on rank 0.
 
-    relay: connection to the other ranks; None on a single rank. depth: number of steps that are launched before the
-    engine waits for the results of the first step, so that the device does not wait for the host; must be 1 if steps
-    are split into tiles. groups: as in `Scheduler`. chunk: maximum number of prompt tokens in a step; None to choose
-    the number automatically (chunks.py). drafter: guesses tokens for speculative decoding. draft_bytes: device
-    memory for the weights and the cache of its draft model.
+    relay: connection to the other ranks; None on a single rank. depth: number of steps to launch before waiting for the
+    results of the first step, so that the device does not wait for the host; must be 1 if steps are split into tiles.
+    groups: as in `Scheduler`. chunk: maximum number of prompt tokens in a step; None to choose the number automatically
+    (chunks.py). drafter: guesses tokens for speculative decoding. draft_bytes: device memory for the weights and the
+    cache of its draft model.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BatchingEngine:
 
     @property
     def neighbour_bytes(self) -> int:
-        """Device memory in bytes for retrieving and storing neighbours."""
+        """Device memory, in bytes, for retrieving and storing neighbours."""
         return 0 if self._worker.reader is None else self._worker.reader.device_bytes
 
     def add(self, request: Request) -> int:
@@ -119,9 +119,9 @@ class BatchingEngine:
     def warm_up(self) -> float:
         """Run one step of each shape before the first request, to compile kernels and capture graphs.
 
-        The measured durations determine how many prompt tokens later steps contain. No request may be in flight. All
-        objects that exist after the warm-up are excluded from Python's garbage collection, whose passes would otherwise
-        delay steps. Return the duration in seconds.
+        The measured durations determine how many prompt tokens later steps contain. No request may be in flight.
+        Objects that exist after the warm-up are excluded from Python's garbage collection, because its passes would
+        delay steps. Return the duration of the warm-up in seconds.
         """
         assert self.idle
         if self._worker.reader is not None:
@@ -158,7 +158,7 @@ class BatchingEngine:
             self._relay = None
         if self._depth > 1 and self._last is not None:
             with contextlib.suppress(RuntimeError):  # this device error has already been reported
-                self._last.choices()  # wait, because a graph must not be destroyed during its replay
+                self._last.choices()  # a graph must not be destroyed during its replay
         if self._drafter is not None:
             self._drafter.close()
         self._worker.close()

@@ -1,7 +1,7 @@
-"""Run steps as CUDA graphs, which are captured once for each number of rows or tokens and then replayed.
+"""Run steps as CUDA graphs, which are captured once per number of rows or tokens and then replayed.
 
-The host needs more time to launch a block's kernels for one token than the device needs to run them; with tensor
-parallelism, this is true even for a prompt. A step's arrays are copied to the graph's input memory, and padded with
+For one token, the host needs more time to launch a layer's kernels than the device needs to run them. With tensor
+parallelism, this is true even for a prompt. A step's arrays are copied to the graph's input memory and padded with
 tokens that belong to no sequence. There are three kinds of graphs:
 
     single   runs of one token each, all with logits; keys are stored during the pass
@@ -28,14 +28,14 @@ from mega.core.ops.trial import first_line
 from mega.core.parallel.replay import Replayable
 
 EIGHT = 8
-"""The number of rows of a graph is a multiple of 8, or a smaller power of two."""
+"""The number of rows in a graph is a multiple of this, or a smaller power of two."""
 
 FEW = (4, 8, 16, 32, 64)
 """Numbers of tokens in graphs of kind `few`."""
 
 FEW_KEYS = 1 << 15
-"""Maximum number of keys that a step of kind `few` reads. Each token reads its keys separately, so a key counts once
-for each token that reads it."""
+"""Maximum number of keys that a step of kind `few` reads. Each token reads its keys separately, so a key that several
+tokens read is counted several times."""
 
 MANY = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 """Numbers of tokens in graphs of kind `many`."""
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 Record = Callable[[Callable[[], None]], Replayable]
 
 Decode = Callable[..., torch.Tensor]
-"""decode(ids, positions, wanted, cache, *cargo): the computation of a step, as `DecodeStep`. Its work on the device
-depends only on the number of tokens and on the content of tensors."""
+"""decode(ids, positions, wanted, cache, *cargo): the computation of a step, as `DecodeStep`. The launched kernels
+depend only on the number of tokens and on the content of tensors."""
 
 
 class GraphShape(NamedTuple):
@@ -63,12 +63,12 @@ class StepGraphs:
 
     width: maximum number of blocks in a sequence. latest: int64 [requests], the last token of each request, see
     `known`. ends: whether this stage is the first stage, and whether it is the last. runs: maximum number of runs in a
-    step. most: maximum number of tokens in a captured step with prompts. record: captures graphs (replaced in tests).
-    agree: function that returns the first error of any rank on all ranks of the step. Ranks must agree, because a graph
-    that only some ranks replay would wait forever.
+    step. most: maximum number of tokens in a captured step with prompts. record: function that captures a graph
+    (replaced in tests). agree: function that returns the first error of any rank, on all ranks of the step. Ranks must
+    agree, because a graph that only some ranks replay would wait forever.
 
-    The first step of a shape is computed without a graph, then captured. If the capture fails, or the graph gives a
-    different result, no further graph is captured, and the reason is logged as a warning.
+    The first step of a shape is computed without a graph, then captured. If the capture fails or the graph gives a
+    different result, capturing is disabled and the reason is logged as a warning.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class StepGraphs:
         self._given_up = False
 
     def shapes(self, rows: int) -> Iterator[GraphShape]:
-        """Yield the shapes of all graphs, for steps with up to `rows` rows and for steps with prompts. Within each
-        kind, the sizes decrease."""
+        """Yield the shapes of all graphs, for steps with up to `rows` rows and for steps with prompts, in order of
+        decreasing size within each kind."""
         if self._cache.attention.ragged is not None and self._runs:
             yield from (GraphShape("many", size) for size in reversed(self.many))
             yield from (GraphShape("few", size) for size in reversed(FEW))
@@ -117,7 +117,7 @@ class StepGraphs:
             return self._recorded[shape].play(step, cargo)
         graph = _Graph(self._decode, self._cache, self._parts(shape), self._latest, self._ends, cargo)
         out = graph.compute(step, cargo).clone()
-        if not out.numel():  # nothing to compare: a later step of this shape is captured
+        if not out.numel():  # without an output to compare, a later step is captured instead
             return out
         problem = self._problem(lambda: graph.record(self._record))
         problem = problem or self._problem(lambda: _check(graph.play(step, cargo), out))
@@ -137,7 +137,7 @@ class StepGraphs:
         return _ManyParts(*common, self._runs)
 
     def _problem(self, work: Callable[[], None]) -> str | None:
-        """Run `work`; return the error of the first rank on which it failed, or None."""
+        """Run `work`, and return the error of the first rank on which `work` failed, or None."""
         problem = None
         try:
             work()
@@ -146,11 +146,11 @@ class StepGraphs:
         return self._agree(problem)
 
     def close(self) -> None:
-        self._recorded.clear()  # NCCL does not destroy a group while a graph that communicates over it exists
+        self._recorded.clear()  # NCCL cannot destroy a group that a graph still uses
 
 
 def graph_rows(rows: int) -> int:
-    """Return the number of rows of the graph for a step of `rows` single tokens.
+    """Return the number of rows in the graph for a step of `rows` single tokens.
 
     >>> [graph_rows(rows) for rows in (1, 3, 8, 9, 17)]
     [1, 4, 8, 16, 24]
@@ -159,7 +159,7 @@ def graph_rows(rows: int) -> int:
 
 
 def rows_of_graphs(most: int) -> set[int]:
-    """Return the numbers of rows of all graphs for steps of up to `most` rows.
+    """Return the numbers of rows in all graphs for steps of up to `most` rows.
 
     >>> sorted(rows_of_graphs(17))
     [1, 2, 4, 8, 16, 24]
@@ -168,13 +168,14 @@ def rows_of_graphs(most: int) -> set[int]:
 
 
 def known(ids: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
-    """Replace each value of `from_request` in ids, int64 [n], with the last token of that request in `latest`, int64
+    """In ids, int64 [n], replace each value of `from_request` with the request's last token in `latest`, int64
     [requests]."""
     return torch.where(ids < 0, latest.index_select(0, (~ids).clamp_(min=0)), ids)
 
 
 def _check(replayed: torch.Tensor, out: torch.Tensor) -> None:
-    """Compare logits; logits of padding ids are -inf in both. Errors: RuntimeError if they differ."""
+    """Compare the logits of a graph with those computed without the graph; logits of padding ids are -inf in both.
+    Errors: RuntimeError if they differ."""
     largest = float(out[out.isfinite()].abs().max())
     if not torch.allclose(replayed.float(), out.float(), rtol=0.0, atol=1e-3 * largest):
         raise RuntimeError("it gives other logits")
@@ -276,8 +277,8 @@ def _ragged_pages(cache: PagedCache, lengths: torch.Tensor, tables: torch.Tensor
 
 
 def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, missing: int) -> None:
-    """Fill `extra` with the lengths, then the tables, of `rows` rows. Padding rows read `missing` keys of block
-    SCRATCH."""
+    """Fill `extra` with the lengths of `rows` rows, then with their block tables. Padding rows read `missing` keys of
+    block SCRATCH."""
     filled, table_rows = len(lengths), extra[rows:].reshape(rows, -1)
     extra[:filled], extra[filled:rows] = lengths, missing
     table_rows[:filled, : tables.shape[1]] = tables
@@ -285,7 +286,7 @@ def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, 
 
 
 class _Graph:
-    """The graph of one shape, with the memory of its inputs and outputs."""
+    """The graph of one shape, with its input and output memory."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Decoding options for all commands that decode, and options of `mega generate` and `mega chat`.
+"""Decoding options for all commands that generate text, and options of `mega generate` and `mega chat`.
 
 `serve`, `generate` and `bench serve` derive their flags and TOML tables from these sections; the engine uses
 `EngineOptions` directly. This module does not import torch, so options that depend on a device or a model are checked
@@ -22,18 +22,18 @@ BLOCK = 16
 """Number of tokens in a block of the cache."""
 
 NGRAM = "ngram"
-"""The value of --speculate with which tokens are guessed from the text so far."""
+"""Value of --speculate for guessing tokens from the text so far."""
 
 MTP = "mtp"
-"""The value of --speculate with which the model's own layers of multi-token prediction guess tokens."""
+"""Value of --speculate for guessing tokens with the model's own multi-token prediction layers."""
 
 NOTHING = "none"
-"""The value of --retro with which a model with a retriever does not read neighbours."""
+"""Value of --retro for running a model with a retriever without neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingLayout(VerbSection):
-    """Options for the ranks that decode, the device, and the precision."""
+    """Options for the layout of ranks, the device and the precision."""
 
     title: ClassVar[str] = "Layout"
 
@@ -70,7 +70,7 @@ class EngineOptions(VerbSection):
     block: int = BLOCK
     """Number of tokens in a block of the cache."""
     tile: int = 32
-    """Number of tokens in every step with `batch_invariant`."""
+    """Number of tokens in each tile of a step if `batch_invariant` is set."""
     vocab: int | None = None
     """Only ids below this value can be chosen; None to allow all ids of the model."""
     ahead: int | None = None
@@ -85,7 +85,8 @@ class EngineOptions(VerbSection):
                 raise ValueError(f"--cuda-graph: excludes {flag}")
 
     def check_speculation(self, adapter: Collection[str] = ()) -> None:
-        """Check --speculate. Errors: ValueError if the draft model does not exist, or if another flag excludes it."""
+        """Check --speculate. Errors: ValueError if the draft model does not exist, or if another flag excludes
+        --speculate."""
         excluded = {
             "--batch-invariant": self.batch_invariant,
             "--adapter": self.speculate == MTP and bool(adapter),
@@ -100,7 +101,7 @@ class EngineOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalOptions(VerbSection):
-    """Options for the database of neighbours of a model with a retriever."""
+    """Options for the neighbour database of a model with a retriever."""
 
     title: ClassVar[str] = "Neighbours"
 
@@ -161,7 +162,7 @@ class GenerateOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(VerbSection):
-    """Options for the model or server of `mega chat`, and for the answers."""
+    """Options of `mega chat` for the model or server, and for the answers."""
 
     title: ClassVar[str] = "Chat"
 
@@ -197,8 +198,8 @@ class SamplingOptions(VerbSection):
     seed: int | None = option(None, "random seed; the same seed gives the same text [0]")
 
     def given(self) -> dict[str, Any]:
-        """Return the given options, under the names of `Sampling`. Errors: ValueError if --greedy excludes one of the
-        options."""
+        """Return the options that were given, under the field names of `Sampling`. Errors: ValueError if --greedy
+        excludes one of the options."""
         if self.greedy and self.temperature:
             raise ValueError(
                 f"--temperature {self.temperature:g}: excludes --greedy, which draws nothing; give one of them"

@@ -1,4 +1,4 @@
-"""Store keys and values of the layers of a stage in a pool of blocks. The scheduler assigns the blocks."""
+"""Store the keys and values of a stage's layers in a pool of blocks. The scheduler assigns the blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PagedCache:
     repeats: int
     """Number of query heads per key/value head."""
     windows: Sequence[int | None]
-    """For each layer of the pool, the maximum number of keys to which a token attends; None for no maximum."""
+    """For each layer in the pool, the attention window in keys; None for no limit."""
     tables: Mapping[Rope, Rotary]
     """cos and sin of all positions for each rotary embedding, each [positions, R / 2] or in the format of `spread`.
     There are twice as many rows if short and long sequences have different factors."""
@@ -46,7 +46,7 @@ class PagedCache:
         self._pages: Pages = {}
 
     def pages(self, counts: Integers, lengths: Integers, tables: Integers, sequences: Integers | None = None) -> Pages:
-        """Return where the keys for a step's tokens are stored, for each window.
+        """Return, for each window, the locations of the keys that a step's tokens read.
 
         sequences: int64 [runs], unique numbers of the runs' sequences.
         """

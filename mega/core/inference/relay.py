@@ -1,10 +1,9 @@
 """Send rank 0's steps to the other ranks as arrays of integers, so that nothing is unpickled.
 
 On one host, the relay uses a ring buffer in shared memory. Rank 0 waits only if the ring is full, that is, if the
-slowest rank is a whole ring behind. Rank 0 thus does not wait for the Python code of other ranks. Across hosts, the
-relay broadcasts over a separate gloo group. It first sends an array of fixed length, [kind, length of the content,
-beginning of the content], then, if necessary, an array with the remaining content. Ranks wait for the next message
-without a time limit.
+slowest rank is a whole ring behind. Across hosts, the relay broadcasts over a separate gloo group. The first array has
+a fixed length and contains [kind, length of the content, beginning of the content]. If necessary, a second array
+contains the remaining content. Ranks wait for the next message without a time limit.
 """
 
 from __future__ import annotations
@@ -28,23 +27,24 @@ from mega.core.parallel.shared_memory import SharedMemory, is_dead
 from mega.core.processes.exit_reports import names_lost_peer
 
 STOP, STEP, DRAFT = 0, 1, 2
-"""Kinds of messages. DRAFT: a step that guesses tokens; its content begins with the depth."""
+"""Kinds of messages. DRAFT: a step that guesses tokens; the content begins with the depth."""
 
 FIRST = 2048
 """Length of the first array of a broadcast."""
 
 RING, PIECE = 16, 1 << 14
-"""Number of slots in the ring, and of integers in a slot; the first integer is the length of the slot's content."""
+"""Number of slots in the ring, and number of integers per slot. The first integer of a slot is the length of its
+content."""
 
 PATIENCE = timedelta(days=365)
-"""Timeout of the process group, which is the maximum time that a rank waits for the next message."""
+"""Timeout of the process group, so long that in practice a rank waits for the next message without a limit."""
 
 
 ENDING = 0.5
-"""Maximum number of seconds between the loss of a process's connections and the end of the process."""
+"""Seconds to wait for a process to end after its connections were lost."""
 
 LOOK = 0.1
-"""Seconds after which rank 0 checks again whether the other processes are alive."""
+"""Minimum interval, in seconds, between rank 0's checks that the other processes are alive."""
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +54,8 @@ class LostRank(RuntimeError):
 
 
 class Relay:
-    """The connection between the ranks of a model replica, in which the first rank sends and the other ranks receive.
-    The constructor is a collective operation of all ranks of `mesh`. shared: whether to use shared memory where
-    possible."""
+    """The connection by which the first rank of a model replica sends messages to the other ranks. All ranks of `mesh`
+    must call the constructor. shared: whether to use shared memory where possible."""
 
     def __init__(self, mesh: Mesh, shared: bool = True):
         replica = mesh.model.ranks
@@ -172,5 +171,5 @@ class Relay:
 
 
 def relay_of(mesh: Mesh) -> Relay | None:
-    """Return a new relay, whose process groups exist until the process ends; None if each rank has the whole model."""
+    """Return a new relay, whose process groups exist until the process ends. None if each rank has the whole model."""
     return Relay(mesh) if mesh.model.size > 1 else None

@@ -1,7 +1,7 @@
 """Requests to an engine, and the events that the engine returns. Both contain token ids, not text.
 
-This module does not depend on the model, and does not import torch. Callers handle stop strings, templates and streamed
-characters; the engine sets the limits. The ranges of a request's fields are checked when the request is created.
+This module does not depend on the model, and does not import torch. Callers handle stop strings, chat templates and the
+decoding of text. A request's constructor checks the ranges of its fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TINY = 2.0**-126
 """The smallest normal number of fp32."""
 
 MOST_LOGPROBS = 1000
-"""Maximum number of alternatives that can be reported with a token."""
+"""Maximum number of most likely ids that can be reported with a token."""
 
 MOST_BEAMS = 128
 
@@ -33,13 +33,13 @@ MOST_LENGTH_PENALTY = 20.0
 """Maximum absolute value of `length_penalty`; a length raised to this power is still finite."""
 
 MOST_TEMPERATURE = 1e30
-"""Maximum temperature, which fp32 can represent."""
+"""Maximum temperature; representable in fp32."""
 
 REPETITION_PENALTIES = (1e-3, 1e3)
-"""The smallest and the largest repetition penalty; with these, logits stay finite in fp32."""
+"""Minimum and maximum repetition penalty. Within these bounds, logits stay finite in fp32."""
 
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
-"""Maximum absolute values of presence and frequency penalties, and of a logit's bias, as in OpenAI's API."""
+"""Maximum absolute values of presence and frequency penalties and of logit biases, as in OpenAI's API."""
 
 Top = tuple[tuple[int, float], ...]
 """The most likely ids with their log-probabilities, in decreasing order."""
@@ -47,8 +47,8 @@ Top = tuple[tuple[int, float], ...]
 Finish = Literal["stop", "length", "cancelled", "failed"]
 
 Allowed = Callable[[Sequence[int]], "torch.Tensor | None"]
-"""A function from the ids so far, including the prompt, to a mask, bool [vocab] on the CPU, of the ids that may follow;
-None if all may. Called only on rank 0."""
+"""A function that is given all ids so far, including the prompt, and returns a mask of the ids that may follow, bool
+[vocab] on the CPU; None if all ids may follow. Called only on rank 0."""
 
 
 class RequestError(ValueError):
@@ -72,7 +72,7 @@ def _real(name: str, value: object, holds: Callable[[float], bool], rule: str) -
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen. Order of operations: penalties, temperature, top-k, top-p, min-p, draw.
+    """Sampling parameters of a request. Order of operations: penalties, temperature, top-k, top-p, min-p, random draw.
 
     Errors: RequestError naming the field.
     """
@@ -90,8 +90,8 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the most likely token's probability; 0 disables the filter."""
     repetition_penalty: float = 1.0
-    """For ids in the prompt or the answer: divisor of positive logits, and factor of negative logits; 1 disables the
-    penalty."""
+    """Factor by which positive logits are divided and negative logits multiplied, for ids in the prompt or the answer;
+    1 disables the penalty."""
     presence_penalty: float = 0.0
     """Value to subtract from the logits of ids in the answer."""
     frequency_penalty: float = 0.0
@@ -99,7 +99,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs (id, value to add to the id's logit), sorted by id."""
     seed: int | None = None
-    """The same seed gives the same answer in any batch and layout. None draws a new seed for each request."""
+    """The same seed gives the same answer in any batch and layout. None: a random seed for each request."""
 
     def __post_init__(self) -> None:
         rule = f"must be a number from 0 (takes the likeliest) to {MOST_TEMPERATURE:g}"
@@ -129,18 +129,18 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether tokens are chosen without a random draw. At a temperature below fp32's smallest normal number, the
-        most likely token has probability 1."""
+        """Whether the most likely token is always chosen. This includes temperatures below fp32's smallest normal
+        number, at which the most likely token has probability 1."""
         return self.temperature < TINY or self.top_k == 1
 
 
 def flag_line(error: RequestError) -> str:
-    """Format an error of a field as an error of the flag with the same name."""
+    """Format an error about a field as an error about the flag with the same name."""
     return f"--{error.field.replace('_', '-')} {error.value}: {error.rule}"
 
 
 def sampling_of(**fields: object) -> Sampling:
-    """Make a `Sampling` from the values of flags. Errors: ValueError naming the flag."""
+    """Construct a `Sampling` from the values of flags. Errors: ValueError naming the flag."""
     try:
         return Sampling(**fields)  # type: ignore[arg-type]
     except RequestError as error:
@@ -160,15 +160,13 @@ class Request:
     """Maximum number of new tokens; 0 to only score the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
-    """Ids that end the answer. Such an id is reported as the last token, with finish "stop"; without it, finish is
+    """Ids that end the answer. The answer's last token is then such an id, and `finish` is "stop" instead of
     "length"."""
     logprobs: int | None = None
-    """Number of most likely ids to report, with log-probabilities, at the position of each new token, in addition to
-    the log-probability of this token; None to report no log-probabilities. Log-probabilities are computed before
-    penalties, temperature and filters."""
+    """Number of most likely ids whose log-probabilities are reported with the log-probability of each new token; None
+    to report no log-probabilities. Log-probabilities are computed before penalties, temperature and filters."""
     prompt_logprobs: bool = False
-    """Whether to also report log-probabilities for the prompt's tokens, and for the `logprobs` most likely ids at each
-    of the prompt's positions."""
+    """Whether to report the same log-probabilities for the prompt's tokens."""
     beams: int = 0
     """Width of a beam search, which ignores `sampling`; 0 to sample instead."""
     length_penalty: float = 1.0
@@ -176,7 +174,7 @@ class Request:
     adapter: str | None = None
     """Name of a LoRA adapter."""
     allowed: Allowed | None = None
-    """Restricts the next token; None to allow all ids."""
+    """Function that restricts the next token; None to allow all ids."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -204,7 +202,7 @@ class Beam:
 LOGITS_NOT_FINITE = (
     "the model's logits hold a NaN or an infinity: its weights do, or their products overflow in this dtype"
 )
-"""The `message` of an event that ends a request because its logits are not finite."""
+"""`Event.message` if a request has failed because its logits are not finite."""
 
 
 class Citation(NamedTuple):
@@ -212,7 +210,7 @@ class Citation(NamedTuple):
 
     chunk: int  # index of the text's chunk that retrieved the neighbour
     number: int  # index of the neighbour in the database
-    corpus: str  # corpus and document from which the neighbour was cut
+    corpus: str  # corpus that contains the neighbour
     document: int
     text: str
 
@@ -233,11 +231,11 @@ class Event(NamedTuple):
     prompt_top: tuple[Top, ...] | None = None
     """The most likely ids at the position of each token of the prompt; () for the first token."""
     finish: Finish | None = None
-    """The reason why the request has ended; None until the request's last event."""
+    """Reason for the end of the request; None except in the request's last event."""
     beams: tuple[Beam, ...] = ()
     """In the last event of a beam search: the beams, best first. Earlier events of a beam search report no tokens."""
     message: str = ""
-    """The reason why the request has failed."""
+    """Reason for the failure of the request."""
     cited: tuple[Citation, ...] = ()
     """Neighbours that the model has read since the request's previous event."""
     vector: NDArray[np.float32] | None = None
@@ -249,22 +247,23 @@ class Limits:
     """The limits of an engine."""
 
     longest: int
-    """Maximum number of tokens in one sequence, prompt and answer together."""
+    """Maximum number of tokens in one sequence, including prompt and answer."""
     cache: int
-    """Maximum number of tokens in all requests in flight together."""
+    """Maximum total number of tokens in all requests in flight."""
     requests: int
     """Maximum number of rows in a decoding step. A beam search uses one row per beam; requests that exceed the limit
     wait."""
     vocab: int
-    """Size of the vocabulary; all ids are smaller."""
+    """Vocabulary size; all ids are smaller."""
     long_from: int | None = None
-    """Sequences with more tokens than this use LongRoPE's long factors, which change the keys of all tokens."""
+    """Maximum length of sequences that use LongRoPE's short factors. Longer sequences use the long factors, which
+    change the keys of all tokens."""
     chunk: int = 1
     """Number of tokens in a chunk for which a model with a retriever reads neighbours; 1 for other models."""
 
 
 class Engine(Protocol):
-    """An engine that answers many requests at the same time. Not thread-safe: only one thread may call it."""
+    """An engine that answers many requests concurrently. An engine is not thread-safe."""
 
     limits: Limits
 
@@ -273,15 +272,15 @@ class Engine(Protocol):
         """Whether no request is in flight or waiting."""
 
     def add(self, request: Request) -> int:
-        """Queue a request; return its number. Errors: RequestError if the request can never fit, or its adapter is
-        unknown."""
+        """Queue a request, and return its number. Errors: RequestError if the request exceeds the limits or names an
+        unknown adapter."""
 
     def cancel(self, number: int) -> None:
         """End a request; the next step returns its last event, "cancelled". Has no effect on a finished request."""
 
     def step(self) -> list[Event]:
         """Run one iteration of the model for all requests in flight, and return the events. Errors: RuntimeError naming
-        a rank that has died; the engine cannot be used afterwards."""
+        a rank that has died, after which the engine cannot be used."""
 
     def close(self) -> None:
         """End the engine on all ranks, and free the cache."""

@@ -1,9 +1,9 @@
-"""Retrieve neighbours for a model with a retriever while the model continues or scores texts. Neighbours are retrieved
-when a chunk ends.
+"""Retrieve neighbours for a model with a retriever, each time the model reaches the end of a chunk while it continues
+or scores texts.
 
     retriever(chunks) -> Retrieved     int64 [n, chunk] -> the neighbours of each chunk, and their sources
 
-The retriever is provided by the code that opens a database of neighbours; this module does not depend on the database.
+Callers construct the retriever from a database of neighbours; this module does not depend on the database.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ class Retriever(Protocol):
         """Device memory in bytes that the retriever uses."""
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
-        """Return the neighbours of chunks, int64 [n, chunk]. The neighbours of a chunk depend only on the chunk's
-        tokens."""
+        """Return the neighbours of chunks, int64 [n, chunk]. A chunk's neighbours depend only on its tokens."""
 
 
 OpenRetriever: TypeAlias = Callable[[ModelConfig, Tokenizer, str], Retriever]
-"""A function (model, the model's tokenizer, type of device) -> retriever. Errors: ValueError naming flag or file."""
+"""A function (model, tokenizer, device type) -> retriever. Errors: ValueError naming flag or file."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,8 @@ def check_retrieval(model: ModelConfig, retro: str | None, load: object) -> None
 
 
 def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0) -> None:
-    """Check flags. Errors: ValueError naming the first flag that a model with a retriever does not support."""
+    """Check flags for a model with a retriever. Errors: ValueError naming the first flag that such a model does not
+    support."""
     refused = {
         f"--tp {layout.tp}": layout.tp > 1,
         f"--pp {layout.pp}": layout.pp > 1,
@@ -97,7 +97,8 @@ def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Seque
 
 @dataclass(eq=False)
 class _ReadSequence(ReadingSequence):
-    """A sequence, with the tokens of its current chunk and the sources of the neighbours that it has read."""
+    """A sequence with the tokens of its current chunk, and the sources of neighbours that were read but not
+    reported."""
 
     tokens: list[int] = field(default_factory=list)
     cited: list[Citation] = field(default_factory=list)
@@ -118,7 +119,7 @@ class SequenceReader:
         self._sequences: OrderedDict[int, _ReadSequence] = OrderedDict()
 
     def step(self, step: Step, device: torch.device) -> NeighbourStep:
-        """Return the neighbours of the chunks that end in a step. All chunks are retrieved in one call."""
+        """Return the neighbours of the chunks that end in a step, from one call of the retriever."""
         runs, chunks, owners, start = list[Run](), list[list[int]](), list[tuple[_ReadSequence, int]](), 0
         for number, count, length in zip(step.sequences, step.counts.tolist(), step.lengths.tolist(), strict=True):
             first, sequence = length - count, self._sequence(int(number), length == count)
@@ -136,8 +137,8 @@ class SequenceReader:
         return NeighbourStep(self._stage, runs, neighbours, exist)
 
     def _sequence(self, number: int, begins: bool) -> _ReadSequence:
-        """Return the sequence with this number. The least recently used sequences are removed, because they have
-        ended."""
+        """Return the sequence with the given number. If there are too many sequences, remove the least recently used
+        ones, which have ended."""
         if begins:
             self._sequences[number] = _ReadSequence()
         self._sequences.move_to_end(number)
@@ -155,15 +156,15 @@ class SequenceReader:
 
 
 def read_by(retriever: Retriever, model: ModelConfig, batch: DecoderBatch) -> NeighbourBatch:
-    """Return rows to score, with the neighbours of all chunks on which a label of nonzero weight may depend."""
+    """Add neighbours to the rows of a batch, for all chunks whose neighbours can affect a label of nonzero weight."""
     length, each = model.retro_chunk_length, model.retro_neighbours
     rows, columns = batch.tokens.shape
     assert columns % length == 0, (columns, length)
     width = model.retro_retrieved_chunks * length
     neighbours = torch.zeros(rows, columns // length, each, width, dtype=torch.int64)
     exist = torch.zeros(rows, columns // length, each, dtype=torch.bool)
-    # The last token of a chunk is the first token that attends to the chunk's neighbours, so only the labels of this
-    # and later tokens depend on the neighbours.
+    # A chunk's neighbours affect only the labels of its last token and of later tokens, because earlier tokens do not
+    # attend to them.
     last = (batch.loss_weights > 0).long() * torch.arange(1, columns + 1)
     read = torch.arange(1, columns // length + 1) * length <= last.amax(1, keepdim=True)
     if read.any():

@@ -1,8 +1,8 @@
-"""Choose tokens from logits with penalties, temperature, top-k, top-p, min-p, and a random draw.
+"""Choose tokens from logits with penalties, temperature, top-k, top-p, min-p and a random draw.
 
-The result for a row depends only on the row and, for a random draw, on the number in [0, 1) given with the row. This
-module has no random state. Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration",
-section 3.1; of min-p: Nguyen et al. 2024; of the repetition penalty: Keskar et al. 2019, section 4.1.
+The result for a row depends only on the row and on its random number in [0, 1), which the caller provides. Sources:
+Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1 (top-p); Nguyen et al. 2024 (min-p);
+Keskar et al. 2019, section 4.1 (repetition penalty).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mega.core.ops.counter import key
 
 @dataclass(frozen=True, eq=False)
 class Filters:
-    """The filters of m rows, as tensors [m, 1]."""
+    """The filter parameters of m rows, as tensors [m, 1]."""
 
     temperature: torch.Tensor
-    """Divisor of the logits; 1 for a greedy row, whose probabilities are not used."""
+    """Divisor of the logits; 1 for greedy rows, whose probabilities are not used."""
     top_k: torch.Tensor
     most_k: int
-    """The largest top_k; 0 if top-k is disabled in all rows."""
+    """The largest top_k of all rows; 0 if top-k is disabled in all rows."""
     top_p: torch.Tensor | None
     """None if top-p is disabled in all rows."""
     min_p: torch.Tensor | None
@@ -48,7 +48,7 @@ class Filters:
 
 
 def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
-    """Convert logits [..., vocab] to the probabilities with which a token is drawn, [..., vocab].
+    """Convert logits [..., vocab] to the probabilities from which a token is drawn, [..., vocab].
 
     >>> probabilities(torch.tensor([0.5, 0.3, 0.2]).log(), Sampling(top_p=0.6))  # 0.5 does not reach 0.6
     tensor([0.6250, 0.3750, 0.0000])
@@ -76,7 +76,7 @@ def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -
 
 
 class SeenIds:
-    """Tables for adjusting the logits of requests in flight. A request's row contains, for each id, whether the id
+    """Tables for adjusting the logits of requests in flight. For each request and id, the tables contain whether the id
     occurs in the text, how often it occurs in the answer, and its bias. The table of biases is allocated for the first
     request with a bias."""
 
@@ -91,7 +91,7 @@ class SeenIds:
                 each[rows] = 0
 
     def favour(self, pairs: torch.Tensor, bias: torch.Tensor) -> None:
-        """Set biases. pairs: [b, 2], row and id. bias: [b]."""
+        """Set biases. pairs: (row, id) of each bias, [b, 2]. bias: values, [b]."""
         if self.bias is None:
             self.bias = torch.zeros_like(self.counts)
         self.bias[pairs[:, 0], pairs[:, 1]] = bias.float()
@@ -109,9 +109,9 @@ class SeenIds:
         presence: torch.Tensor,
         frequency: torch.Tensor,
     ) -> torch.Tensor:
-        """Adjust logits [m, vocab]. rows: [m], row of each request in these tables; negative to leave the logits
-        unchanged. penalty, presence, frequency: [m, 1], as in `Sampling`; OpenAI's API reference defines presence and
-        frequency penalties."""
+        """Adjust logits [m, vocab]. rows: row of each request in the tables, [m]; negative to leave the logits
+        unchanged. penalty, presence, frequency: values as in `Sampling`, [m, 1]. OpenAI's API reference defines the
+        presence and frequency penalties."""
         has_row, table_rows = (rows >= 0)[:, None], rows.clamp(min=0)
         counts = self.counts[table_rows] * has_row
         logits = penalised(logits, self.seen[table_rows] & has_row, penalty)
@@ -131,12 +131,12 @@ def draw(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     id whose interval of the cumulative distribution contains the number."""
     ends = shares.double().cumsum(-1)
     ids = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)[:, 0]
-    # Because of rounding, the number can be above the last interval.
+    # rounding can put the number above the last interval
     return torch.where(ids < shares.shape[-1], ids, shares.argmax(-1))
 
 
 def uniform(seed: int, number: int) -> float:
-    """Return the number in [0, 1) that selects the new token with index `number` in a request with this seed.
+    """Return the random number in [0, 1) that selects new token `number` of a request with the given seed.
 
     >>> uniform(1, 0) == uniform(1, 0) != uniform(1, 1)
     True
@@ -145,7 +145,7 @@ def uniform(seed: int, number: int) -> float:
 
 
 def top_p_after(how: Sampling, tokens: int) -> float:
-    """Return top-p after `tokens` new tokens: the decayed value, but at least the bound.
+    """Return the decayed top-p after `tokens` new tokens, but at least the bound.
 
     >>> [top_p_after(Sampling(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3), n) for n in range(3)]
     [0.8, 0.4, 0.3]

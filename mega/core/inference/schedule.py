@@ -1,13 +1,13 @@
 """Choose the tokens that the next step computes, and turn the results of finished steps into events.
 
-Continuous batching: requests join and leave between steps. A prompt is computed in chunks, in the same steps as the new
-tokens of running answers; a prefix that an earlier prompt has computed is reused. A request is admitted when blocks for
-its longest possible answer can be reserved, so no request in flight waits for memory.
+The scheduler implements continuous batching: requests join and leave between steps. Prompts are computed in chunks, in
+the same steps as the new tokens of running answers, and cached prefixes of earlier prompts are reused. A request is
+admitted when blocks for its longest possible answer can be reserved, so no request in flight waits for memory.
 
-A step can be built before the results of earlier steps are known, because it contains the index of the token's request
-in place of each token that is not known yet. If a result ends a request, the tokens that later steps in flight compute
-for this request are dropped. Only requests whose next step depends on the host, such as constrained requests, wait for
-these results. This module runs only on the host, and depends on neither the model nor ranks.
+A step can be built before the results of earlier steps are known. In place of each unknown token, the step contains the
+index of the token's request. If a result ends a request, the tokens that later steps in flight compute for the request
+are dropped. Only requests whose next step depends on the host, such as constrained requests, wait for results. This
+module runs only on the host, and depends on neither the model nor ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, NUMBERS, Step, fr
 from mega.core.ops.paged_attention import Integers
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)
-"""The values of `NUMBERS` for a row that draws no token."""
+"""The values of `NUMBERS` for rows without a random draw."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class CachedSequence:
     computed: int = 0
     """Number of tokens whose keys and values are in the cache, or will be written by steps in flight."""
     prefix: int = ROOT
-    """Identifier of the registered blocks and their order, as returned by `Blocks.register`."""
+    """Identifier of the sequence of registered blocks, as returned by `Blocks.register`."""
     registered: int = 0
     """Number of leading blocks that other requests can reuse."""
     awaited: int = 0
@@ -77,7 +77,7 @@ class InFlight:
     adapter: int = 0
     """Index of the request's adapter, counted from 1; 0 for the base model."""
     sequences: list[CachedSequence] = field(default_factory=list)
-    """One sequence, or one for each beam."""
+    """One sequence, or one sequence per beam."""
     search: BeamSearch | None = None
     promised: int = 0
     """Number of blocks that are reserved for the request but not allocated yet."""
@@ -93,12 +93,12 @@ class InFlight:
     """Number of the request's rows of logits in steps whose results are not known yet."""
     confidence: Confidence | None = None
     ended: bool = False
-    """Whether the request has ended; further results for an ended request are dropped."""
+    """Whether the request has ended. Further results for the request are then dropped."""
     long: bool = False
     """Whether the request's keys use LongRoPE's long factors."""
     short_until: int | None = None
-    """Maximum number of tokens with the short factors; a longer sequence is recomputed with the long factors. None if
-    the sequence is never recomputed."""
+    """Number of tokens above which the sequence is recomputed with the long factors; None if the sequence is never
+    recomputed."""
     failure: str = ""
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
     prompt_top: list[Top] = field(default_factory=lambda: [()])
@@ -113,8 +113,7 @@ class InFlight:
 
     @cached_property
     def tops(self) -> int:
-        """Number of most likely ids to report with each chosen token; -1 if not even the token's log-probability is
-        reported."""
+        """Number of most likely ids to report with each chosen token; -1 to report no log-probabilities at all."""
         return -1 if self.request.logprobs is None else self.request.logprobs
 
     @property
@@ -124,8 +123,7 @@ class InFlight:
 
     @property
     def waits(self) -> bool:
-        """Whether the request's next step must wait for a result, because the step depends on more than the id of the
-        chosen token."""
+        """Whether the request's next step must wait for results, because the host needs them to build the step."""
         depends = self.search is not None or self.request.allowed is not None or self.guessed or self.outgrown
         return self.unresolved > 0 and depends
 
@@ -136,12 +134,12 @@ class InFlight:
 
 
 NO_GUESS = -1
-"""Value of `WantedRow.guess` in the last row of a run with guesses, because no guess follows this row."""
+"""Value of `WantedRow.guess` in the last row of a run with guesses, which no guess follows."""
 _NONE = (None,)
 
 
 class WantedRow(NamedTuple):
-    """A row of logits that a step returns, and what the row is used for.
+    """A row of logits that a step returns, and its purpose.
 
     number: index of the new token that is chosen from the row. guess: the guessed token in the next row of the same
     run; NO_GUESS for the last row of a run with guesses, None in a run without guesses.
@@ -164,7 +162,7 @@ class WantedRow(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The result for one row of logits. logprob: log-probability of `token`; NaN unless requested."""
+    """The result for one row of logits. logprob: log-probability of `token`; NaN if not requested."""
 
     token: int
     logprob: float = math.nan
@@ -182,12 +180,12 @@ class _Work:
     wanted: list[int] = field(default_factory=list)
     rows: list[WantedRow] = field(default_factory=list)
     tokens: int = 0
-    """Number of tokens that have been added so far."""
+    """Number of tokens added so far."""
 
 
 @dataclass
 class _Check:
-    """Compares the guesses of a run with the chosen tokens, in order. Rows after a wrong guess are rejected."""
+    """Compares the guesses of a run with the chosen tokens, in order, and rejects rows after a wrong guess."""
 
     answer: InFlight
     guessed: int = 0
@@ -209,13 +207,13 @@ class _Check:
 
 
 class Scheduler:
-    """Turns requests into steps, and the results of steps into events.
+    """Converts requests to steps, and the results of steps to events.
 
     chunk: function that returns the maximum number of prompt tokens in a step, given the number of running sequences.
-    in_order: whether a run that shares a block must come after the run that computes the block, which is required if
-    steps are split. adapters: names of the adapters; the first adapter has index 1. groups: number of groups of
+    in_order: whether a run that shares a block must follow the run that computes the block, which is required if steps
+    are split into tiles. adapters: names of the adapters; the first adapter has index 1. groups: number of groups of
     requests; a step computes new tokens of one group only, so that `groups` pipeline stages can compute at the same
-    time. ahead: whether a step may be made before the results of earlier steps are known. drafter: guesses tokens for
+    time. ahead: whether a step may be built before the results of earlier steps are known. drafter: guesses tokens for
     speculative decoding. shares: whether requests reuse cached blocks of common prefixes.
     """
 
@@ -261,7 +259,7 @@ class Scheduler:
         answer = InFlight(self._numbers, request, seed, self._adapters[request.adapter])
         if (short_limit := self.limits.long_from) is not None:
             longest = len(request.prompt) + request.tokens
-            # Beams would exceed the limit at different times, so a beam search uses the long factors from the start.
+            # Beams could exceed the limit at different steps, so a beam search uses the long factors from the start.
             answer.long = (longest if request.beams else len(request.prompt)) > short_limit
             answer.short_until = short_limit if not answer.long and longest > short_limit else None
         self._numbers += 1
@@ -311,7 +309,7 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    # -- making steps
+    # -- building steps
 
     def next_step(self) -> Step | None:
         """Return the next step; None if no work is left, or if all requests wait for results."""
@@ -348,7 +346,7 @@ class Scheduler:
             self._reserve(sequence, answer, take)
             prompts.append((answer, sequence, take))
         if not self.in_order:
-            prompts.sort(key=lambda each: each[2])  # by length, because attention pads neighbours to the same length
+            prompts.sort(key=lambda each: each[2])  # attention pads adjacent runs to the same length
         for answer, sequence, take in prompts:
             self._schedule(work, answer, sequence, take)
         if not work.tokens:
@@ -359,9 +357,8 @@ class Scheduler:
         return step
 
     def _group_of_next(self) -> int:
-        """Return the group for a request whose first token is chosen in this step. This is the group of the step,
-        because the group's next step follows when the token is known. If the smallest group is much smaller, that group
-        is returned instead."""
+        """Return the group for a request whose first token is chosen in this step. This is the step's group, whose next
+        step starts after the token is known, or the smallest group if that group is much smaller."""
         if self._groups == 1:
             return 0
         sizes = [0] * self._groups
@@ -371,7 +368,7 @@ class Scheduler:
         return self._group if sizes[self._group] <= least + max(2, sum(sizes) // 8) else sizes.index(least)
 
     def _guesses(self, group: int) -> dict[int, list[int]]:
-        """Return a map from the number of each request with guesses to its guessed next tokens."""
+        """Return the guessed next tokens of each request that has guesses, as a map request number -> ids."""
         if self._drafter is None:
             return {}
         room = TOKENS - sum(len(answer.sequences) for answer in self._running)
@@ -403,7 +400,7 @@ class Scheduler:
         return self.limits.longest * answer.long
 
     def _begin_again(self, answer: InFlight) -> None:
-        """Discard the request's keys, so that all its tokens are computed again with the long factors."""
+        """Discard the request's keys, so that all its tokens are recomputed with the long factors."""
         (sequence,) = answer.sequences
         self._release(answer, sequence)
         answer.long, answer.short_until = True, None
@@ -415,7 +412,7 @@ class Scheduler:
         return ROOT - answer.adapter - answer.long * len(self._adapters)
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
-        """Admit the next waiting request if it fits, and return whether a request was admitted."""
+        """Admit the next waiting request if it fits. Return whether a request was admitted."""
         if not self._waiting:
             return False
         answer = self._waiting[0]
@@ -429,8 +426,8 @@ class Scheduler:
         need = self._need(request) - (len(shared) if answer.short_until is None else 0)
         admitted = self.blocks.admit(shared, need)
         if not admitted and answer.short_until is not None and shared:
-            # The request reserves blocks for all its tokens, because all of them will be computed again. Together with
-            # the shared blocks, this can be more than the number of available blocks.
+            # The request needs blocks for all its tokens, because all of them will be recomputed. Together with the
+            # shared blocks, these can be more blocks than are available.
             shared, prefix = [], self._root(answer)
             admitted = self.blocks.admit(shared, need)
         if not admitted:
@@ -499,7 +496,7 @@ class Scheduler:
     def _want(
         work: _Work, answer: InFlight, last: int, allowed: NDArray[np.bool_] | None, guesses: Sequence[int]
     ) -> None:
-        """Add the row of logits of a sequence's last token, and the rows of the guesses that follow the token."""
+        """Request the row of logits of a sequence's last token, and the rows of the guesses after this token."""
         (sequence, *_), chooses = answer.sequences, answer.search is None
         ends: Sequence[int | None] = (*guesses, NO_GUESS) if guesses else _NONE
         work.wanted += range(last, last + len(ends))
@@ -557,8 +554,8 @@ class Scheduler:
         )
 
     def _allowed_after(self, function: Allowed, ids: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Return a mask, bool [vocab], of the ids that may follow; None if all may. Errors: any error of the request's
-        function; ValueError if no id may follow."""
+        """Return a mask of the ids that may follow, bool [vocab]; None if all ids may follow. Errors: any error that
+        the request's function raises; ValueError if no id may follow."""
         allowed = function(ids)
         if allowed is None:
             return None
@@ -568,16 +565,16 @@ class Scheduler:
             raise ValueError("allowed: no token may follow")
         return mask
 
-    # -- taking results
+    # -- processing results
 
     def take(self, choices: Sequence[Choice]) -> list[Event]:
-        """Turn the results of the oldest step in flight, one per row of logits, into events."""
+        """Convert the results of the oldest step in flight, one per row of logits, to events."""
         events: list[Event] = []
         beams: dict[int, tuple[InFlight, list[Top]]] = {}
         checks: dict[int, _Check] = {}
         for row, choice in zip(self._rows.popleft(), choices, strict=True):
             answer = row.answer
-            # Rows with a target score a known token of the prompt; `unresolved` does not count these rows.
+            # Rows with a target score known tokens of the prompt, and are not counted in `unresolved`.
             answer.unresolved -= row.target < 0
             if answer.failure or answer.ended:
                 continue
@@ -617,7 +614,7 @@ class Scheduler:
             (answer.confidence.expected,) = self._drafter.propose([self._guessed(answer, SURE)])
 
     def drop(self) -> bool:
-        """Drop the newest step if no request needs its results; return whether the step was dropped."""
+        """Drop the newest step if no request needs its results. Return whether the step was dropped."""
         if any(not row.answer.ended for row in self._rows[-1]) or self._running:
             return False
         self._rows.pop()
@@ -628,8 +625,8 @@ class Scheduler:
         answer.prompt_top.append(choice.top)
 
     def _chosen(self, answer: InFlight, choice: Choice, guess: int | None = None) -> Event:
-        """Append a chosen token, and return its event. guess: as in `WantedRow`; tokens computed after a wrong guess
-        are discarded."""
+        """Append a chosen token, and return its event. Tokens computed after a wrong guess are discarded. guess: as in
+        `WantedRow`."""
         request, (sequence,) = answer.request, answer.sequences
         sequence.ids.append(choice.token)
         if guess is not None:

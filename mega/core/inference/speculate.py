@@ -1,14 +1,15 @@
-"""Speculative decoding: guess the next tokens of a sequence, and check all of them with the model in one step.
+"""Implement speculative decoding: guess the next tokens of a sequence, and check all of them with the model in one
+step.
 
-A step of a few tokens takes about as long as a step of one token. If a cheap method guesses the next tokens, the model
-computes all guessed tokens in one step and chooses a token at each position. Choices are kept up to and including the
-first choice that differs from the guess. With greedy decoding and with sampling, the answer is the same as without
-guesses, because a random draw depends only on the request's seed and the token's index.
+A step of a few tokens takes about as long as a step of one token. After a cheap method has guessed the next tokens, the
+model computes all guessed tokens in one step and chooses a token at each position. Choices are kept up to and including
+the first one that differs from its guess. The answer is the same as without guesses, even with sampling, because a
+random draw depends only on the request's seed and the token's index.
 
     NGrams        guesses the tokens that followed an earlier occurrence of the text's last tokens
-    ModelDrafts   guesses with a smaller model with the same vocabulary and the same random numbers (drafts.py)
-    AheadDrafts   guesses with the model's own layers of multi-token prediction (ahead_drafts.py)
-    Drafter       their interface
+    ModelDrafts   guesses with a smaller model that has the same vocabulary (drafts.py)
+    AheadDrafts   guesses with the model's own multi-token prediction layers (ahead_drafts.py)
+    Drafter       the interface of these classes
 
 `Confidence` decides from previous results whether to guess a request's next tokens. If guesses are often wrong, the
 request is computed without speculation, with steps launched ahead. This module does not depend on the model.
@@ -21,23 +22,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 MOST = 15
-"""Maximum number of guessed tokens of a sequence. Together with the last known token, they fill a captured CUDA
+"""Maximum number of guessed tokens per sequence. Together with the last known token, they fill a captured CUDA
 graph."""
 
 TOKENS = 64
-"""Maximum number of tokens in a step with guesses. With more sequences, the device is fully used without guesses."""
+"""Maximum number of tokens in a step with guesses. With more sequences, the device is fully utilized without
+guesses."""
 
 LONGEST, SHORTEST = 4, 2
 """Maximum and minimum length of the n-grams that `NGrams` searches for."""
 
 SURE, UNSURE = 2, 2
-"""Number of consecutive correct guesses after which a request's tokens are guessed, and number of consecutive steps
-without a correct guess after which guessing stops."""
+"""Number of consecutive correct guesses after which guessing starts, and number of consecutive steps without a correct
+guess after which guessing stops."""
 
 REST, LONGEST_REST = 16, 1024
-"""Number of tokens for which an eager drafter pauses after wrong guesses; each further pause is four times as long, up
-to the second of these two numbers. After a pause, the drafter guesses only one token, to keep the cost of a wrong guess
-low."""
+"""Minimum and maximum number of tokens for which an eager drafter pauses after wrong guesses. Each further pause is
+four times as long. After a pause, the drafter guesses only one token, to keep the cost of a wrong guess low."""
 
 
 class Guessed(NamedTuple):
@@ -46,17 +47,17 @@ class Guessed(NamedTuple):
     number: int  # unique number of the sequence
     request: int  # index of the sequence's request, as in `from_request`
     ids: Sequence[int]  # all tokens of the sequence
-    longest: int  # maximum number of tokens of the sequence
-    numbers: Sequence[tuple[float, ...]]  # `Step.numbers` of the next tokens, one row for each token to guess
+    longest: int  # maximum number of tokens in the sequence
+    numbers: Sequence[tuple[float, ...]]  # rows of `Step.numbers`, one for each token to guess
     blocks: Sequence[int] = ()  # blocks of the sequence in the model's cache, which contains all tokens but the last
     offset: int = 0  # as in `Step.offsets`
 
 
 class Drafter(Protocol):
-    """Interface of classes that guess tokens.
+    """The interface of classes that guess tokens.
 
-    eager: whether the drafter guesses from the start and pauses after wrong guesses, because guesses take time. If
-    False, guesses take no time, and are used after earlier guesses for the text have been correct.
+    eager: whether the drafter guesses from the start and pauses after wrong guesses, because guesses are expensive. If
+    False, guesses cost nothing, and are used once earlier guesses for the text have been correct.
     """
 
     eager: bool
@@ -68,7 +69,7 @@ class Drafter(Protocol):
         """Remove a sequence that has ended."""
 
     def warm_up(self, counts: Sequence[int]) -> None:
-        """Run a step with runs of this many tokens before the first request, if the drafter computes such steps."""
+        """Run a step with runs of `counts` tokens before the first request, if the drafter computes such steps."""
 
     def close(self) -> None: ...
 
@@ -78,7 +79,7 @@ class Confidence:
     """Decides whether to guess the tokens of a request."""
 
     active: bool = False
-    """Whether the request's tokens are guessed."""
+    """Whether the request's tokens are currently guessed."""
     reach: int = 3
     """Maximum number of tokens to guess in one step."""
     right: int = 0
@@ -86,9 +87,9 @@ class Confidence:
     wrong: int = 0
     """Number of consecutive steps without a correct guess."""
     expected: list[int] = field(default_factory=list)
-    """Guessed tokens that no step has checked, for comparison with the next tokens."""
+    """Guesses that are not checked in a step but compared with the next tokens."""
     pause: int = 0
-    """Length in tokens of the next pause; 0 if guessing never pauses, because guesses take no time."""
+    """Length of the next pause in tokens; 0 for a drafter that never pauses."""
     rest: int = 0
     """Number of tokens until guessing continues; 0 outside a pause."""
 
@@ -116,7 +117,7 @@ class Confidence:
         if self.wrong >= UNSURE:
             self.active, self.right, self.expected = False, 0, []
             if self.pause:
-                self.wrong, self.reach = UNSURE - 1, 1  # after a pause, one step without a correct guess is enough
+                self.wrong, self.reach = UNSURE - 1, 1  # after a pause, one step without a correct guess stops guessing
             else:
                 self.wrong = 0
             self.rest, self.pause = self.pause, min(4 * self.pause, LONGEST_REST)
@@ -145,8 +146,8 @@ class Confidence:
 
 
 class NGrams:
-    """Guesses the tokens that followed an earlier occurrence of the sequence's last tokens. For each sequence, stores
-    the last position of each n-gram."""
+    """Guesses the tokens that followed an earlier occurrence of the sequence's last tokens. Stores the last position of
+    each n-gram, for each sequence."""
 
     eager = False
 
@@ -164,7 +165,7 @@ class NGrams:
     def _after(self, asked: Guessed) -> list[int]:
         ids = asked.ids
         indexed, ends = self._ends.setdefault(asked.number, ([0], {}))
-        for end in range(max(indexed[0], SHORTEST), len(ids)):  # exclude the n-gram at the end, which no token follows
+        for end in range(max(indexed[0], SHORTEST), len(ids)):  # omit the last n-gram, which no token follows
             for size in range(SHORTEST, min(LONGEST, end) + 1):
                 ends[tuple(ids[end - size : end])] = end
         indexed[0] = max(indexed[0], len(ids))

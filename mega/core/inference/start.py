@@ -1,4 +1,4 @@
-"""Start an engine for an opened model at any tp x pp, independent of the layout with which the model was saved.
+"""Start an engine for an opened model at any tp x pp, independent of the layout in which the model was saved.
 
     start_engine(opened, mesh, device, options)      rank 0: the engine; other ranks run its steps until it closes
 
@@ -67,9 +67,9 @@ def start_engine(
 ) -> BatchingEngine | None:
     """Return the engine on rank 0. Other ranks run its steps until the engine closes, and then return None.
 
-    dtype: dtype of computation and cache; default: dtype of the weights. adapters: the adapters that requests may name.
-    retriever: finds neighbours for a model with a retriever. Errors: ValueError if the model does not continue text, or
-    the layout does not divide the model; CheckpointError naming file or tensor; LostRank.
+    dtype: dtype of computation and cache; default: dtype of the weights. adapters: the adapters that requests may
+    select. retriever: finds neighbours for a model with a retriever. Errors: ValueError if the model is not a
+    text-generation model, or if the layout does not divide the model; CheckpointError naming file or tensor; LostRank.
     """
     model, torch_device = opened.model, device.torch
     dtype = dtype or opened.dtype
@@ -94,7 +94,7 @@ def engine_on(
 ) -> BatchingEngine | None:
     """Like `start_engine`, but with this rank's stage of a model. Every replica of the model has a separate engine.
 
-    adapters: adapters of the stage. relay: relay of an earlier engine, to be reused; default: a new relay.
+    adapters: adapters of the stage. relay: relay of an earlier engine to reuse; default: a new relay.
     """
     model, size = stage.architecture, options.block
     _check_graphs(options, model, device)
@@ -134,8 +134,7 @@ def _worker(
     retriever: Retriever | None,
     draft: DraftSize | None,
 ) -> Worker:
-    """Return this rank's worker, with a cache in the memory that the weights leave. draft: the draft model on this
-    rank."""
+    """Return this rank's worker, with a cache in the remaining device memory. draft: the draft model on this rank."""
     taken = device_bytes(retriever, stage.architecture, stage.dtype, options.max_requests)
     worker = Worker(
         *(stage, mesh, device.torch),
@@ -168,7 +167,7 @@ def _records(options: EngineOptions, device: Device, retriever: Retriever | None
 
 
 def guesses_itself(options: EngineOptions) -> bool:
-    """Return whether the model's own layers of multi-token prediction guess tokens."""
+    """Return whether the model's own multi-token prediction layers guess tokens."""
     return options.speculate == MTP and not options.batch_invariant
 
 
@@ -192,8 +191,8 @@ def _draft(options: EngineOptions, stage: DecoderStage, device: Device, vocab: i
 
 
 def check_draft(draft: OpenedModel, place: str, vocab: int, whole: int) -> None:
-    """Check a draft model. place: value of --speculate. vocab: number of ids that the model may choose. whole: number
-    of ids of the model. Errors: ValueError if the draft model's vocabulary is too small."""
+    """Check a draft model. place: value of --speculate. vocab: number of ids that the model may choose. whole: the
+    model's vocabulary size. Errors: ValueError if the draft model's vocabulary is too small."""
     if (ids := draft.architecture.input.vocab) < vocab:
         raise ValueError(
             f"--speculate {place}: has {ids} tokens, the model {whole}; must be a model of the same tokenizer"
@@ -226,8 +225,7 @@ def drafter_of(
 
 
 def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
-    """Return the mesh of the ranks that decode. The ranks of --tp divide the experts, or shards of experts, among
-    themselves."""
+    """Return the mesh of the ranks that decode. Experts, or shards of experts, are divided among the ranks of --tp."""
     return Mesh(rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
 
 
@@ -261,10 +259,10 @@ def check_layout(
 def _blocks(
     stage: DecoderStage, mesh: Mesh, device: Device, options: EngineOptions, taken: int, draft: DraftSize | None
 ) -> int:
-    """Return the number of blocks in the cache, which is equal on all ranks. taken: bytes that will be allocated later.
-    draft: the draft model on this rank. Errors: ValueError if not even one sequence fits."""
+    """Return the number of blocks in the cache, which is equal on all ranks. taken: bytes to reserve for later
+    allocations. draft: the draft model on this rank. Errors: ValueError if not even one sequence fits."""
     size, model = options.block, stage.architecture
-    device.release()  # what the weights occupied in a wider format
+    device.release()  # memory that the weights occupied in a wider format
     layers = sum(isinstance(unit, int) for unit in stage.units)
     guesses = mesh.pp.last and guesses_itself(options)
     free_bytes = device.room() - taken - (device.resident() if device.is_cuda else 0)

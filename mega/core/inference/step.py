@@ -1,8 +1,7 @@
-"""Describe one iteration of the model by arrays of integers and floats. The description is the same for one rank and
-for many.
+"""Describe one iteration of the model by arrays of integers and floats, in the same way for any number of ranks.
 
-The scheduler makes a step and the workers run the step. A step can be split into tiles, or packed into one array to
-send it to other ranks. This module depends on neither the scheduler nor workers.
+The scheduler builds a step, and the workers run it. A step can be split into tiles, or packed into one array for the
+other ranks. This module depends on neither the scheduler nor workers.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ CHOOSE, BEAM = -1, -2
 """Values of `Step.targets` other than ids. CHOOSE: choose a token. BEAM: report the most likely allowed ids."""
 
 STRIDE = 7919
-"""Difference between consecutive tokens of a `scratch_step`, modulo the size of the vocabulary."""
+"""Difference between consecutive tokens of a `scratch_step`, modulo the vocabulary size."""
 NOT_FINITE = -1
-"""Reported in place of the chosen id if the logits contain a NaN or an infinity."""
+"""Reported instead of the chosen id if the logits contain NaN or infinity."""
 
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "uniform", "presence", "frequency")
 """Columns of `Step.numbers`; uniform: the random number in [0, 1) that determines the sampled token."""
 
 
 def from_request(index: int) -> int:
-    """Return a value to use in place of an id that is not known yet: the last id that an earlier step chooses for the
+    """Return a placeholder for an id that is not known yet, which is the last id that an earlier step chooses for the
     request with index `index`.
 
     >>> from_request(0), from_request(from_request(5))
@@ -49,7 +48,7 @@ class Step:
     """
 
     tokens: Integers
-    """int64 [n], ids; a negative value is a `from_request`."""
+    """int64 [n], ids; negative values are `from_request` placeholders."""
     positions: Integers
     """int64 [n], positions of the tokens in their sequences."""
     slots: Integers
@@ -65,9 +64,9 @@ class Step:
     adapters: Integers
     """int64 [r], index of the run's adapter, counted from 1; 0 for the base model."""
     offsets: Integers
-    """int64 [r], offset to add to positions to get rows of the rotary tables."""
+    """int64 [r], offset from positions to rows of the rotary tables."""
     copies: Integers
-    """int64 [c, 2], pairs (source, destination) of blocks to copy before anything is computed."""
+    """int64 [c, 2], pairs (source, destination) of blocks to copy before the computation."""
     wanted: Integers
     """int64 [m], indices of the tokens whose logits are returned."""
     targets: Integers
@@ -77,7 +76,7 @@ class Step:
     seen: Integers
     """int64 [m], row of `SeenIds` for the penalties; -1 for no penalties."""
     requests: Integers
-    """int64 [m], index of the request whose last token is chosen from this row, or -1."""
+    """int64 [m], index of the request whose last token is chosen from the row, or -1."""
     marks: Integers
     """int64 [p, 2], (row of `SeenIds`, id to add to the row); id -1 clears the row."""
     biases: NDArray[np.float64]
@@ -85,7 +84,7 @@ class Step:
     numbers: NDArray[np.float64]
     """float64 [m, len(NUMBERS)], sampling parameters in the order of `NUMBERS`."""
     allowed: NDArray[np.bool_]
-    """bool [m, vocab], or [0, 0] if all ids are allowed."""
+    """bool [m, vocab], whether an id may be chosen; [0, 0] if all ids are allowed."""
 
     @property
     def table_rows(self) -> Integers:
@@ -122,10 +121,9 @@ class Step:
         return cls(**values)
 
     def tiles(self, rows: int) -> Iterator[Step]:
-        """Split the step into steps of exactly `rows` tokens and `rows` wanted rows; each token is a run. Padding is
-        written to SCRATCH. In each tile the wanted rows come before padding. Only the fields that a forward pass reads
-        are
-        split."""
+        """Split the step into tiles, which are steps of exactly `rows` tokens and `rows` wanted rows. In a tile, each
+        token is a run, keys of padding are written to SCRATCH, and wanted rows come before padding. Only the fields
+        that a forward pass reads are split."""
         run = np.repeat(np.arange(len(self.counts)), self.counts)
         tables = self.tables[run]
         for first in range(0, max(len(self.tokens), 1), rows):
@@ -149,21 +147,21 @@ class Step:
 
 
 def scratch_step(counts: Sequence[int], block: int, vocab: int, before: int = 0, free: int = 0) -> Step:
-    """Return a step with runs of `counts` tokens that belong to no sequence. The positions of each run begin at
-    `before`, and each run samples one token.
+    """Return a step with runs of `counts` tokens that belong to no sequence. Each run starts at position `before` and
+    samples one token.
 
-    The runs use separate blocks, from 1 on, if `free` blocks are enough. Otherwise all runs write to SCRATCH, whose
-    content is then undefined.
+    The runs use separate blocks if `free` blocks are enough. Otherwise, all runs write to SCRATCH, whose content is
+    then undefined.
 
-    vocab: number of tokens. The tokens differ, because a mixture of experts would otherwise read only the experts of
-    one token, and the measured duration would be too short.
+    vocab: vocabulary size. The tokens differ, because with equal tokens an MoE layer would read only the experts of one
+    token, and the measured duration would be too short.
     """
     runs = len(counts)
     lengths = np.array(counts, dtype=np.int64)
     tokens, pairs = np.arange(lengths.sum()) * STRIDE % vocab, np.zeros((0, 2), dtype=np.int64)
     rows, sampled = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0)
     width = -(-(int(lengths.max()) + before) // block)
-    # Block 0 is SCRATCH, so the blocks of the runs begin at 1.
+    # block 0 is SCRATCH
     tables = 1 + np.arange(runs * width).reshape(runs, width)
     if runs * width > free:
         tables[:] = SCRATCH

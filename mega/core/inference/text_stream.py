@@ -1,4 +1,4 @@
-"""Convert tokens to text as they arrive. An incomplete character is not returned until it is complete.
+"""Convert tokens to text as they arrive. Incomplete characters are withheld until they are complete.
 
 This module depends on a tokenizer, but not on the engine.
 """
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from mega.core.text.tokenizer import Tokenizer
 
 _CONTEXT = 8
-"""Number of previous tokens that may affect the text of a new token, because decoders drop the space before the first
-token of a text."""
+"""Number of previous tokens to decode together with a new token, because decoders drop the space before the first token
+of a text."""
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_HALF = 3
-"""Maximum number of bytes of an incomplete character; some decoders return each byte as a replacement character."""
+"""Maximum number of bytes in an incomplete character. Some decoders return each byte as a replacement character."""
 
 
 class Thought(str):
-    """A model's reasoning before its answer. The reasoning is shown, but is not part of the turn in the next prompt."""
+    """A model's reasoning before its answer. Reasoning is shown, but is not included in the next prompt."""
 
 
 class TextStream:
-    """Converts the tokens that follow `prompt` to pieces of text. The concatenation of all pieces is the text of all
-    tokens."""
+    """Converts the tokens that follow `prompt` to text, incrementally. The concatenation of all returned strings is the
+    text of all tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -47,8 +47,8 @@ class TextStream:
         return self._tokenizer.decode(self._ids)[self._before :]
 
     def _move(self) -> None:
-        """Drop all tokens except the last `_CONTEXT`, so that decoding stays cheap. Called when all text is
-        complete."""
+        """Drop all tokens except the last `_CONTEXT`, so that decoding stays cheap. Call this only if there is no
+        incomplete character."""
         if len(self._ids) > 2 * _CONTEXT:
             self._ids = self._ids[-_CONTEXT:]
             self._before = len(self._tokenizer.decode(self._ids))

@@ -1,9 +1,9 @@
 """Run one rank's share of a step: the rank's layers with their cache and, on the last stage, the choice of tokens.
 
-Every rank of a pipeline stage computes the same tokens. The first tensor rank of the last stage gathers the logits,
+All ranks of a pipeline stage process the same tokens. The first tensor rank of the last stage gathers the logits,
 chooses tokens, and sends the result to rank 0. Ranks of the first stage store the last token of each request, so that a
 step can be launched before the results of the previous step are known on any host. A worker does not depend on
-requests, because a step contains all data that the worker needs.
+requests; a step contains all necessary data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mega.core.parallel.one_shot import exchange_over
 
 
 class DraftWorker(Protocol):
-    """Runs steps that guess tokens on one rank; see draft_worker.py."""
+    """The interface of classes that run steps for guessing tokens on one rank; see draft_worker.py."""
 
     def launch(self, depth: int, step: Step) -> Launched: ...
 
@@ -53,11 +53,11 @@ class Worker:
     """Runs steps on one rank.
 
     stage: a stage of a decoder, in evaluation mode. blocks, block: number and size of the cache's blocks. The number
-    may be a function, which is called when the weights have their format for decoding. tile: if given, a step is split
-    into steps of this number of tokens. requests: maximum number of requests in flight. vocab: only ids below this
-    value can be chosen. adapters: the adapters of the stage's linears. graphs: whether to capture and replay CUDA
-    graphs, if attention and steps permit. most: maximum number of tokens in a captured step with prompts. retriever:
-    finds neighbours for a model with a retriever; such a model must run on one rank, without graphs.
+    may be a function, which is called after the weights have been converted for decoding. tile: number of tokens per
+    tile; None to not split steps. requests: maximum number of requests in flight. vocab: only ids below this value can
+    be chosen. adapters: the adapters of the stage's linears. graphs: whether to use CUDA graphs, if attention and steps
+    permit. most: maximum number of tokens in a captured step with prompts. retriever: finds neighbours for a model with
+    a retriever; such a model must run on one rank, without graphs.
     """
 
     graphs: StepGraphs | None = None
@@ -86,7 +86,7 @@ class Worker:
         layers = [unit for unit in stage.units if isinstance(unit, int)]
         windows = [model.layers[layer].attention.window for layer in layers]
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
-        # Before the cache is sized, because this frees the weights that are then stored in fp8
+        # The conversion to fp8 frees memory, so it must precede the sizing of the cache.
         self.decode = DecodeStep(stage, self._exchange.sum)
         self.blocks = blocks if isinstance(blocks, int) else blocks()
         pool = (self.blocks, block), layers[0] if layers else 0
@@ -105,12 +105,12 @@ class Worker:
         return self.mesh.pp.last and self.mesh.tp.first
 
     def run(self, step: Step) -> list[Choice]:
-        """Compute a step. On rank 0, return the result for each wanted row."""
+        """Compute a step. Return the result for each wanted row on rank 0, and [] on other ranks."""
         return self.launch(step).choices()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Start a step on the device. If the step contains a `from_request`, the step to which it refers must be
+        """Start a step on the device. If the step contains a `from_request`, the step that chooses this token must be
         launched first."""
         self._settle(step)
         if len(step.copies):
@@ -172,7 +172,7 @@ class Worker:
         return logits[:, : self.vocab].float()
 
     def choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Choose tokens on the first tensor rank of the last stage; other tensor ranks of the stage return None.
+        """Choose tokens on the first tensor rank of the last stage. Return None on the stage's other ranks.
 
         logits: [m, ids of this rank]. Return float64 [m, 2 + 2 k]: the chosen id, its log-probability, the k most
         likely ids and their log-probabilities; only [m, 1] if the step reports no log-probabilities. The id is
@@ -195,7 +195,7 @@ class Worker:
             chosen_logprobs,
         ]
         if step.report:
-            if allowed is not None:  # beams use only allowed ids, but reported alternatives are unconstrained
+            if allowed is not None:  # beams use only allowed ids, but the reported most likely ids are unconstrained
                 hidden = ~allowed & sent(step.targets == BEAM, self.device)[:, None]
                 logprobs = logprobs.masked_fill(hidden, -torch.inf)
             top = logprobs.topk(min(step.report, self.vocab))
@@ -204,13 +204,12 @@ class Worker:
 
     def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chosen id of each row, [m], and its logit or probability, [m, 1]. If any logit of the row is not
-        finite, the returned logit or probability is not finite, because then the maximum is not finite or all
-        probabilities are NaN."""
+        finite, the value is not finite either, because the maximum is not finite or all probabilities are NaN."""
         chooses = step.targets == CHOOSE
         if not chooses.any():
             none = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
             return none, torch.zeros(len(logits), 1, device=logits.device)
-        # Greedy rows have temperature 0.
+        # greedy rows have temperature 0
         penalties, draws = (step.seen >= 0).any(), chooses & (step.numbers[:, 0] > 0)
         _, _, _, _, penalty, _, presence, frequency = step.numbers.T[..., None]
         if penalties:
@@ -248,7 +247,7 @@ class Worker:
         return Launched(step, arriving if arriving.found is not None else None)
 
     def transfer(self, result: torch.Tensor | None, step: Step) -> Arriving:
-        """Send the last stage's result to rank 0, and return what arrives on this rank."""
+        """Send the last stage's result to rank 0, and return the result that this rank receives."""
         pp, mesh, work, buffer = self.mesh.pp, self.mesh, None, None
         if pp.last and result is not None:
             dist.send(result.contiguous(), pp.ranks[0], group=mesh.p2p["F", 0].group)
@@ -259,7 +258,7 @@ class Worker:
         return Arriving(step, work, buffer)
 
     def _settle(self, step: Step) -> None:
-        """Before a step, wait for the results of the steps that this step refers to, and limit the steps in flight to
+        """Wait for the results of the earlier steps to which `step` refers, and limit the number of steps in flight to
         the number of stages."""
         if not self._arriving:
             return
@@ -283,7 +282,7 @@ def graphs_of(
     runs: int,
     most: int,
 ) -> StepGraphs:
-    """Return the graphs of a function on the rank of `worker`; other arguments as in `StepGraphs`."""
+    """Return the graphs of `decode` on the rank of `worker`. For the other arguments, see `StepGraphs`."""
     agree = partial(first_problem, axis=worker.mesh.tp, device=worker.device)
     width = -(-worker.stage.architecture.positions // cache.pool.shape[2])
     return StepGraphs(decode, cache, width, latest, ends, runs, most, agree=agree)
@@ -324,16 +323,17 @@ def paged_cache(
     tp: Axis = SINGLE,
     invariant: bool = False,
 ) -> PagedCache:
-    """Return an empty cache for layers of a stage. windows: for each layer, the maximum number of keys that a token
-    attends to. blocks: number of blocks, and of tokens in a block. first: index of the first layer. tp: the ranks that
-    share the heads, which must call this together."""
+    """Return an empty cache for layers of a stage. windows: attention window of each layer, in keys. blocks: number of
+    blocks, and number of tokens per block. first: index of the first layer. tp: the ranks among which the heads are
+    divided; all of them must call this function."""
     size = stage.architecture.cached
     shape = (len(windows), *blocks, 2, size.kv_heads // tp.size, size.head_dim)
     tables = _tables(stage.architecture, stage.dtype, device)
     pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
     capped = size.softcap is not None
     keeps = stage.ops.spread and not (invariant or any(windows) or capped) and pool.element_size() >= 4
-    # The ranks agree on the attention, because graphs are recorded only with some implementations, and on all ranks.
+    # The ranks must use the same attention, because only some implementations support graphs, which all ranks must
+    # capture.
     attention, agree = stage.ops.paged_attention, partial(first_problem, axis=tp, device=device)
     for window in dict.fromkeys(windows):
         attention = INVARIANT if invariant else trusted(attention, pool[0], repeats, window, agree)
@@ -344,7 +344,8 @@ def paged_cache(
 
 
 class Arriving:
-    """The results of a step, which are being sent from the last stage. found: None on ranks that only need the ids."""
+    """The results of a step, which are being sent from the last stage. found: the results; None on ranks that only
+    receive the ids."""
 
     def __init__(self, step: Step, work: Any, found: torch.Tensor | None):
         self.step, self.found = step, found
@@ -392,9 +393,9 @@ class Launched:
 def sampled(
     logits: torch.Tensor, numbers: NDArray[np.float64], draws: NDArray[np.bool_]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the id that each row of logits chooses, [m], and its logit or probability, [m, 1].
+    """Return the id chosen from each row of logits, [m], and its logit or probability, [m, 1].
 
-    numbers: as in `Step`, [m, n]. draws: which rows draw an id; the others choose the most likely id.
+    numbers: as in `Step`, [m, n]. draws: the rows whose id is sampled; for other rows, the most likely id is chosen.
     """
     device = logits.device
     if not draws.any():
@@ -407,7 +408,7 @@ def sampled(
 
 
 def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
-    """Return the filters for a step's rows. Filters that are disabled in all rows are omitted."""
+    """Return the filters for a step's rows, without those that are disabled in all rows."""
     temperature, top_k, top_p, min_p, *_ = numbers.T[..., None]
 
     def there(column: NDArray[np.float64]) -> torch.Tensor:
@@ -429,7 +430,7 @@ def _not_finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_tile(step: Step, number: int, rows: int) -> int:
-    """Return the number of wanted rows in the tile with index `number`."""
+    """Return the number of wanted rows in tile `number`."""
     return int(((step.wanted >= number * rows) & (step.wanted < (number + 1) * rows)).sum())
 
 

@@ -19,8 +19,8 @@ from mega.core.files import fingerprint, whole_file
 
 
 class AnswerFile:
-    """A file of rows. path: path of the file. about: the settings that determine the rows. done: number of rows that an
-    earlier process has written."""
+    """A file of rows that can be resumed. path: path of the complete file. about: the settings that determine the rows.
+    done: number of rows that an earlier process has written."""
 
     def __init__(self, path: Path, about: Mapping[str, object]) -> None:
         self.path, self._partial = path, Path(f"{path}.partial")
@@ -28,7 +28,7 @@ class AnswerFile:
         self.done, end = self._read()
         if self.done:
             print(f"{self._partial}: resuming after {self.done} rows", file=sys.stderr)
-            os.truncate(self._partial, end)  # remove a row that was incomplete when an earlier process was killed
+            os.truncate(self._partial, end)  # remove an incomplete row of a killed process
             return
         with whole_file(self._partial) as file:
             file.write(self._first)

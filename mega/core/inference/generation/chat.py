@@ -1,8 +1,7 @@
 """Run `mega chat`, a conversation at the terminal with a model in this process or on a server.
 
 Lines that begin with / change the conversation or the sampling; all other lines are the user's turns. Every request
-contains the whole conversation, but the engine reuses the cached keys of previous turns. This module reads standard
-input.
+contains the whole conversation; the engine reuses the cached keys of previous turns. This module reads standard input.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ HELP = """\
 
 
 ANSWER_TOKENS = 512
-"""Default maximum number of tokens in an answer of a model in this process."""
+"""Default maximum number of tokens in an answer from a model in this process."""
 
 
 class Answering(Protocol):
@@ -44,9 +43,9 @@ class Answering(Protocol):
     def answer(
         self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
-        """Yield the text of the next turn as it arrives. given: names of the fields of `how` that the user has set,
-        even if to the default values. tokens: maximum number of tokens in the turn; None for the default of the server
-        or of this process. Errors: ValueError with the reason."""
+        """Yield the text of the next turn as it arrives. given: names of the fields of `how` that the user has set
+        explicitly. tokens: maximum number of tokens in the turn; None for the default of the server or of this process.
+        Errors: ValueError with the reason."""
 
 
 @dataclass
@@ -133,7 +132,7 @@ class ChatSession:
                 errors += 1
 
     def _turn(self, line: str, write: Callable[[str], None]) -> None:
-        """Request an answer, and store the turn with as much of the answer as has arrived."""
+        """Request an answer and store the turn. If the answer is interrupted, the text received so far is stored."""
         messages = [*self.messages, {"role": "user", "content": line}]
         pieces: list[str] = []
         thinking = False
@@ -212,8 +211,8 @@ class ChatSession:
 
 
 def lines(prompt: str = "> ") -> Callable[[], str]:
-    """Return a function that reads lines from standard input. At a terminal, the function supports a prompt, editing
-    and a history."""
+    """Return a function that reads lines from standard input. At a terminal, the function shows a prompt and supports
+    line editing and history."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - imported for its effect on `input`
 

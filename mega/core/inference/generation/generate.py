@@ -37,8 +37,8 @@ def generate(
     `stop_ids`, which is yielded too. cite: function called with the neighbours that the model reads, once for each
     chunk of the text. If the generator is closed early, the request is cancelled.
 
-    When a text exceeds the model's positions, the beginning of the text is dropped, so that the remaining text fills at
-    most half of the positions. Errors: RequestError for an empty prompt.
+    If the text exceeds the model's maximum length, its beginning is dropped, so that the remaining text fills at most
+    half of that length. Errors: RequestError for an empty prompt.
     """
     ids, longest, chunk, seed = list(prompt), engine.limits.longest, engine.limits.chunk, how.seed
     dropped, last_cited = 0, -1
@@ -68,17 +68,15 @@ def generate(
                 engine.step()
             raise
         tokens -= room
-        # With the same seed, the next request would repeat the draws of the previous request.
+        # With the same seed, the next request would repeat the random numbers of the previous request.
         seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]
         how = replace(how, seed=seed)
 
 
 def _dropped(length: int, longest: int, chunk: int) -> int:
-    """Return the number of tokens to drop from the start of a text, so that the remaining text fills at most half of
-    `longest` positions.
+    """Return the number of tokens to drop from the start of a text, so that at most `longest` / 2 tokens remain.
 
-    Whole chunks are dropped, so that chunk boundaries do not change, unless a chunk is longer than half of the
-    positions.
+    Whole chunks are dropped, so that chunk boundaries do not move, unless a chunk is longer than half of `longest`.
 
     >>> _dropped(48, 48, 1), _dropped(48, 48, 4), _dropped(50, 48, 5), _dropped(8, 8, 8)
     (24, 24, 30, 4)
@@ -88,7 +86,8 @@ def _dropped(length: int, longest: int, chunk: int) -> int:
 
 
 def _numbered(cited: Sequence[Citation], chunk: int, dropped: int) -> list[Citation]:
-    """Renumber citations of a text without its first `dropped` tokens, so that chunk indices refer to the whole text.
+    """Renumber the chunks of citations, which are counted after the first `dropped` tokens, from the start of the whole
+    text.
 
     >>> _numbered([Citation(1, 7, "corpus", 0, "text")], 4, 24)[0].chunk
     7
@@ -97,7 +96,7 @@ def _numbered(cited: Sequence[Citation], chunk: int, dropped: int) -> list[Citat
 
 
 def check_answered(event: Event) -> None:
-    """Check an event. Errors: ValueError if its request has failed."""
+    """Raise an error if an event reports a failed request. Errors: ValueError."""
     if event.finish == "failed":
         raise ValueError(f"no answer: {event.message}")
 
@@ -105,7 +104,8 @@ def check_answered(event: Event) -> None:
 def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:
     """Return -ln p of every id except the first, [len(ids) - 1], in nats.
 
-    A long text is split into windows of the model's maximum length, so the first ids of a window have little context.
+    A long text is split into windows of the model's maximum length, so the first ids of each window have little
+    context.
     """
     window, parts = stage.architecture.positions, [torch.zeros(0)]
     for start in range(0, len(ids) - 1, window):

@@ -1,4 +1,4 @@
-"""Open a model, with engine, tokenizer, template and end tokens, for a conversation on one rank."""
+"""Open a model for a conversation on one rank, with its engine, tokenizer, chat template and end tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 def open_chat(place: Path, talk: ChatOptions, engine: EngineOptions, adapters: Mapping[str, Path]) -> LocalAnswers:
-    """Open a model; print a message if it is a base model. Errors: ValueError naming flag, file or tensor."""
+    """Open a model, and print a message if it is a base model. Errors: ValueError naming flag, file or tensor."""
     model = open_model(place)
     check_layout(model.model, 1, 1, engine)
     opened_adapters = open_adapters(adapters, model)

@@ -1,4 +1,4 @@
-"""Run `mega generate` on one rank, for a single prompt, a file of prompts, new documents, or prompts from the terminal.
+"""Run one rank of `mega generate`, for a single prompt, a file of prompts, new documents, or prompts from the terminal.
 
 Rank 0 reads prompts and writes texts; the other ranks run the steps of rank 0's engine.
 """
@@ -42,13 +42,13 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Json, parse_json
 
 BLOCK = 1024
-"""Number of prompts whose rows are written to the file together."""
+"""Number of prompts whose rows are written to the output file together."""
 ASK = "Context prompt (stop to exit) >>> "
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationPlan:
-    """The model, prompts and options of a call of `mega generate`."""
+    """The model, prompts and options of one call of `mega generate`."""
 
     texts: GenerateOptions
     layout: DecodingLayout = field(default_factory=DecodingLayout)
@@ -62,7 +62,7 @@ class GenerationPlan:
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     """Options of a tokenizer that replaces the model's tokenizer; empty to use the model's tokenizer."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    """Name -> directory. Prompts of --input that do not name an adapter use the first adapter."""
+    """Name -> directory. Prompts in the --input file that do not name an adapter use the first adapter."""
 
     @property
     def load(self) -> Path:
@@ -84,7 +84,7 @@ class TextPrompt(NamedTuple):
 
 
 class GenerationInputs(NamedTuple):
-    """All inputs that are opened before any rank starts."""
+    """All inputs, which are opened before any rank starts."""
 
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
@@ -129,8 +129,8 @@ def open_inputs(plan: GenerationPlan) -> GenerationInputs:
 def _prompt_notes(
     plan: GenerationPlan, opened: OpenedModel, tokenizer: Tokenizer, prompts: Sequence[TextPrompt]
 ) -> Iterator[str]:
-    """Yield messages about prompts that contain names of special tokens, and about texts that are longer than the
-    model's positions."""
+    """Yield messages about prompts that contain names of special tokens, and about texts that exceed the model's
+    maximum length."""
     texts = [each.text for each in prompts] or [plan.texts.prompt or ""]
     special_tokens = Spelled(tokenizer.special_tokens())
     name = next(filter(None, map(special_tokens.first_in, texts)), None)
@@ -146,7 +146,7 @@ def _prompt_notes(
 def _ends(
     opened: OpenedModel, adapters: Sequence[OpenedAdapter], tokenizer: Tokenizer
 ) -> dict[str | None, frozenset[int]]:
-    """Return the ids that end texts of the model and of each adapter. Errors: CheckpointError."""
+    """Return the ids that end a text, for the model and for each adapter. Errors: CheckpointError."""
     ends_of: dict[str | None, frozenset[int]] = {None: opened.ends(tokenizer)}
     for each in adapters:
         ends = declared_ends(each.source.attachments, opened.architecture.input.vocab)
@@ -181,7 +181,8 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[TextPrompt]:
 
 
 def write_texts(plan: GenerationPlan) -> int:
-    """Generate texts with this rank and write them. Errors: ValueError naming flag, file or tensor; LostRank."""
+    """Run this rank's share of the generation, and write the texts on rank 0. Errors: ValueError naming flag, file or
+    tensor; LostRank."""
     model, adapters, tokenizer, stop_ids, prompts = open_inputs(plan)
     world, device, groups = connect(plan.layout.device)
     mesh = decoding_mesh(plan.layout, world.rank, groups)
@@ -232,7 +233,7 @@ class TextGenerator:
         return next(iter(self.plan.adapters), None)
 
     def text(self, prompt: TextPrompt, ids: Sequence[int], new: Sequence[int]) -> str:
-        """Return the text that `new` adds to a prompt."""
+        """Return the text that the ids `new` add to a prompt."""
         stream, ends = TextStream(self.tokenizer, ids if prompt.text else []), self.stop_ids[prompt.adapter]
         pieces = [stream.push(token) for token in new if token not in ends]
         return "".join(pieces) + stream.finish()
@@ -246,8 +247,8 @@ class TextGenerator:
             (best, *_), _ = self._beams(ids)
             print(self.text(TextPrompt(prompt, self.adapter), ids, best.ids), file=out)
             return len(best.ids)
-        # Decoders drop the space before a text's first token, so the stream needs the prompt's ids as context, unless
-        # the prompt is empty.
+        # Decoders drop the space before the first token of a text, so the stream needs the ids of a non-empty prompt as
+        # context.
         stream = TextStream(self.tokenizer, ids if prompt else [])
         ends = self.stop_ids[self.adapter]
         citations: list[Citation] = []
@@ -279,7 +280,8 @@ class TextGenerator:
         raise AssertionError("a request has an end")
 
     def _request(self, ids: Sequence[int], number: int, adapter: str | None) -> Request:
-        """Return the request for the prompt with index `number`, with a separate seed and as many new tokens as fit.
+        """Return the request for prompt `number`, with its own seed. The number of new tokens is limited to those that
+        fit.
 
         Errors: RequestError.
         """
@@ -300,13 +302,13 @@ class TextGenerator:
         )
 
     def answers(self, prompts: Sequence[TextPrompt]) -> list[dict[str, Json]]:
-        """Continue prompts, many at the same time, and return one row per prompt with "prompt", "text", "finish" and
-        "tokens". Errors: ValueError naming the prompt that cannot be continued."""
+        """Continue prompts concurrently, and return one row per prompt with "prompt", "text", "finish" and "tokens".
+        Errors: ValueError naming the prompt that cannot be continued."""
         return self._rows(prompts, list(self._requests(prompts)), 0)
 
     def answer_all(self, prompts: Sequence[TextPrompt]) -> None:
-        """Continue all prompts, many at the same time, and write one JSON line per prompt, in order. A file is written
-        in blocks, so that a call can resume after the last complete block of an interrupted call."""
+        """Continue all prompts concurrently, and write one JSON line per prompt, in order. An output file is written in
+        blocks, so that a later call can resume after the last complete block."""
         requests = list(self._requests(prompts))
         if self.plan.texts.output is None:
             for begin in range(0, len(prompts), BLOCK):
@@ -329,7 +331,7 @@ class TextGenerator:
         return settings | {"model": self.digest, "prompts": texts.hexdigest()}
 
     def _requests(self, prompts: Sequence[TextPrompt]) -> Iterator[Request]:
-        """Yield requests. Errors: ValueError naming the line of a prompt that cannot be continued."""
+        """Yield the requests for prompts. Errors: ValueError naming the line of a prompt that cannot be continued."""
         for number, prompt in enumerate(prompts):
             try:
                 yield self._request(self.ids(prompt.text), number, prompt.adapter)
@@ -371,8 +373,8 @@ class TextGenerator:
 
     def converse(self) -> None:
         """Read prompts from the terminal until `stop` or the end of the input. With one rank, Ctrl-C during an answer
-        ends the answer; at a prompt, Ctrl-C ends the program. The method opens the terminal directly, because with
-        several ranks no rank has a standard input."""
+        ends the answer, and Ctrl-C at a prompt ends the program. The terminal is opened directly, because with several
+        ranks no rank has a standard input."""
         from rich.console import Console
 
         console = Console(highlight=False)
@@ -400,7 +402,7 @@ class TextGenerator:
 
 @contextlib.contextmanager
 def ctrl_c_flag(heeded: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed. If `heeded` is True, Ctrl-C has no other effect; if
+    """Yield a function that returns whether Ctrl-C was pressed, and disable the usual effect of Ctrl-C. If `heeded` is
     False, Ctrl-C keeps its usual effect, and the function returns False."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number)) if heeded else None

@@ -1,14 +1,14 @@
-"""Load low-rank adapters (LoRA) of a served model. Each token uses one of the loaded adapters, or only the base model.
+"""Load low-rank adapters (LoRA) of a served model. Each token uses one of the adapters, or only the base model.
 
-    1 open_adapters     names and paths -> checked adapters of the model; weights are not read
+    1 open_adapters     names and paths -> checked adapters of the model, without their weights
     2 load_adapters     load this rank's shard of all adapters next to the linears of its stage
     3 AdapterChoice     the adapter of each token in the next step
 
 The matrices A of all adapters are stacked into one matrix, and the matrices B into another. A step thus costs two
-additional matrix products per linear, for any number of adapters. Between the products, all columns except those of the
-token's adapter are set to zero, so that requests do not affect each other:
+additional matrix products per linear, for any number of adapters. Between the two products, all columns except those of
+the token's adapter are set to zero, so that requests do not affect each other:
 
-    h = x A^T     [tokens, rank of adapter 1 | rank of adapter 2 | ...]     zero except in the columns of the adapter
+    h = x A^T     [tokens, rank of adapter 1 | rank of adapter 2 | ...]     zero except in the token's columns
     y += h B^T
 
 This module depends on neither requests nor prompts. Source: Hu et al. 2021, section 4.
@@ -89,7 +89,7 @@ def adapter_paths(given: Sequence[str]) -> dict[str, Path]:
 
 
 def open_adapters(paths: Mapping[str, Path], opened: OpenedModel) -> tuple[OpenedAdapter, ...]:
-    """Open adapters of a model by name: mega runs with --lora-rank, or directories of peft.
+    """Open the named adapters of a model. Each is a mega run with --lora-rank, or a directory written by peft.
 
     Errors: CheckpointError naming the flag, and the tensor or setting that does not fit the model.
     """
@@ -123,8 +123,8 @@ def _own(path: Path, opened: OpenedModel) -> tuple[StoredWeights, ModelConfig]:
     base = named_base(checkpoint)
     if base is None or architecture(adapter_config).adapters is None:
         raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
-    # The manifest of a mega run identifies the base model of its adapters. Adapters in other formats do not, so only
-    # their shapes are checked.
+    # The manifest of a mega run identifies the base model of its adapters. For adapters in other formats, only the
+    # shapes can be checked.
     base_digest = comparable_digest(base["digest"], opened.weights)
     if base_digest not in ("", base["digest"]):
         difference = digest_difference(base["digest"], base_digest)
@@ -143,12 +143,11 @@ def _peft(path: Path, opened: OpenedModel, files: Mapping[str, Path]) -> tuple[O
 
 
 class AdapterChoice:
-    """The adapter of each token of a step, for all linears of a stage.
+    """The adapter of each token in a step, for all linears of a stage.
 
     kept: bool [tokens, columns], whether a column of A x belongs to the token's adapter. scales: fp32 [tokens,
-    columns], the factors of these columns. In a step whose tokens use no adapter, both fields have the value None.
-    always: whether to set both fields in every step, so that the computation for a token does not depend on other
-    tokens.
+    columns], the scaling factor of each column. Both are None in a step whose tokens use no adapter. always: whether to
+    set both fields in every step, so that the computation for a token does not depend on other tokens.
     """
 
     def __init__(self, adapters: Sequence[OpenedAdapter], device: torch.device, *, always: bool) -> None:
@@ -181,11 +180,11 @@ def _columns(adapters: Sequence[OpenedAdapter]) -> Iterator[slice]:
 
 
 class StackedAdapters(LowRank):
-    """All adapters of the linears that one GEMM computes. Each linear is called a part of the GEMM. Replaces
-    `parallel.adapter.Adapter`, and has no backward pass.
+    """All adapters of the linears that are computed in one GEMM; each of these linears is a part of the GEMM. Replaces
+    `parallel.adapter.Adapter`, without a backward pass.
 
-    down: the matrices A of all parts, [parts x columns, in]. up: for each part the matrices B, [out, columns]. parts:
-    the columns of the output y that belong to each part.
+    down: the matrices A of all parts, [parts x columns, in]. up: the matrices B of each part, [out, columns]. parts:
+    the slice of the output y that belongs to each part.
     """
 
     def __init__(
@@ -195,12 +194,12 @@ class StackedAdapters(LowRank):
         self._choice, self._down, self._up, self._parts = choice, down, list(up), list(parts)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None = None) -> None:
-        """Add the product of each row of x [n, in] with the adapter of that row to y [n, out]."""
+        """Multiply each row of x [n, in] by its token's adapter, and add the product to y [n, out]."""
         mask, scales = self._choice.kept, self._choice.scales
         if mask is None or scales is None:
             return
         h = (x @ self._down.t()).view(len(x), len(self._parts), -1)
-        # Other columns may be infinite, so they are replaced with 0, not multiplied by 0.
+        # Columns of other adapters may be infinite, so they are replaced with 0 instead of multiplied by 0.
         h = torch.where(mask[:, None], h * scales[:, None], 0.0).to(x.dtype)
         for number, columns in enumerate(self._parts):
             y[:, columns].addmm_(h[:, number], self._up[number].t())
@@ -236,14 +235,14 @@ def _attach(
     mesh: Mesh,
     wanted: Sequence[list[Piece]],
 ) -> None:
-    """Allocate memory for all adapters of a linear, and append to `wanted` the pieces to read into it."""
+    """Allocate memory for all adapters of a linear, and append the pieces to read into this memory to `wanted`."""
     weight, width = linear.weight, choice.columns[-1].stop
     segments: list[Segment] = [
         each for each in weight.segments if any(each.shard.name in adapter.specs for adapter in adapters)
     ]
     if not segments:
         return
-    # width: the sum of the ranks of all adapters. columns (a): the slice of the width that belongs to adapter a.
+    # width: total rank of all adapters. columns (a): the slice of the width that belongs to adapter a.
     #     down     [parts x width, in]     rows p * width + columns (a)
     #     ups[p]   [out of p, width]       columns (a)
     down = weight.new_zeros(len(segments) * width, weight.shape[1])

@@ -1,6 +1,6 @@
-"""Compare the tokenizers and chat templates of flags or adapters with those that came with the weights.
+"""Compare tokenizers and chat templates given by flags or adapters with those that came with the weights.
 
-The rules for the comparison are `RULES` in text/identity.py.
+`RULES` in text/identity.py contains the rules for the comparison.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChosenTemplate(NamedTuple):
 def check_tokenizer_flags(
     verb: str, source: StoredWeights | OpenedModel, place: object, given: Tokenizer, *, allowed: bool | None = None
 ) -> list[str]:
-    """Return messages about a tokenizer that flags select although a tokenizer came with the weights at `place`.
+    """Compare a tokenizer that flags select with the one that came with the weights at `place`, and return messages.
 
     allowed: whether --allow-tokenizer-mismatch was given; None if the subcommand does not have this flag. Errors:
     ValueError if the two tokenizers differ.
@@ -65,7 +65,7 @@ def check_tokenizer_flags(
 
 
 def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer, adapter: OpenedAdapter) -> list[str]:
-    """Return messages about the tokenizer that came with an adapter. The model's tokenizer is used, and both tokenizers
+    """Return messages about the tokenizer that came with an adapter. The model's tokenizer is used, so both tokenizers
     must give equal ids.
 
     Errors: ValueError if the ids differ.
@@ -87,7 +87,7 @@ def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer
 
 
 class AdapterTemplate(NamedTuple):
-    """The template to use with an adapter. template: the name or the text of a template; None to use the model's
+    """The chat template to use with an adapter. template: name or text of a template; None to use the model's
     template."""
 
     template: str | None
@@ -95,7 +95,7 @@ class AdapterTemplate(NamedTuple):
 
 
 def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate:
-    """Return the template that came with an adapter, if it differs from `own`, the text of the model's template.
+    """Return the template that came with an adapter, if it differs from the text `own` of the model's template.
 
     Errors: CheckpointError for a damaged file.
     """
@@ -108,8 +108,8 @@ def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate
 
 
 def doubts(place: Path) -> list[str]:
-    """Return the problems with the tokenizer, end tokens or chat template at `place` for which commands would reject
-    the weights."""
+    """Return the problems with the tokenizer, end tokens or chat template for which commands would reject the weights
+    at `place`."""
     model = open_model(place)
     if tokenizer_section(model) is None:
         return []
@@ -133,8 +133,8 @@ def doubts(place: Path) -> list[str]:
 
 
 def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
-    """Whether both tokenizers are WordPiece and the weights' folder has only a vocab.txt, which does not specify
-    whether text is lower-cased."""
+    """Whether both tokenizers are WordPiece and the weights came with only a vocab.txt, which does not specify whether
+    text is lower-cased."""
     kinds = {own.kind, given.kind}
     if "progress" in source.meta or len(kinds) == 1 or not kinds <= {"BertWordPieceLowerCase", "BertWordPieceCase"}:
         return False
@@ -143,7 +143,7 @@ def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokeniz
 
 
 def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
-    """Whether `given` was made from other files of the same folder, such as a tokenizer.model next to a
+    """Whether `given` was built from other files of the same folder, for example from a tokenizer.model next to a
     tokenizer.json."""
     files = given.vocabulary_files()
     if not files or not files.keys().isdisjoint(own.vocabulary_files()):

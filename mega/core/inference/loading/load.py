@@ -54,7 +54,7 @@ FIELDS = {
 """Name of an attached tokenizer file -> the option for the file's path."""
 
 MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.txt"}
-"""Type of tokenizer -> the attached file with its model, if this file is not tokenizer.model."""
+"""Type of tokenizer -> name of the attached file with its model, if the name is not tokenizer.model."""
 
 MOST_ENDS = 64
 """Maximum number of ids in `eos_token_id`; released models have up to five."""
@@ -62,7 +62,7 @@ MOST_ENDS = 64
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model whose weights have not been read yet."""
+    """An opened model whose weights have not been read yet."""
 
     weights: Readable
     """Source from which the weights are read into stages."""
@@ -88,7 +88,7 @@ class OpenedModel:
 
     @property
     def step(self) -> int | None:
-        """The step of the run that wrote the weights; None for weights in another format."""
+        """Training step at which a mega run wrote the weights; None for weights in another format."""
         return int(self.meta["progress"]["step"]) if "progress" in self.meta else None
 
     @property
@@ -99,7 +99,7 @@ class OpenedModel:
 
     @property
     def trained_on_conversations(self) -> bool:
-        """Whether a mega run trained the model with a chat template."""
+        """Whether the model was trained with a chat template in a mega run."""
         return trained_on_conversations(self.meta)
 
     @property
@@ -108,8 +108,8 @@ class OpenedModel:
         return main_dtype(self.weights.tensors)
 
     def read(self, wanted: Iterable[Piece]) -> None:
-        """Fill the wanted pieces of `weights/...` tensors, and convert the dtype if needed. Errors: CheckpointError
-        naming file or tensor."""
+        """Read pieces of `weights/...` tensors into the memory of `wanted`, and convert the dtype if needed. Errors:
+        CheckpointError naming file or tensor."""
         self.weights.read(wanted, cast=True)
 
     def tokenizer(self) -> Tokenizer:
@@ -121,14 +121,13 @@ class OpenedModel:
         return tokenizer_section(self)
 
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a text in addition to the tokenizer's end token. They are read from `eos_token_id`, a number or
-        a list, in the generation_config.json that came with the weights, else in config.json. Errors: CheckpointError
-        naming file and key."""
+        """Ids that end a text in addition to the tokenizer's end token: `eos_token_id`, a number or a list, in the
+        generation_config.json that came with the weights, else in config.json. Errors: CheckpointError naming file and
+        key."""
         return declared_ends(self.attachments, self.architecture.input.vocab) or frozenset()
 
     def ends(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids that end a text: the tokenizer's end token, and the model's end tokens that are also ids of the
-        tokenizer."""
+        """Ids that end a text: the tokenizer's end token, and the model's end tokens that exist in the tokenizer."""
         return text_ends(tokenizer, self.stop_ids(), tokenizer.vocab_size)
 
     def chat_template(self) -> str | None:
@@ -156,13 +155,13 @@ def declared_ends(attachments: Mapping[str, Path], vocab: int) -> frozenset[int]
 
 
 def trained_on_conversations(meta: Mapping[str, Any]) -> bool:
-    """Whether the run with this manifest trained with a chat template."""
+    """Whether the run with the given manifest trained with a chat template."""
     config = meta.get("config", {})
     return bool(config.get("data", {}).get("chat_data") or config.get("finetuning", {}).get("dpo_data"))
 
 
 def text_ends(tokenizer: Tokenizer, stop_ids: Iterable[int], known: int) -> frozenset[int]:
-    """Return the tokenizer's end token and `stop_ids`, without ids >= `known`, which are never chosen."""
+    """Return the tokenizer's end token and `stop_ids`, except ids >= `known`, which are never sampled."""
     return frozenset(token for token in (tokenizer.eod, *stop_ids) if token is not None and token < known)
 
 
@@ -181,8 +180,8 @@ def open_model(path: Path | str) -> OpenedModel:
 
 
 def opened_checkpoint(checkpoint: StoredWeights) -> OpenedModel:
-    """Open a mega checkpoint. If the checkpoint has only adapters, also open the weights of the base model. Errors:
-    CheckpointError."""
+    """Open a mega checkpoint. If the checkpoint contains only adapters, also open the weights of the base model.
+    Errors: CheckpointError."""
     whole, model = whole_model(checkpoint)
     return OpenedModel(whole, model, whole.attachments, whole.meta, whole.digest)
 
@@ -201,8 +200,8 @@ def load_stages(
     """Load this rank's shard of a model for evaluation, as a list with one stage, for use with `Pipeline`.
 
     dtype: dtype of the computation; default: dtype of the weights. ops: implementation of the operations; default: the
-    fastest for device and dtype. sequence, overlap: as --sequence-parallel and --tp-overlap. stage_layers: number of
-    blocks in each stage if the numbers differ. Errors: ValueError if the layout does not divide the model;
+    fastest for device and dtype. sequence, overlap: values of --sequence-parallel and --tp-overlap. stage_layers:
+    number of layers in each stage, if the numbers differ. Errors: ValueError if the layout does not divide the model;
     CheckpointError naming file or tensor.
     """
     stage = empty_stage(
@@ -230,7 +229,7 @@ def empty_stage(
     overlap: bool = False,
     stage_layers: tuple[int, ...] = (),
 ) -> Any:
-    """Construct this rank's stage of a model without setting its weights; arguments as in `load_stages`."""
+    """Construct this rank's stage of a model without setting its weights. For the arguments, see `load_stages`."""
     torch_device = device.torch
     factory = ParameterFactory(
         {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.etp)},
@@ -257,8 +256,8 @@ def fill(stage: nn.Module, opened: OpenedModel) -> None:
 
 
 def _check_finite(stage: nn.Module, path: Path) -> None:
-    """Check for NaN and infinity, which would make all answers useless. Errors: CheckpointError naming the first tensor
-    with such a value."""
+    """Check that all weights are finite, because NaN or infinity would make all answers useless. Errors:
+    CheckpointError naming the first tensor that is not finite."""
     tensors = {
         segment.shard.name: segment.real(weight.data) for weight in weights(stage) for segment in weight.segments
     }
@@ -281,8 +280,8 @@ def load_model(
 
 
 def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
-    """Yield every weight of a stage as the rectangles that a checkpoint fills; padding is set to zero. A weight without
-    padding is not zeroed first, because on a CPU the first write to new memory takes longer than reading the file."""
+    """Yield the rectangles of each weight that a checkpoint fills, and set padding to zero. A weight without padding is
+    not zeroed first, because on a CPU the first write to new memory takes longer than reading the file."""
     for weight in weights(stage):
         if sum(segment.real(weight.data).numel() for segment in weight.segments) < weight.numel():
             weight.data.zero_()
@@ -327,9 +326,9 @@ def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | N
 
 
 def chat_template(source: StoredWeights | OpenedModel) -> str | None:
-    """The chat template of a model: a name in `TEMPLATES`, or the text of a Jinja template; None if the model has no
-    template. The template that a mega run trained with takes precedence over the template of its initial weights.
-    Errors: CheckpointError for a damaged file."""
+    """Return the chat template of a model: a name in `TEMPLATES`, or the text of a Jinja template; None if the model
+    has no template. The template that a mega run trained with takes precedence over the template of its initial
+    weights. Errors: CheckpointError for a damaged file."""
     data, attachments = below(source.meta, "config", "data"), source.attachments
     trained = below(source.meta, "config", "finetuning").get("dpo_data")
     if data.get("chat_data") or trained:
@@ -357,15 +356,15 @@ def chat_template_place(source: StoredWeights | OpenedModel) -> str | None:
 
 
 def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None) -> torch.dtype:
-    """Return the dtype of the computation: `asked` if given; else the weights' dtype, or fp32 on a CPU."""
+    """Return the dtype of the computation: `asked` if given, else the weights' dtype. On a CPU, the default is fp32
+    unless the weights are fp64."""
     if asked is not None:
         return DTYPES[asked]
     return opened.dtype if device.is_cuda or opened.dtype == torch.float64 else torch.float32
 
 
 def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
-    """Check the size of the vocabulary. Errors: ValueError if the model's vocabulary has fewer ids than the tokenizer
-    has tokens."""
+    """Raise ValueError if the tokenizer has more tokens than the model's vocabulary has ids."""
     model = opened.architecture
     if least_vocab(tokenizer, model.family) > model.input.vocab:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Read the pooling of a sentence-transformers model from `modules.json` and `1_Pooling/config.json`.
+"""Read the pooling mode of a sentence-transformers model from `modules.json` and `1_Pooling/config.json`.
 
-Both files are in the model's folder, or are attachments of a checkpoint that was converted from the folder. This module
-only reads JSON; inference/embedding.py implements the pooling.
+Both files are in the model's folder, or are attached to a checkpoint that was converted from the folder.
+inference/embedding.py implements the pooling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from mega.core.untrusted import Json, parse_json, read_limited
 _FLAGS: dict[str, Literal["mean", "cls"]] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 """Keys that older versions of sentence-transformers set to true."""
 _MODES: dict[str, Literal["mean", "cls"]] = {"mean": "mean", "cls": "cls"}
-"""Values of `pooling_mode`, which newer versions write as a string, or as a list with one string."""
+"""Values of `pooling_mode`, which newer versions of sentence-transformers write as a string or as a list with one
+string."""
 _MODULES = ("Transformer", "Pooling", "Normalize")
 (_POOLING,) = NESTED
 _BYTES = 1 << 16
@@ -25,10 +26,10 @@ _BYTES = 1 << 16
 
 
 def declared_pooling(files: Mapping[str, Path]) -> Literal["mean", "cls"] | None:
-    """Return the pooling that the files of a sentence-transformers model specify; None if they do not specify pooling.
+    """Return the pooling mode in the files of a sentence-transformers model; None if the files do not specify one.
 
-    files: the files that came with the weights, by name. Errors: CheckpointError naming file and value, for any other
-    pooling.
+    files: the files that came with the weights, by name. Errors: CheckpointError naming file and value, if the mode is
+    not supported.
     """
     config = files.get(_POOLING)
     if config is None:
@@ -48,7 +49,7 @@ def declared_pooling(files: Mapping[str, Path]) -> Literal["mean", "cls"] | None
 
 
 def check_modules(files: Mapping[str, Path]) -> None:
-    """Check modules.json, if it is in `files`. Errors: CheckpointError for a module that changes the vectors, such as
+    """Check modules.json if `files` contains it. Errors: CheckpointError for a module that changes the vectors, such as
     Dense."""
     path = files.get("modules.json")
     if path is None:

@@ -48,13 +48,13 @@ class Detokenize(Body):
 
 _GENERATING = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/api": "PUT"}
 _EMBEDDING = {"/v1/embeddings": "POST"}
-"""Route -> method, for text-generation models and for embedding models."""
+"""Route -> HTTP method, for text-generation models and for embedding models."""
 _GONE = 499
-"""Status that the counters record when a client disconnects before the answer."""
+"""Status recorded in the counters when a client disconnects before the answer."""
 
 
 def make_app(service: Service) -> Gate:
-    """Return the server as an ASGI application."""
+    """Return the ASGI application of the server."""
     from fastapi import FastAPI
 
     app = FastAPI(title="mega", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -75,8 +75,8 @@ def make_app(service: Service) -> Gate:
 def _body(
     kind: type[Body], *statuses: int, streams: bool = False, valid: Mapping[str, Sequence[Json]] | None = None
 ) -> dict[str, Json]:
-    """Return the OpenAPI description of a route's body and statuses. streams: whether the route can answer with
-    server-sent events. valid: field -> valid values, for fields whose valid values depend on this server."""
+    """Return the OpenAPI description of a route's request body and status codes. streams: whether the route can answer
+    with server-sent events. valid: field -> valid values, for fields whose valid values depend on this server."""
     responses: dict[str, Json] = {}
     if streams:
         content_types: dict[str, Json] = {
@@ -220,7 +220,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def _refuse(app: FastAPI, routes: Mapping[str, str], reason: str) -> None:
-    """Make the routes that the model cannot serve answer with `reason`, each in the error format of the route."""
+    """Define the routes that the model cannot serve, which return the error `reason` in the route's error format."""
     from fastapi.responses import JSONResponse
 
     async def refused() -> object:

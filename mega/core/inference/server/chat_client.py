@@ -21,8 +21,8 @@ DEFAULTS = Sampling()
 
 @dataclass(frozen=True)
 class ServerAnswers:
-    """Answers conversations with a server. url: HOST:PORT, or the complete address. name: the model to request; None
-    for the server's default."""
+    """Answers conversations by sending them to a server. url: HOST:PORT, or the complete address. name: name of the
+    model to request; None for the server's default."""
 
     url: str
     name: str | None = None
@@ -30,9 +30,9 @@ class ServerAnswers:
     def answer(
         self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
-        """Stream the text of the answer. A sampling field that is not in `given` and has its default value is not sent,
-        so that the server's default applies. Errors: ValueError with the server's message; OSError if no server
-        answers.
+        """Stream the text of the answer. A sampling field that has its default value and is not in `given` is omitted,
+        so that the server's default applies. Errors: ValueError with the server's message; OSError if the server does
+        not answer.
         """
         body: dict[str, object] = {"messages": list(messages), "stream": True}
         body |= {} if tokens is None else {"max_tokens": tokens}

@@ -19,10 +19,10 @@ WAIT_SECONDS = 600.0
 
 
 def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
-    """Return the prompt and its continuation. url: HOST:PORT, or the complete address of a server. fields: additional
+    """Return the prompt with its continuation. url: HOST:PORT, or the complete address of a server. fields: additional
     request fields.
 
-    Errors: ValueError for an invalid address, and with the server's message; OSError if no server answers.
+    Errors: ValueError for an invalid address or with the server's error message; OSError if the server does not answer.
     """
     reply = _put(url, {"prompts": [prompt], "tokens_to_generate": tokens, **fields})
     texts = reply.get("text") if isinstance(reply, dict) else None
@@ -32,7 +32,8 @@ def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
 
 
 def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] = input) -> None:
-    """Read prompts and numbers of tokens until the input ends, like Megatron-LM's text_generation_cli.py."""
+    """Read prompts and numbers of tokens to generate until the input ends, like Megatron-LM's
+    text_generation_cli.py."""
     while True:
         try:
             prompt = read("Enter prompt: ")
@@ -47,8 +48,8 @@ def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] 
 
 
 def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float | None) -> dict[str, Json]:
-    """Convert the given flags of `mega generate` to fields of PUT /api, some of which must be floats. For the other
-    fields, the server uses its defaults.
+    """Convert flags of `mega generate` to fields of PUT /api, some of which must be floats. Fields without a flag have
+    the server's defaults.
 
     >>> fields_of({"temperature": 0.0, "seed": 0}, 0, None)
     {'top_k': 1}
@@ -73,7 +74,8 @@ def _whole(text: str) -> int:
 
 
 def connected(url: str, route: str) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
-    """Return a connection to a server, the path of a route, and headers. Errors: ValueError for an invalid address."""
+    """Return a connection to a server, the path of a route, and request headers. Errors: ValueError for an invalid
+    address."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         host, port = parts.hostname, parts.port
@@ -110,7 +112,7 @@ def _put(url: str, body: Mapping[str, object]) -> object:
 
 
 def message_of(found: object) -> str:
-    """Return the message in an error in Flask's, OpenAI's or Megatron-LM's format."""
+    """Return the message of an error response in Flask's, OpenAI's or Megatron-LM's format."""
     if isinstance(found, dict):
         found = found.get("error", found)
         found = found.get("message", found) if isinstance(found, dict) else found

@@ -19,13 +19,13 @@ MOST_CHOICES = 128
 """Maximum number of strings in a guided_choice."""
 
 _SAME_AS = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""llama.cpp's name for a field -> OpenAI's or vLLM's name, which the routes read."""
+"""llama.cpp's name of a field -> the OpenAI or vLLM name that the routes read."""
 _GUIDES = ("guided_json", "json_schema", "guided_regex", "guided_choice")
 _METACHARACTERS = re.compile(r"([\\.+*?()|\[\]{}^$])")
 
 
 class ClientFields(Body):
-    """Additional fields of clients of vLLM and llama.cpp. `resolved` converts the fields that have an effect."""
+    """Fields of vLLM and llama.cpp clients. `resolved` converts the fields that have an effect."""
 
     n_predict: int | None = Field(None, ge=-1, le=1 << 62, description="the same as max_tokens")
     repeat_penalty: float | None = Field(
@@ -69,8 +69,8 @@ Fields = TypeVar("Fields", bound=ClientFields)
 
 
 def resolved(fields: Fields) -> Fields:
-    """Return the fields, with values given under alternative names moved to `max_tokens`, `repetition_penalty` and
-    `response_format`.
+    """Move the values of alternative fields to `max_tokens`, `repetition_penalty` and `response_format`, and return the
+    fields.
 
     Errors: BadField if a field is given under two names.
     """
@@ -90,7 +90,7 @@ def resolved(fields: Fields) -> Fields:
 
 
 def constraint(fields: ClientFields) -> str:
-    """Return the name of the field that constrains the answer, as given in the request."""
+    """Return the request's name of the field that constrains the answer."""
     return next((name for name in _GUIDES if getattr(fields, name) is not None), "response_format")
 
 

@@ -1,5 +1,5 @@
-"""Limit the number of uvicorn's connections and the time for headers and bodies, and disconnect clients that stop
-reading."""
+"""Limit the number of uvicorn's connections and the time for receiving headers and bodies, and disconnect clients that
+stop reading."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\n
 _BROKEN = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _FULL = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
 _LINGER = 2.0
-"""Time in seconds that a rejected client has for reading the reason."""
+"""Time, in seconds, for a rejected client to read the reason."""
 
 
 @dataclass(eq=False)
 class OpenConnections:
-    """The connections of one server. waiting: connections without a request in progress, longest idle first."""
+    """The connections of one server. waiting: connections without a request in progress, in order of decreasing idle
+    time."""
 
     limits: ServerLimits
     waiting: dict[BoundedConnection, None] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class BoundedConnection(H11Protocol):
             self._restart(self.others.limits.body_seconds, self._check_body)
 
     def on_response_complete(self) -> None:
-        """Limit the time until the next request, or until the end of a body that the route has not read completely."""
+        """Limit the time until the next request, or until the end of a body that the route has not fully read."""
         super().on_response_complete()
         if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
             self.others.waiting[self] = None
@@ -97,8 +98,8 @@ class BoundedConnection(H11Protocol):
         super().resume_writing()
 
     def _check_body(self) -> None:
-        """If the body is incomplete, abort the connection after 5 s, so that the route can first answer with status
-        408."""
+        """Abort a connection whose body is incomplete. The delay of 5 s allows the route to respond with status 408
+        first."""
         if self.cycle is not None and self.cycle.more_body:
             self._restart(5.0, self.transport.abort)
 
@@ -117,9 +118,9 @@ class BoundedConnection(H11Protocol):
             self._writing = None
 
     def _end(self, answer: bytes) -> None:
-        """Send `answer`, which contains the reason, and close a connection without a request in progress. For `_LINGER`
-        seconds, input is discarded, because a client whose connection is reset while it writes cannot read the
-        reason."""
+        """Send `answer`, which contains the reason, and close a connection without a request in progress. Input is
+        discarded for `_LINGER` seconds, because a client cannot read the reason if the connection is reset while it
+        writes."""
         self.others.waiting.pop(self, None)
         if self._ended or self.transport.is_closing():
             return

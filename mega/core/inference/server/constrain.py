@@ -1,8 +1,7 @@
-"""Constrain answers to a JSON schema or a regular expression. The library llguidance computes the tokens that may
-follow.
+"""Constrain answers to a JSON schema or a regular expression. The library llguidance computes the allowed next tokens.
 
-The work for each token is limited, so that the grammar of one client cannot delay other clients. This module depends on
-neither the engine nor the routes.
+The work per token is limited, so that one client's grammar cannot delay other clients. This module depends on neither
+the engine nor the routes.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _FORMS = (
 
 
 class Grammars:
-    """Compiles the grammars of requests for one tokenizer. vocab: number of ids of the model, which may be larger than
-    the tokenizer's vocabulary."""
+    """Compiles the grammars of requests for one tokenizer. vocab: the model's vocabulary size, which may be larger than
+    the tokenizer's."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
@@ -40,7 +39,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, wanted: Mapping[str, object], field: str = _FIELD) -> Grammar:
-        """Return the grammar of a response_format. field: name of the request's field, for use in messages. Errors:
+        """Return the grammar of a response_format. field: name of the request field, for use in messages. Errors:
         BadField naming `field`."""
         source = _source(wanted, field)
 
@@ -85,14 +84,14 @@ class Grammar:
         if self._first.is_error():
             raise ValueError(self._first.get_error())
         trial = self._first.deep_copy()
-        trial.compute_bitmask()  # fails for a schema that refers only to itself, because no token can be first
+        trial.compute_bitmask()  # fails for a schema that refers only to itself, which permits no first token
         if trial.is_error():
             raise ValueError(f"no answer can begin by it ({_one_line(trial.get_error())})")
         self._vocab, self._end, self._field = vocab, end, field
 
     def start(self, ends: frozenset[int]) -> Allowed:
-        """Return the mask function of one sequence. ends: tokens that end the sequence; all of them are allowed where
-        the grammar may end."""
+        """Return the mask function of one sequence. ends: tokens that end the sequence, which are allowed wherever the
+        grammar may end."""
         matcher = self._first.deep_copy()
         consumed: list[int | None] = [None]
         only_end = torch.zeros(self._vocab, dtype=torch.bool)
@@ -142,7 +141,7 @@ def _source(wanted: Mapping[str, object], field: str) -> str | dict[str, object]
 
 
 def _limits() -> LLParserLimits:
-    """Return limits on the work and memory of one grammar, with which the most expensive step takes a few
+    """Return limits on the work and memory of one grammar. With these limits, the most expensive step takes a few
     milliseconds."""
     from llguidance import LLParserLimits
 
@@ -157,11 +156,11 @@ def _limits() -> LLParserLimits:
 
 
 _INSIDE = b"\x02"
-"""Prefix that makes the tokenizer encode a text like the continuation of another text."""
+"""Prefix with which a text is encoded as the continuation of another text."""
 
 
 class _Tokens:
-    """A tokenizer with the interface that llguidance requires."""
+    """Adapts a tokenizer to the interface that llguidance requires."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         size = tokenizer.vocab_size
@@ -176,9 +175,9 @@ class _Tokens:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return tokens whose bytes are `text`, encoded as inside a longer text. The library calls this method to
-        encode forced text. Many tokenizers add a space before a text or its first word, so the encoding is also tried
-        with the prefix `_INSIDE`."""
+        """Return tokens whose bytes are `text`, as if `text` continued a longer text. llguidance calls this method to
+        encode text that the grammar forces. Many tokenizers add a space before a text or its first word, so `text` is
+        also encoded with the prefix `_INSIDE`."""
         data = text if isinstance(text, bytes) else text.encode()
         for before in (b"", _INSIDE):
             ids = self._encode((before + data).decode(errors="replace"))[self._lead :]
@@ -190,7 +189,7 @@ class _Tokens:
         return self._by_length(data)
 
     def _by_length(self, data: bytes) -> list[int]:
-        """Repeatedly choose the longest matching token, up to the first byte that begins no token."""
+        """Encode by repeatedly choosing the longest matching token, up to the first byte with which no token begins."""
         ids: list[int] = []
         while data:
             sizes = range(min(len(data), self._longest), 0, -1)

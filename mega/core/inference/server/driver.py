@@ -4,8 +4,8 @@
 2. The thread adds the sequences to the engine, which rejects a request that can never fit.
 3. The thread runs steps while any sequence is in flight. Events are delivered to the tickets on the event loop.
 4. `cancel` of a ticket removes its sequence from the engine.
-5. If a step or a cancellation fails, the engine is lost. Every ticket receives EngineLost, and `on_failure` is called.
-6. `lose` also marks the engine as lost. It is called if a step cannot end because another rank does not answer.
+5. If a step or a cancellation fails, the engine is lost: every ticket receives EngineLost, and `on_failure` is called.
+6. If a step cannot end because another rank does not respond, `lose` is called, which also marks the engine as lost.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mega.core.inference.relay import LostRank
 from mega.core.inference.request import LOGITS_NOT_FINITE, Engine, Event, Request
 
 NOT_FINITE = 3
-"""Number of consecutive requests without finite logits after which the model is considered broken."""
+"""Number of consecutive requests with non-finite logits after which the model is considered broken."""
 
 ENDING = 1.0
-"""Seconds to wait for the thread of a lost engine, which may be blocked by a rank that has stopped."""
+"""Seconds to wait for the thread of a lost engine, which a stopped rank may block."""
 
 
 class QueueFull(Exception):
@@ -47,7 +47,7 @@ class Ticket:
     done: bool = False
 
     def cancel(self) -> None:
-        """Remove the sequence from the engine, if the sequence has not ended."""
+        """Remove the sequence from the engine if the sequence has not ended."""
         if not self.done:
             self._cancel(self)
 
@@ -55,8 +55,8 @@ class Ticket:
 class Driver:
     """Runs the engine on a separate thread.
 
-    waiting: maximum number of waiting sequences, in addition to the sequences that the engine runs at the same time.
-    on_failure: called once, on the event loop, with the exception of the failed step.
+    waiting: maximum number of waiting sequences, in addition to the sequences that the engine runs concurrently.
+    on_failure: called once, on the event loop, with the exception that the failed step raised.
     """
 
     def __init__(self, engine: Engine, waiting: int, on_failure: Callable[[BaseException], None]) -> None:
@@ -69,12 +69,12 @@ class Driver:
         self.in_flight = 0
         self.failure: BaseException | None = None
         self.not_finite = 0
-        """Number of requests that have failed since the last token or vector, because logits were not finite."""
+        """Number of requests that have failed because of non-finite logits since the last token or vector."""
 
     @property
     def unhealthy(self) -> str | None:
-        """The reason why requests fail: the engine is lost, or the last requests had no finite logits. None if requests
-        do not fail."""
+        """The reason why requests fail: the engine is lost, or the last requests had non-finite logits. None if the
+        model is healthy."""
         if self.failure is not None:
             return _reason(self.failure)
         return LOGITS_NOT_FINITE if self.not_finite >= NOT_FINITE else None
@@ -97,12 +97,12 @@ class Driver:
         self._calls.put(lambda: self._add(requests, accepted))
         try:
             return await asyncio.shield(accepted)
-        except asyncio.CancelledError:  # the client disconnected; cancel the sequences when the engine has added them
+        except asyncio.CancelledError:  # the client disconnected: cancel the sequences once the engine has added them
             accepted.add_done_callback(_cancel_all)
             raise
 
     def check_room(self, count: int) -> None:
-        """Check that `count` more sequences would be accepted now. Errors: QueueFull, EngineLost."""
+        """Check that the queue currently accepts `count` more sequences. Errors: QueueFull, EngineLost."""
         if self.failure is not None:
             raise EngineLost(_reason(self.failure))
         if self.in_flight + count > self.most:
@@ -120,7 +120,7 @@ class Driver:
         self._later(partial(self._spread, error))
 
     def abandon(self, reason: str) -> None:
-        """End all sequences in flight. Their tickets receive EngineLost with this reason."""
+        """End all sequences in flight. Their tickets receive EngineLost with the given reason."""
         for ticket in list(self._tickets.values()):
             ticket.cancel()
             self._end(ticket, EngineLost(reason))
@@ -134,7 +134,7 @@ class Driver:
             self._fail(error)
 
     def _drive(self) -> None:
-        """Call the engine until `close`. Errors: any error of the engine, which is then lost."""
+        """Call the engine until `close`. Errors: any error that the engine raises; the engine is then lost."""
         while True:
             try:
                 while (call := self._calls.get(block=self.engine.idle)) is not None:
@@ -166,7 +166,7 @@ class Driver:
 
     def _later(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing receives the call
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(call)
 
     # --- on the loop ----------------------------------------------------------------------------------------------
@@ -222,6 +222,6 @@ def _cancel_all(added: asyncio.Future[list[Ticket]]) -> None:
 
 def _reason(error: BaseException | None) -> str:
     """Return the message for clients. The message names a lost rank, but contains no details about other errors."""
-    if isinstance(error, LostRank | TimeoutError):  # the part before the details that a library adds
+    if isinstance(error, LostRank | TimeoutError):  # omit the details that a library appends
         return f"the model has failed: {str(error).split(': ')[0]}"
     return "the model has failed"

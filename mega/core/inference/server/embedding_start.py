@@ -1,4 +1,4 @@
-"""Start an engine that embeds texts with a BERT, and check the flags of `mega serve` for such a server.
+"""Start an engine that embeds texts with a BERT model, and check the flags of `mega serve` for such a server.
 
 This module does not depend on routes.
 """
@@ -29,11 +29,11 @@ from mega.core.text.tokenizer import Tokenizer
 _ENGINE = ("cache_tokens", "batch_invariant", "cuda_graph", "fp8_weights", "speculate")
 _ANSWERS = ("max_tokens_to_oom", "temperature", "top_k", "top_p", "seed", "parse_special_tokens", "legacy_status")
 _MODEL = ("adapter", "chat_template")
-"""Options for generated text. They are rejected, because they have no effect on embeddings."""
+"""Options for text generation, which are rejected because they have no effect on embeddings."""
 
 
 def gives_embeddings(model: ModelConfig) -> bool:
-    """Whether a server of this model answers /v1/embeddings, that is, whether the model is a BERT."""
+    """Whether a server of the model provides /v1/embeddings, that is, whether the model is a BERT model."""
     return FAMILY_DEFAULTS[model.family].classifies
 
 
@@ -46,7 +46,7 @@ def check_embedding(
     answers: ServerOptions,
     retro: str | None,
 ) -> None:
-    """Check flags. Errors: ValueError naming a flag without effect on embeddings, or a layout that is not supported."""
+    """Check flags. Errors: ValueError naming a flag that has no effect on embeddings, or an unsupported layout."""
     for section, names in ((engine, _ENGINE), (answers, _ANSWERS), (model, _MODEL)):
         defaults = {each.name: each.default for each in fields(section)}
         for name in names:
@@ -78,8 +78,8 @@ def start_embedding_engine(
 ) -> EmbeddingEngine | None:
     """Return the engine on rank 0. Other ranks run its steps until the engine closes, and then return None.
 
-    pooling: default: the pooling that the model's files specify, else mean. Errors: CheckpointError naming file or
-    tensor; LostRank.
+    pooling: pooling mode; default: the mode that the model's files specify, else mean. Errors: CheckpointError naming
+    file or tensor; LostRank.
     """
     check_modules(opened.attachments)
     pooling = pooling or declared_pooling(opened.attachments) or "mean"
@@ -104,7 +104,7 @@ _POOLED = {
 
 
 def embedding_lines(engine: EmbeddingEngine) -> list[str]:
-    """Return the lines about embeddings that a server prints before it listens."""
+    """Return the information about embeddings that a server prints before it starts to listen."""
     limits = engine.limits
     return [
         f"embeddings of {engine.vectors.width} numbers: of each text {_POOLED[engine.pooling]}",

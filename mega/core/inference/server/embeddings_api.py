@@ -34,9 +34,9 @@ _INPUT: list[JsonValue] = [
     {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _IDS},
 ]
 _MANY = 1 << 14
-"""Answers with more numbers than this are rendered on the text thread instead of the event loop's thread."""
+"""Answers with more numbers than this are serialized on the text thread instead of the event loop's thread."""
 _RETRY_SECONDS = 0.01
-"""Seconds that a request with many texts waits before the next attempt to enter the queue."""
+"""Seconds between attempts to queue the remaining texts of a request."""
 
 
 class EmbeddingFields(Body):
@@ -72,8 +72,8 @@ async def answer(service: Service, body: object) -> bytes:
 
 
 def _rendered(vectors: Sequence[NDArray[np.float32]], tokens: int, name: str, fields: EmbeddingFields) -> bytes:
-    """Return the answer as JSON. Each vector is encoded by a separate call of json.dumps, because a single call for all
-    vectors would hold the interpreter's lock, and thus block the event loop, for its whole duration."""
+    """Return the answer as JSON. Each vector is serialized separately, because a single json.dumps call for all vectors
+    would hold the interpreter lock, and thus block the event loop, for its whole duration."""
     parts = [b'{"object":"list","data":[']
     for index, vector in enumerate(vectors):
         unit = vector / max(float(np.linalg.norm(vector)), 1e-12) if fields.normalize else vector
@@ -119,8 +119,8 @@ async def _rows(service: Service, given: str | list[object]) -> list[tuple[int, 
 
 
 async def _vectors(service: Service, rows: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
-    """Return the vector of each row. A request may have more rows than fit into the queue, so rows are queued in
-    parts."""
+    """Return the vector of each row. Rows are queued in batches, because a request may have more rows than fit into the
+    queue."""
     part, vectors = service.driver.engine.limits.requests, list[NDArray[np.float32]]()
     for first in range(0, len(rows), part):
         requests = [Request(prompt=row, tokens=0) for row in rows[first : first + part]]
@@ -133,8 +133,8 @@ async def _vectors(service: Service, rows: Sequence[tuple[int, ...]]) -> list[ND
 
 
 async def _queued(service: Service, requests: Sequence[Request], *, wait: bool) -> list[Ticket]:
-    """Queue requests. wait: whether to wait until the requests fit into the queue, for the later parts of a request.
-    Errors: QueueFull; EngineLost."""
+    """Queue engine requests. wait: whether to wait until the queue has space instead of raising QueueFull. Errors:
+    QueueFull; EngineLost."""
     while True:
         try:
             return await service.add(requests)

@@ -1,6 +1,6 @@
 """Define request bodies as pydantic models, from which checks, error messages and OpenAPI schemas are derived.
 
-Unknown fields, and values that would have no effect, are rejected. This module does not depend on routes.
+Unknown fields and values that would have no effect are rejected. This module does not depend on routes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TYPES = {
     "list_type": "array",
     "dict_type": "object",
 }
-"""Pydantic's name for an error -> the expected JSON type."""
+"""Pydantic's error type -> the expected JSON type."""
 
 
 class BadField(ValueError):
@@ -34,7 +34,7 @@ class BadField(ValueError):
 
 
 class Body(BaseModel):
-    """A request body. JSON types are not converted; null means that the field is absent."""
+    """A request body. JSON types are not converted. A field that is null is treated as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -63,8 +63,7 @@ def _with_effect(kind: type[Body]) -> list[str]:
 
 
 def _whole(value: object, kind: type[Body], name: str) -> object:
-    """Convert numbers such as 16.0 in integer fields to integers, because JSON Schema counts such numbers as
-    integers."""
+    """Convert numbers such as 16.0 in integer fields to integers, because such numbers are integers in JSON Schema."""
     types = (kind.model_fields[name].annotation, *get_args(kind.model_fields[name].annotation))
 
     def whole(one: object) -> object:
@@ -76,8 +75,8 @@ def _whole(value: object, kind: type[Body], name: str) -> object:
 
 
 def _refused(found: Sequence[ErrorDetails], kind: type[Body]) -> BadField:
-    """Return an error that names the first invalid field, the field's value and the violated rule. A field without
-    effect accepts only one value, which the pydantic model expresses as equal bounds or as a length of 0."""
+    """Return an error that names the first invalid field, the field's value and the violated rule. A field that has no
+    effect accepts only one value; its pydantic model has equal bounds or a length of 0."""
     name, value_text = str(found[0]["loc"][0]), repr(found[0]["input"])[:60]
     match found[0]["type"]:
         case "missing":

@@ -1,6 +1,6 @@
 """Check every request before its route is called, and count the request afterwards. The gate checks the token, the Host
 header, the size of the body, and whether the server still accepts requests. The gate is an ASGI application that wraps
-another application; it does not depend on the fields of routes.
+another application, and does not depend on the fields of routes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPEN = ("/", "/index.html", "/health", "/v1/health")
 """Paths that do not need a token: the page, which contains no data, and the health check."""
 FAILED = "the server has failed"
 _WATCHED = ("/health", "/v1/health", "/metrics")
-"""Paths that are answered while the server drains."""
+"""Paths that remain available while the server drains."""
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 _PAGE = (
     b"content-security-policy",
@@ -62,7 +62,7 @@ class Gate:
                 await _send(counted, *refused)
             else:
                 await self._inside(scope, receive, counted)
-        except Exception as error:  # do not print the message, which may contain a prompt
+        except Exception as error:  # the error message may contain a prompt, so it is not printed
             print(f"mega: {path[:60]!r} failed: {_where(error)}", file=sys.stderr, flush=True)
             if not status[0]:
                 await _send(counted, 500, FAILED)
@@ -97,8 +97,8 @@ class Gate:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a Host header is localhost or an IP address. Other names are not accepted, because the owner of a web
-    site could let the site's name resolve to this machine.
+    """Whether a Host header is localhost or an IP address. Other names are rejected, because the owner of a web site
+    could make the site's name resolve to this machine.
 
     >>> [_is_local(host) for host in ("localhost:5000", "127.0.0.1", "[::1]:5000", "evil.example:5000")]
     [True, True, True, False]
@@ -131,7 +131,7 @@ async def _send(send: Send, status: int, text: str) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """Return the type of an exception, and the line that raised the exception."""
+    """Return the type of an exception, with the function and line that raised the exception."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

@@ -8,14 +8,14 @@ from typing import ClassVar
 from mega.core.config.option import COUNT, FROM_0, NOT_NEGATIVE, Range, VerbSection, option
 
 MOST_PROMPTS = 128
-"""Maximum number of sequences in one request: the prompts of PUT /api (Megatron-LM's limit), or prompts x n in OpenAI's
-routes."""
+"""Maximum number of sequences in one request: the number of prompts in PUT /api (Megatron-LM's limit), or prompts x n
+in OpenAI's routes."""
 
 MOST_INPUTS = 2048
 """Maximum number of inputs in one request to /v1/embeddings, as in OpenAI's API."""
 
 MOST_STOPS, STOP_CHARACTERS = 16, 256
-"""Maximum number of stop strings in a request, and of characters in each stop string."""
+"""Maximum number of stop strings in a request, and maximum number of characters in a stop string."""
 
 MOST_BIASES = 1024
 """Maximum number of tokens in a request's logit_bias."""
@@ -27,7 +27,7 @@ GRAMMAR_BYTES = 1 << 16
 """Maximum size in bytes of a JSON schema or a regular expression, written as JSON."""
 
 HEADER_BYTES = 1 << 16
-"""Maximum size in bytes of the request line together with the headers."""
+"""Maximum total size of the request line and the headers in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class ServerLimits(VerbSection):
         30.0, "seconds that answers in flight get to finish after SIGTERM", within=NOT_NEGATIVE
     )
     bodies: int = 256 << 20
-    """Maximum number of bytes of all bodies that are being read at the same time."""
+    """Maximum total size, in bytes, of all bodies that are being read."""
     header_seconds: float = 10.0
-    """Time in seconds that a client has for sending the headers of a request."""
+    """Time, in seconds, for a client to send the headers of a request."""
     body_seconds: float = 30.0
-    """Time in seconds that a client has for sending the body of a request."""
+    """Time, in seconds, for a client to send the body of a request."""
     write_seconds: float = 30.0
     """Seconds after which a client that does not read its answer is disconnected."""
     idle_seconds: float = 60.0

@@ -1,9 +1,9 @@
 """Answer PUT /api like Megatron-LM's text generation server of 2023, with the same fields, limits, order of checks and
 error texts.
 
-The status for an invalid value is 400. Megatron-LM, and this server with `--legacy-status`, often respond with status
-200 and the message as the answer instead. Fields that Megatron-LM would ignore are rejected. Every prompt gets
-`tokens_to_generate` new tokens, even if it is shorter than another prompt.
+Invalid values are rejected with status 400. Megatron-LM, and this server with `--legacy-status`, often respond with
+status 200 and the error message as the answer instead. Fields that Megatron-LM would ignore are rejected. Every prompt
+gets `tokens_to_generate` new tokens, even if other prompts in the request are longer.
 
 Source: megatron/text_generation_server.py and megatron/text_generation/ of Megatron-LM 23.06.
 """
@@ -26,8 +26,8 @@ from mega.core.untrusted import Json
 
 
 class MegatronRequest(Body):
-    """The fields and their defaults (None if absent), from which the OpenAPI schema is derived. The functions below
-    check the fields in the same order and with the same messages as Megatron-LM."""
+    """The fields and their defaults (None for no default), from which the OpenAPI schema is derived. `check` checks the
+    fields in the same order and with the same messages as Megatron-LM."""
 
     prompts: list[str] = Field(
         description=f"list of 1 to {MOST_PROMPTS} prompts", min_length=1, max_length=MOST_PROMPTS
@@ -77,7 +77,7 @@ class Refused(ValueError):
 
 
 def check(body: object, *, ignore_unknown: bool = False) -> MegatronRequest:
-    """Check a body and return its fields. Errors: Refused with the message of the first check that fails.
+    """Check a body, and return its fields. Errors: Refused with the message of the first check that fails.
 
     >>> check({"prompts": []})
     Traceback (most recent call last):
@@ -210,7 +210,7 @@ def _without_effect(body: Mapping[str, object]) -> None:
 
 
 async def requests(service: Service, given: MegatronRequest) -> tuple[list[Request], int | None]:
-    """Return requests to the engine, and the token that ends an answer if it occurs twice in succession. Errors:
+    """Return the engine's requests, and the token that ends an answer if it occurs twice in succession. Errors:
     Refused."""
     tokenizer, tokens = service.tokenizer, given.tokens_to_generate
     service.check_queue(len(given.prompts))
@@ -305,7 +305,7 @@ async def _ids(service: Service, text: str, add_bos: bool) -> tuple[int, ...]:
 
 
 def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
-    """Return the sampling options for one prompt. top_p 0 disables top-p, even if top_k is given."""
+    """Return the sampling options for one prompt. A top_p of 0 disables top-p, even if top_k is given."""
     settings: dict[str, Json] = {"temperature": given.temperature, "seed": given.random_seed}
     if given.top_k is not None or given.top_p is not None:
         settings |= {"top_k": given.top_k or 0, "top_p": given.top_p or 1.0}

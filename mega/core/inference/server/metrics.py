@@ -26,7 +26,7 @@ class Metrics:
         self.whole = self._seconds("mega_request_seconds", "From the complete request to the complete answer")
 
     def gauge(self, name: str, about: str, read: Callable[[], float]) -> None:
-        """Register a gauge whose value `read` returns at each scrape."""
+        """Register a gauge whose value is obtained by calling `read` at each scrape."""
         Gauge(name, about, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:

@@ -1,7 +1,8 @@
 """Parse and answer requests to /v1/completions and /v1/chat/completions in OpenAI's format, including streams. Only
-fields that have an effect are accepted. Log-probabilities and echo have the format that evaluation harnesses read.
+fields that have an effect are accepted. Log-probabilities and echoed prompts have the format that evaluation harnesses
+expect.
 
-Source: OpenAI's API reference; the requests that lm-eval's `local-completions` sends, and the answers that it reads.
+Sources: OpenAI's API reference; requests and answers of lm-eval's `local-completions`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ _FORMAT: list[JsonDict] = [
     {"properties": {"type": {"enum": ["regex"]}, "pattern": {"type": "string"}}, "required": ["type", "pattern"]},
     {"properties": {"type": {"enum": ["json_schema"]}, "json_schema": {"type": "object", "required": ["schema"]}}},
 ]
-"""OpenAPI schemas of the values of structured fields."""
+"""OpenAPI schemas for the values of structured fields."""
 
 
 class Common(SamplingFields, ClientFields):
@@ -208,13 +209,13 @@ class Chat(Common):
 
 
 class PromptText(NamedTuple):
-    """The text of a prompt, if the answer repeats the prompt."""
+    """The text of a prompt that the answer repeats, and a note about the prompt."""
 
     text: str = ""
     offsets: list[int] | None = None
     """Offset in `text` of each token of the prompt; None if the tokenizer does not report offsets."""
     note: str | None = None
-    """A remark for the client."""
+    """A note for the client."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class ParsedRequest:
     stops: tuple[str, ...]
     """Strings that end an answer."""
     ends: frozenset[int]
-    """Tokens that end an answer and add no text."""
+    """Tokens that end an answer without adding text."""
     usage: bool
     """Whether a stream ends with an event that contains the token counts."""
     calls: CallRules = field(default_factory=CallRules)
@@ -239,7 +240,7 @@ class ParsedRequest:
 
     @property
     def notes(self) -> dict[str, list[str]]:
-        """Remarks about the prompts, as the field `notes` of the answer."""
+        """The answer's field `notes`, which contains the notes about the prompts."""
         unique_notes = list(dict.fromkeys(prompt.note for prompt in self.prompts if prompt.note is not None))
         return {"notes": unique_notes} if unique_notes else {}
 
@@ -323,8 +324,8 @@ async def _asked(
     ends: frozenset[int],
     rules: CallRules | None = None,
 ) -> ParsedRequest:
-    """Build the engine's requests. tokens: maximum number of new tokens. scored: values for the fields of `Request`
-    that request log-probabilities. Errors: BadField."""
+    """Build the engine's requests. tokens: maximum number of new tokens. scored: values of the `Request` fields about
+    log-probabilities. Errors: BadField."""
     rules = rules or CallRules()
     count = len(prompts) * fields.n
     if count > MOST_PROMPTS:
@@ -373,7 +374,7 @@ def _biases(given: Mapping[str, object] | None) -> tuple[tuple[int, float], ...]
 
 
 def _markers(service: Service) -> dict[int, str]:
-    """Return the control tokens of tool calls that decoding omits, as a map id -> text."""
+    """Return the control tokens of tool calls that decoding omits, as a map from id to text."""
     markers = {service.tokenizer.control(name): name for name in MARKERS}
     return {
         token: name for token, name in markers.items() if token is not None and not service.tokenizer.decode([token])
@@ -410,7 +411,7 @@ async def _prompts(
 
 
 def _note(service: Service, text: str, special: bool) -> str | None:
-    """Return a remark about names of special tokens in a prompt; None if the prompt has none of these names."""
+    """Return a note about names of special tokens in a prompt; None if the prompt contains no such names."""
     if (name := service.special.first_in(text)) is None:
         return None
     treatment = "tokens, by parse_special_tokens" if special else "text; parse_special_tokens true makes tokens of them"
@@ -428,7 +429,7 @@ def messages(given: Sequence[object], characters: int) -> list[Message]:
     conversation: list[Message] = []
     for index, each in enumerate(given):
         label = f"messages[{index}]"
-        if isinstance(each, dict):  # clients return earlier answers with fields that are null
+        if isinstance(each, dict):  # clients send earlier answers with null fields
             each = {key: value for key, value in each.items() if value is not None}
         if not isinstance(each, dict) or "role" not in each or set(each) - set(_KEYS):
             raise BadField("messages", f"{label}: must be an object with role and content; valid: {', '.join(_KEYS)}")
@@ -454,7 +455,7 @@ _KEYS = ("role", "content", "tool_calls", *_TEXTS)
 
 
 def _called(given: object, where: str) -> list[dict[str, object]]:
-    """Check the calls of an assistant's message. Errors: BadField."""
+    """Check the tool calls of an assistant's message. Errors: BadField."""
     calls: list[dict[str, object]] = []
     for call in given if isinstance(given, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -468,7 +469,7 @@ def _called(given: object, where: str) -> list[dict[str, object]]:
 
 
 def _content(given: object, where: str) -> str:
-    """Return the text of a message's content, which is a text, or a list of text parts to concatenate."""
+    """Return the text of a message's content, which is a string or a list of text parts to concatenate."""
     if isinstance(given, str):
         return given
     parts = given if isinstance(given, list) else []
@@ -573,7 +574,7 @@ def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False
 
 
 def cited(done: Continuation) -> dict[str, Json]:
-    """Return the neighbours that a model with a retriever has read, as a field of the answer."""
+    """Return the field of the answer for the neighbours that a model with a retriever has read."""
     return {"neighbours": [dict(each._asdict()) for each in done.cited]} if done.cited else {}
 
 
@@ -650,8 +651,8 @@ def _chat_chunk(
 
 
 def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[Json]:
-    """Return for each token of the prompt, in vLLM's format, a map id -> log-probability of the token and of the most
-    likely tokens; None for the first token."""
+    """Return log-probabilities of the prompt in vLLM's format: for each token, a map from id to log-probability with
+    the token itself and the most likely tokens; None for the first token."""
     entries: list[Json] = []
     tops = done.prompt_top or ((),) * len(done.prompt)
     for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):
@@ -699,8 +700,8 @@ def _logprobs(
 
 
 def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
-    """Return a map text -> log-probability, with the `count` most likely tokens first and then the token itself. Tokens
-    with the same text share one entry, with the highest of their values."""
+    """Return the log-probabilities of the `count` most likely tokens and of the token itself, by text. Tokens with the
+    same text share one entry, which has their highest log-probability."""
     by_text: dict[str, float] = {}
     assert scored.logprob is not None
     for token, logprob in (*scored.top[:count], (scored.id, scored.logprob)):

@@ -1,6 +1,7 @@
 """Option sections of `mega serve` for the address, the model and the answers. The server uses these sections directly.
 
-Limits are in limits.py, options of the engine and its ranks in inference/options.py. This module does not import torch.
+limits.py defines limits; inference/options.py defines options of the engine and its ranks. This module does not import
+torch.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -19,7 +20,7 @@ from mega.core.inference.server.limits import ServerLimits
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions(VerbSection):
-    """Options for the address and token of a server, and the time that it waits for its ranks."""
+    """Options for the address and token of a server, and for the time to wait for its ranks."""
 
     title: ClassVar[str] = "Address"
 
@@ -105,7 +106,7 @@ class ServerOptions(VerbSection):
     log_prompts: bool = option(False, "log each request, with its prompt")
     legacy_status: bool = option(False, "answer most invalid PUT /api requests with status 200, as Megatron-LM does")
     no_chat: str = "the model has no chat template"
-    """The reason why the model cannot chat."""
+    """Reason why the model cannot chat."""
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters."""
     token: str | None = None

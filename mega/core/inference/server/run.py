@@ -1,7 +1,7 @@
 """Run the server until it receives a signal or the engine fails, and then shut down in three phases:
 
 1. After SIGTERM or SIGINT, new requests get 503; requests in flight may finish within `drain_seconds`.
-2. Requests still in flight get 503, or an error as the last event of their stream.
+2. Requests that are still in flight get 503, or an error as the last event of their stream.
 3. Connections are closed, then the engine is closed, which ends the other ranks.
 
 After a failure of the engine, the shutdown begins with phase 2, and the engine's error is raised at the end.
@@ -31,9 +31,9 @@ from mega.core.text.chat.format import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
 
 _FILES = 128
-"""Number of file descriptors that are reserved for uses other than connections."""
+"""Number of file descriptors reserved for uses other than connections."""
 _UNACCEPTED = 2048
-"""Maximum number of connections that the operating system queues until they are accepted."""
+"""Maximum number of connections that the operating system queues before they are accepted."""
 
 
 class HttpServer:
@@ -57,11 +57,11 @@ class HttpServer:
     def stop(self) -> None:
         """Drain and shut down."""
         if self._loop is not None and self._stop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has already ended
+            with contextlib.suppress(RuntimeError):  # the event loop has already ended
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     def run(self, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-        """Answer requests until `stop` or a signal. ready: called when the server accepts requests.
+        """Answer requests until `stop` is called or a signal arrives. ready: called when the server accepts requests.
 
         Errors: any error of the engine.
         """
@@ -87,7 +87,7 @@ class HttpServer:
             if server.started:
                 listening.listen(
                     _UNACCEPTED
-                )  # not uvicorn's backlog, which is shorter because it also limits the connections accepted at a time
+                )  # longer than uvicorn's backlog, which also limits the connections accepted at a time
                 ready()
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,8 +142,7 @@ def _config(app: Any, limits: ServerLimits) -> Any:
         log_config=None,
         access_log=False,
         server_header=False,
-        # Small enough that the first request of a connection is read before newer connections can displace the
-        # connection.
+        # With a larger value, newer connections could displace a connection before its first request is read.
         backlog=max(1, min(128, limits.max_connections // 8)),
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=int(limits.idle_seconds),
@@ -166,8 +165,7 @@ def raise_file_limit(connections: int) -> int:
 
 @contextlib.contextmanager
 def _heeding(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
-    """Make SIGTERM and SIGINT set `stop`. Has no effect outside the main thread, because only the main thread can
-    handle signals."""
+    """Make SIGTERM and SIGINT set `stop`. Has no effect outside the main thread, which alone can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

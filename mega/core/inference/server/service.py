@@ -1,7 +1,7 @@
 """Store the state that all routes share: the model's names, tokenizer, chat template, grammars, limits and engine
 driver.
 
-This module also converts texts to engine requests, and request bodies to JSON. It does not depend on routes or answer
+This module also parses request bodies and converts texts to engine requests. It does not depend on routes or answer
 formats.
 """
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
 
 _DISCARDED = 8
-"""If a body exceeds this multiple of the maximum size, the connection is closed. Otherwise, bytes above the maximum
-size are read and discarded."""
+"""Multiple of the maximum body size above which the connection is closed. Bytes between the two sizes are read and
+discarded."""
 _SHORT = 1 << 10
 """Texts of at most this many characters are encoded on the event loop's thread."""
 _LARGE = 1 << 16
@@ -42,7 +42,7 @@ _LARGE = 1 << 16
 @dataclass(frozen=True, kw_only=True)
 class Manner:
     """The chat template and end tokens of a model or an adapter. chat: None if the model cannot chat; `no_chat` then
-    gives the reason. stop_ids: end tokens in addition to the tokenizer's end token."""
+    contains the reason. stop_ids: end tokens in addition to the tokenizer's end token."""
 
     chat: ChatFormat | None = None
     no_chat: str = ServerOptions.no_chat
@@ -104,7 +104,7 @@ class Service:
                     if size <= self.options.limits.max_body:
                         data += part
                         self.body_bytes += len(part)
-                    # The excess is read and discarded, because a client that is still writing would not read the error
+                    # The excess is read and discarded, because a client that is still writing does not read the error
                     # response.
                     elif size > _DISCARDED * self.options.limits.max_body:
                         break
@@ -130,8 +130,8 @@ class Service:
     # --- prompts --------------------------------------------------------------------------------------------------
 
     def check_queue(self, count: int) -> None:
-        """Reject a request early, before any work, if the queue is full. Errors: QueueFull, EngineLost."""
-        if count <= self.driver.most:  # `add` rejects a larger count, which can never fit
+        """Reject a request before any work if the queue is full. Errors: QueueFull, EngineLost."""
+        if count <= self.driver.most:  # a larger count, which can never fit, is rejected in `add`
             self.driver.check_room(count)
 
     async def encode(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class Service:
         if len(text) > self.characters:
             raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
         try:
-            # For a short text, switching to another thread takes longer than encoding.
+            # Switching to another thread takes longer than encoding a short text.
             short = len(text) <= _SHORT
             encode = self.tokenizer.encode_special if special else self.tokenizer.encode
             ids = encode(text) if short else await self.off_loop(encode, text)
@@ -158,7 +158,7 @@ class Service:
         return tuple(ids) if roles is None else (roles.cls, *ids, roles.sep)
 
     def checked(self, name: str, ids: Iterable[object]) -> tuple[int, ...]:
-        """Check ids of a prompt that come from a client or from the tokenizer. Errors: BadField."""
+        """Check a prompt's ids from a client or from the tokenizer. Errors: BadField."""
         token_ids: list[int] = []
         for token in ids:
             if isinstance(token, float) and token.is_integer():  # JSON Schema counts 1.0 as an integer
@@ -178,8 +178,8 @@ class Service:
         return start
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token in OpenAI's notation, `bytes:...` for a part of a character, or the token's
-        name."""
+        """Return the text of a token in OpenAI's notation: `bytes:...` for an incomplete character, and the name of a
+        token without text."""
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode() if data else self.tokenizer.piece(token)
@@ -190,7 +190,7 @@ class Service:
         return f"This model's maximum context length is {self.longest} tokens."
 
     def check_room(self, name: str, prompt: Sequence[int], tokens: int) -> None:
-        """Check that prompt and answer together fit into the context length. Errors: BadField."""
+        """Check that the prompt and the answer together fit into the context length. Errors: BadField."""
         if len(prompt) + tokens > self.longest:
             raise BadField(
                 name,
@@ -215,8 +215,8 @@ class Service:
             raise BadField(error.field, str(error)) from None
 
     def adapter(self, model: str | None) -> str | None:
-        """Return the adapter that `model` names; None for the model itself. Errors: BadField if no model of this name
-        is served."""
+        """Return the name of the adapter that `model` selects; None for the model itself. Errors: BadField if no such
+        model is served."""
         if model is None or model == self.options.name or model in self.options.served_model_name:
             return None
         if model in self.options.adapters:
@@ -237,7 +237,7 @@ class Service:
         return whole if adapter is None else self.manners.get(adapter, whole)
 
     async def add(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Add all requests or none, and return their tickets. Errors: BadField, QueueFull, EngineLost."""
+        """Add either all requests or none, and return their tickets. Errors: BadField, QueueFull, EngineLost."""
         if len(requests) > self.driver.most:
             raise BadField("n", f"{len(requests)} sequences: at most {self.driver.most} are accepted at a time")
         try:
@@ -256,7 +256,7 @@ class Service:
         ]
 
     def ends(self, ignore: bool = False, adapter: str | None = None) -> frozenset[int]:
-        """Return the tokens after which an answer ends."""
+        """Return the tokens that end an answer."""
         return frozenset() if ignore else text_ends(self.tokenizer, self.manner(adapter).stop_ids, self.known)
 
     async def allowed(

@@ -1,4 +1,4 @@
-"""Convert the events of one sequence to text, up to a stop string, and cancel the sequence when the client disconnects.
+"""Convert the events of one sequence to text up to a stop string, and cancel the sequence when the client disconnects.
 
 This module depends on neither routes nor answer formats.
 """
@@ -27,7 +27,7 @@ class ClientGone(Exception):
 class AnswerFailed(Exception):
     """Raised if a sequence has failed. The message may be shown to clients.
 
-    by_request: whether the request's constraints are the cause; otherwise, logits were not finite.
+    by_request: whether the request's constraints caused the failure; if not, logits were not finite.
     """
 
     def __init__(self, reason: str, *, by_request: bool) -> None:
@@ -51,7 +51,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text, the tokens that begin in this text, and the finish reason if the sequence has ended."""
+    """New text, the tokens that begin in the new text, and the finish reason if the sequence has ended."""
 
     text: str
     tokens: tuple[Scored, ...] = ()
@@ -59,7 +59,7 @@ class Delta:
 
 
 class Continuation:
-    """The text of one sequence that the engine generates.
+    """The text of one sequence in the engine.
 
     stops: strings that end the sequence; the text ends before such a string. end_ids: tokens that end the sequence and
     add no text. pair: a token that ends the sequence if it occurs twice in succession.
@@ -87,7 +87,7 @@ class Continuation:
         self._stream = TextStream(tokenizer, prompt)
         self._metrics, self._since, self._last = metrics, time.monotonic(), 0.0
         self._stops, self._end_ids, self._pair = tuple(stops), end_ids, pair
-        self._held, self._given = "", 0  # text that may begin a stop string; number of characters already returned
+        self._held, self._given = "", 0  # possible beginning of a stop string; number of characters already returned
         self._waiting: list[Scored] = []
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -125,7 +125,7 @@ class Continuation:
         return self._cut(new + self._stream.finish(), "length" if event.finish == "length" and not twice else "stop")
 
     def _push(self, event: Event) -> str:
-        """Add a token, and return the text that further tokens cannot change."""
+        """Add a token, and return the new text that further tokens cannot change."""
         assert event.token is not None
         self._count()
         self.ids.append(event.token)
@@ -143,8 +143,8 @@ class Continuation:
         self._last = current_time
 
     def _cut(self, new: str, finish: Literal["stop", "length", ""]) -> Delta | None:
-        """Release text up to a stop string. Text at the end that may be the beginning of a stop string is not released
-        yet."""
+        """Return new text up to a stop string. Trailing text that may begin a stop string is withheld until more text
+        arrives."""
         text = self._held + new
         stop_offsets = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if stop_offsets:

@@ -1,5 +1,5 @@
-"""Start a server on every rank from a directory of weights. Rank 0 listens; the other ranks run the steps of rank 0's
-engine.
+"""Start a server on every rank from a directory of weights. Rank 0 listens, and the other ranks run the steps of rank
+0's engine.
 
 This module depends on neither flags nor routes.
 """
@@ -48,7 +48,8 @@ from mega.core.text.tokenizer import Tokenizer
 _RENDER_SECONDS = 1
 """Maximum processor time in seconds for rendering one conversation."""
 _SWITCH_SECONDS = 0.001
-"""Python's thread switch interval in seconds, which limits how long the engine's thread delays the event loop."""
+"""Python's thread switch interval in seconds, chosen so that the engine's thread does not delay the event loop for
+long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class ServePlan:
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Check the address. Errors: ValueError if other machines could reach a server without a token."""
+    """Check the address. Errors: ValueError if other machines could reach a server that has no token."""
     if token is not None or host == "localhost":
         return
     try:
@@ -92,7 +93,7 @@ def serve_rank(plan: ServePlan) -> int:
     # Bind now, so that a port that is in use is reported before the model is loaded.
     listening = bind(plan.listen.host, plan.listen.port) if leads else None
     if not leads:
-        for number in STOPPING:  # rank 0 ends the other ranks after all requests are done
+        for number in STOPPING:  # rank 0 ends the other ranks after the last request
             signal.signal(number, signal.SIG_IGN)
     source = open_model(plan.path)
     adapters = open_adapters(plan.adapters, source)
@@ -167,8 +168,8 @@ def _check_model(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> 
 
 
 def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[ChatFormat | None, str | None]:
-    """Return the chat format of --chat-template, else of the model's template, else None; and the reason if the model's
-    template is invalid. The reason is printed to stderr, and sent to clients that request a chat."""
+    """Return a pair: the chat format of --chat-template or of the model's template, or None, and the reason if the
+    model's template is invalid. The reason is printed to stderr and sent to clients that request a chat."""
     if plan.model.chat_template is not None:
         for line in chosen_template("serve", opened, opened.path, plan.model.chat_template).notes:
             print(f"mega: {line}", file=sys.stderr)
@@ -184,8 +185,8 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[C
 
 
 def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: int) -> Manner:
-    """Return the chat template and end tokens of an adapter. Values that the adapter's files do not contain are taken
-    from the model's, `whole`. An invalid template is reported on stderr. Errors: CheckpointError."""
+    """Return the chat template and end tokens of an adapter. The default for each is the model's value, in `whole`. An
+    invalid template is reported on stderr. Errors: CheckpointError."""
     ends = declared_ends(adapter.source.attachments, vocab)
     manner = whole if ends is None else replace(whole, stop_ids=ends)
     try:
@@ -203,7 +204,7 @@ def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: 
 
 
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
-    """Return lines that describe the model and the number of requests that fit, with the same figures as `mega
+    """Return a description of the model and of the number of requests that fit, with the same figures as `mega
     memory-estimate --serve`."""
     model, service, limits = opened.architecture, server.service, server.engine.limits
     loaded = f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}"

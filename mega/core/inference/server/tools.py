@@ -1,12 +1,11 @@
-"""Implement function calling and reasoning: insert the tools of a request into the prompt, and parse calls and
+"""Implement function calling and reasoning: pass the tools of a request to the chat template, and parse calls and
 reasoning in the answer. The model's chat template determines the format of calls.
 
     tags       <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of times       Qwen, Hermes
     list       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}     Mistral
     object     {"name": ..., "parameters": {...}} as the complete answer, several separated by ;  Llama 3
 
-This module depends on neither the engine nor the routes. Source: OpenAI's API reference; the chat templates of these
-models.
+This module depends on neither the engine nor the routes. Sources: OpenAI's API reference; the models' chat templates.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Call(NamedTuple):
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Json]:
-        """Return the call in OpenAI's format. index: position of the call within a streamed answer. The id has 9
-        characters, because Mistral's template requires this length."""
+        """Return the call in OpenAI's format. index: index of the call within a streamed answer. The id has 9
+        characters, the length that Mistral's template requires."""
         position: dict[str, Json] = {} if index is None else {"index": index}
         function: dict[str, Json] = {"name": self.name, "arguments": self.arguments}
         return {**position, "id": uuid.uuid4().hex[:9], "type": "function", "function": function}
@@ -53,8 +52,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that a request defines. choice: none, auto, required, or the name of the function that must be
-    called."""
+    """The functions that a request defines. choice: "none", "auto", "required", or the name of the function that must
+    be called."""
 
     described: tuple[dict[str, object], ...] = ()
     choice: str = "auto"
@@ -65,7 +64,7 @@ class Tools:
 
     @property
     def forced(self) -> tuple[dict[str, object], ...]:
-        """Functions of which one must be called; empty if the model may answer with text."""
+        """Functions, one of which must be called; empty if the model may answer with text."""
         if self.choice in ("none", "auto"):
             return ()
         return tuple(each for each in self.described if self.choice in ("required", _function(each)["name"]))
@@ -178,8 +177,7 @@ class CallRules:
 
     def marked(self, text: str, tokens: Sequence[Scored], begin: int) -> str:
         """Insert the text of control tokens (see `markers`) into `text`. begin: offset of `text` in the answer, in the
-        same units as the tokens'
-        offsets."""
+        same units as the tokens' offsets."""
         for each in reversed(tokens):
             if (name := self.markers.get(each.id)) is not None:
                 at = min(max(each.offset - begin, 0), len(text))
@@ -188,7 +186,8 @@ class CallRules:
 
 
 def parsed_messages(given: Sequence[Message]) -> list[Message]:
-    """Convert the arguments of calls in messages from JSON text to objects, as templates expect. Errors: BadField."""
+    """Convert the arguments of calls in messages from JSON strings to objects, as templates expect. Errors:
+    BadField."""
     parsed: list[Message] = []
     for message in given:
         calls = message.get("tool_calls")
@@ -217,7 +216,7 @@ def _parsed_call(call: Mapping[str, object]) -> dict[str, object]:
 
 
 class AnswerPiece(NamedTuple):
-    """New content, new reasoning and newly completed calls of an answer."""
+    """The new content, new reasoning and newly completed calls of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -226,8 +225,8 @@ class AnswerPiece(NamedTuple):
 
 @dataclass
 class AnswerReader:
-    """Splits the text of an answer, while it is generated, into content, reasoning and calls. Text that may still turn
-    out to be part of a call or a tag is not returned yet.
+    """Splits the text of an answer, while it is generated, into content, reasoning and calls. Text that may be part of
+    an incomplete call or tag is withheld.
 
     >>> reader = AnswerReader("tags", ("add",))
     >>> reader.push("Let us see. <tool"), reader.push('_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
@@ -241,13 +240,13 @@ class AnswerReader:
     names: tuple[str, ...] = ()
     """Functions that may be called."""
     thinking: bool = False
-    """Whether the text so far ends within reasoning."""
+    """Whether the text received so far ends within reasoning."""
     reasons: bool = False
     """Whether the answer may begin with reasoning."""
     called: int = 0
-    """Number of calls so far."""
+    """Number of calls returned so far."""
     read: int = 0
-    """Number of characters so far, maintained by the caller."""
+    """Number of characters received so far, maintained by the caller."""
     _held: str = field(default="", init=False)
     _begun: bool = field(default=False, init=False)
     _after: bool = field(default=False, init=False)
@@ -301,7 +300,7 @@ class AnswerReader:
                 self._held = before[len(content_before) :] + open_tag + rest
                 break
             tag_calls = _calls(inner, self.names)
-            if not tag_calls:  # this is content, not a call
+            if not tag_calls:  # the tag is content, not a call
                 content += before + open_tag + inner + close_tag
             else:
                 content += before.rstrip()
@@ -312,7 +311,7 @@ class AnswerReader:
         return content
 
     def _whole(self, calls: list[Call], end: bool) -> str:
-        """Return the content before the first call, in the formats list and object, in which calls extend to the end of
+        """Return the content before the first call, for the formats list and object, whose calls extend to the end of
         the answer."""
         before, marked, rest = self._held.partition(_LIST if self.form == "list" else _PYTHON)
         bare = not marked and before.lstrip()[:1] in ("[", "{")
@@ -332,7 +331,7 @@ class AnswerReader:
 
 
 def _calls(text: str, names: Sequence[str]) -> list[Call]:
-    """Parse calls; return [] if the text contains anything else, or if a call names an unknown function."""
+    """Parse calls. Return [] if the text contains anything else, or if a call names an unknown function."""
     text = text.strip()
     if _ARGS in text:
         parts = [part.partition(_ARGS) for part in text.split(_LIST) if part]
@@ -360,8 +359,8 @@ def _number(name: str) -> float:
 
 
 def _objects(text: str) -> Iterator[dict[str, Json]]:
-    """Parse JSON objects, or a list of objects, separated by white space or semicolons. Yield nothing for any other
-    text."""
+    """Parse JSON objects or lists of objects, separated by white space or semicolons. Yield nothing if the text
+    contains anything else."""
     decoder, at, values = json.JSONDecoder(parse_constant=_number), 0, list[Json]()
     while at < len(text):
         try:
