@@ -101,9 +101,9 @@ def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
 
 
 def with_stored_options(options: Options, note: Note = discard) -> Options:
-    """Add options for the tokenizer and, for training on conversations, the chat template of the initial weights. If
-    no weights carry a tokenizer, it is the tokenizer of the token files. Errors: ValueError if flags name a tokenizer
-    that differs from the weights' tokenizer, or a template that the weights do not have."""
+    """Add options for the tokenizer and, for training on conversations, the chat template of the initial weights. If no
+    weights include a tokenizer, that of the token files is used. Errors: ValueError if flags name a tokenizer that
+    differs from the weights' tokenizer, or a template that the weights do not have."""
     from mega.core.training.start.inputs import weights_of
 
     options = with_named_step(options)
@@ -127,8 +127,8 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
 
 
 def _resumed_vocab(options: Options, place: str, source: StoredWeights) -> int | None:
-    """Return the size of the vocabulary of the run that resumes from the weights at `place`; None if another run made
-    these weights."""
+    """Return the vocabulary size of the run that resumes from the weights at `place`; None if the weights come from
+    another run."""
     from mega.core.checkpoint.own.model import model_of
 
     checkpoint = options.checkpoint
@@ -141,8 +141,8 @@ def _with_tokenizer_of_data(options: Options, note: Note, resumed_vocab: int | N
     """Add options for the tokenizer recorded with the token files, if flags set none. If the size of the vocabulary is
     known without the tokenizer, a tokenizer that cannot be opened is reported and omitted.
 
-    resumed_vocab: size of the vocabulary of a run that resumes and has no tokenizer. The run keeps having none if it
-    was begun with a smaller vocabulary, which earlier versions accepted. Errors: ValueError.
+    resumed_vocab: size of the vocabulary of a run that resumes and has no tokenizer. Such a run continues without a
+    tokenizer if it started with a smaller vocabulary, which earlier versions accepted. Errors: ValueError.
     """
     data, typed_options = options.data, dataclasses.asdict(options.tokenizer)
     words = data.data_path or data.train_data
@@ -178,7 +178,7 @@ def _with_tokenizer_of_data(options: Options, note: Note, resumed_vocab: int | N
 
 
 def _carries_none(source: StoredWeights) -> bool:
-    """Whether weights carry no tokenizer, not even one in a form that is not supported."""
+    """Whether weights include no tokenizer, not even one in an unsupported format."""
     from mega.core.checkpoint.forms.companions import unread_tokenizer
     from mega.core.inference.loading.load import tokenizer_section
 

@@ -20,7 +20,7 @@ from mega.core.config.run import entries
 from mega.core.config.schema import Entry
 
 MANY = -1
-"""A number of values that stands for all words up to the next flag."""
+"""A number of values that means "all words up to the next flag"."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Several:
 
     @property
     def values(self) -> int:
-        """The number of values that follow the flag (see `Sets.values`): that of the first part that takes any."""
+        """The number of values that follow the flag, as in `Sets.values`, taken from the first of `parts` that needs a
+        value."""
         return next((part.values for part in self.parts if part.values), 0)
 
     @property
@@ -393,7 +394,7 @@ def _following(rest: list[str], most: int) -> list[str]:
 
 
 def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list[str]:
-    """Take the values of a flag, unchanged, from the text after its `=` or from the front of `rest`."""
+    """Return the values of a flag, unchanged, from the text after its `=`, or removed from the front of `rest`."""
     _, equals_sign, value = word.partition("=")
     values = [value] if equals_sign else _following(rest, meaning.values)
     if isinstance(meaning, Refuses):
@@ -449,8 +450,8 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
 
 
 def _agreed(spelled: Mapping[str, tuple[bool, list[str]]]) -> list[str]:
-    """The value on which all spellings of an option agree. Spellings that others override count only if there are no
-    others.
+    """The value on which all spellings of an option agree. Spellings that give way to others count only if all of them
+    do.
     Errors: ValueError."""
     firm = {spelling: values for spelling, (gives_way, values) in spelled.items() if not gives_way}
     candidates = firm or {spelling: values for spelling, (_, values) in spelled.items()}

@@ -122,8 +122,8 @@ class Command(TyperCommand):
         return rest
 
     def meanings(self, ctx: Context) -> Mapping[str, Meaning]:
-        """Every spelling that the subcommand accepts. Found once, because they are about a thousand, most of them of
-        other programs."""
+        """Every spelling that the subcommand accepts. Computed only once, because there are about a thousand spellings,
+        most of them from other programs."""
         if self._meanings is None:
             self._meanings = self._all_meanings(ctx)
         return self._meanings
@@ -168,8 +168,8 @@ def load(verb: str) -> TyperCommand | TyperGroup:
 
 
 Choices = tuple[tuple[str, ...], ...]
-"""The choices of all options, of which a command's help and checks are made. Code that a user loads may register more,
-so a command is kept for these choices alone."""
+"""The choices of all options, which determine a command's help and checks. User code may register more choices, so a
+cached command is valid only for these choices."""
 
 
 @functools.cache
@@ -182,7 +182,7 @@ def _group(verb: str, app: typer.Typer, _: Choices) -> TyperGroup:
 
 @functools.cache
 def _command(verb: str, module_name: str, run: Callable[..., object], _: Choices) -> Command:
-    """The command that calls `run`. A process builds it once, because its several hundred options take a while."""
+    """The command that calls `run`. The result is cached, because building its several hundred options is slow."""
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     app.command(name=verb, cls=Command)(command(run))
     loaded, module = typer.main.get_command(app), sys.modules[module_name]
@@ -375,7 +375,8 @@ def _composed(
 
 
 def _model_source(run: Options, ctx: typer.Context) -> str | None:
-    """The checkpoint whose model the subcommand uses instead of the options of `run`; None without one."""
+    """The checkpoint whose model the subcommand uses instead of the options of `run`; None if there is no
+    checkpoint."""
     checkpoint, verb = run.checkpoint, ctx.command
     if isinstance(verb, Command) and verb.loads_model is not None:
         return (checkpoint.pretrained_checkpoint or checkpoint.load) if verb.loads_model else None

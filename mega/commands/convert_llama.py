@@ -51,7 +51,7 @@ def run(weights: ConvertOptions, layout: Layout) -> int:
 
 
 def _compared(one: Path, other: Path) -> LogitComparison | None:
-    """Compare the logits of two models; None if the models do not continue text."""
+    """Compare the logits of two models; None if the models cannot generate text."""
     from mega.core.proof.logits import compare_logits, continues_text
 
     return compare_logits(one, other) if continues_text(one, other) else None

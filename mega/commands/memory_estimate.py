@@ -196,8 +196,8 @@ def _served_model(options: Options, engine: EngineOptions, retrieval: RetrievalO
 
 
 def _draft_model(engine: EngineOptions, vocab: int) -> ModelConfig | None:
-    """Return the model that --speculate DIR guesses tokens with, or None. vocab: number of ids of the served model.
-    Errors: ValueError, also for another vocabulary."""
+    """Return the draft model of --speculate DIR; None if --speculate names no directory. vocab: number of ids of the
+    served model. Errors: ValueError, for example if the vocabularies differ."""
     if engine.speculate in (None, NGRAM, MTP):
         return None
     from mega.core.inference.loading.load import open_model

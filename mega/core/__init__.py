@@ -9,7 +9,7 @@ inference                   generation and serving
 estimate, report            the resources that a run needs, and its results; quickstart: a first run without any input
 retro                       databases of texts that a model reads in addition to its input
 proof, bench                tests that layouts and conversions agree, and benchmarks of machines and of mega
-family                      a model family as one record: the only choice of code by family
+family                      a model family as one record; no other module selects code by family
 device      the GPU or CPU; files: durable writes; terminal: output; untrusted: input within limits
 activity    what this process is doing
 batch       the tensors of a microbatch; shard: the part of a tensor that a rank holds; flops: FLOPs of a step

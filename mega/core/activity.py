@@ -31,15 +31,15 @@ class Activity:
     phase: str = "starting"
     """A phase in `TRAINING`, or the phase of another subcommand."""
     step: int = 0
-    """The newest step that has started."""
+    """The last step that has started."""
     act: Any = None
-    """The newest act of the pipeline's plan that has started."""
+    """The last act of the pipeline's plan that has started."""
     moves: int = 0
     """A counter of steps, acts and batches: while it changes, the process makes progress."""
     writer: int | None = None
     """Native id of the thread that saves in the background; None if no save is in progress."""
     saved: tuple[int, float, float] | None = None
-    """The newest saved step, the seconds that the save took, and time.monotonic() at its end."""
+    """The last saved step, the seconds that the save took, and time.monotonic() at its end."""
     waited: float = 0.0
     """Seconds (by `unqueued_time`) that the main thread has spent on the host waiting for other ranks."""
     began: float = field(default_factory=time.time)
@@ -63,7 +63,7 @@ class Activity:
     def worked(self) -> float:
         """Seconds (since an arbitrary start) in which the main thread waited neither for other ranks nor for a core.
 
-        To be called by the main thread.
+        Must be called on the main thread.
         """
         return unqueued_time() - self.waited
 

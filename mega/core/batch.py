@@ -107,7 +107,8 @@ class DecoderBatch(_Tensors):
     ahead_weights: torch.Tensor | None = None
     """[b, s, depths], the loss weights of `ahead_labels`."""
     padding: torch.Tensor | None = None
-    """bool [b, s], which tokens only fill their row: routers of experts do not count them. None if none does."""
+    """bool [b, s], true for tokens that only fill their row, which routers of experts do not count. None if there are
+    no such tokens."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -167,7 +168,7 @@ class MaskedBatch(_Tensors):
     tokens: torch.Tensor
     """int64 [b, s], tokens of which some are replaced with masks."""
     labels: torch.Tensor
-    """int64 [b, s], the original token of each mask, 0 elsewhere."""
+    """int64 [b, s], the original token at each masked position, 0 elsewhere."""
     loss_weights: torch.Tensor
     """float32 [b, s], 1 for tokens to be predicted."""
     types: torch.Tensor

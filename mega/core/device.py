@@ -107,7 +107,7 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
     def mark(self) -> None:
-        """Start a kernel named MARK; in a profile it shows when all earlier work of the stream was done."""
+        """Start a kernel named MARK, which shows in a profile when all earlier work of the stream was done."""
         if self.is_cuda:
             torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
 
@@ -141,7 +141,8 @@ class Device:
             torch.cuda.empty_cache()
 
     def deterministic(self, only: bool = True) -> None:
-        """Use only algorithms that give the same bits on every run; with `only` False, allow all of them again."""
+        """Use only algorithms whose results are bitwise equal in every run; if `only` is False, allow all algorithms
+        again."""
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(only)
         if self.is_cuda:
@@ -307,7 +308,8 @@ class Recorder:
 
 
 class HostCopy:
-    """Copies tensors to host memory while the device continues. One copy at a time; its memory is reused.
+    """Copies tensors to host memory while the device continues. Only one copy may be in progress, and its memory is
+    reused.
 
     copy = HostCopy(device, size)
     views = copy.take(tensors)      # returns immediately, and does not stop the device
@@ -446,7 +448,8 @@ class CopyDescriptor(NamedTuple):
 
 
 class CopyStream:
-    """Copies that overlap the kernels of a CUDA device, and marks in its memory that streams write and wait for.
+    """Copies that overlap with the kernels of a CUDA device, and marks, which are words in its memory that streams
+    write and wait for.
 
     Copy engines do the copies and streams handle the marks, so neither takes multiprocessors from a GEMM. The driver
     is called through ctypes, with many marks per call: a layer needs dozens of marks, and the host must submit them
@@ -547,12 +550,12 @@ def overlaps_kernels(device: torch.device) -> bool:
 
 
 def fp8_matmuls(device: torch.device) -> bool:
-    """Whether the device multiplies in fp8: Ada, Hopper and later."""
+    """Whether the device supports fp8 matmuls: Ada, Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def block_scaled_matmuls(device: torch.device) -> bool:
-    """Whether cuBLAS multiplies in fp8 with one scale per block on the device: on Hopper, from CUDA 12.9 on."""
+    """Whether cuBLAS supports fp8 matmuls with one scale per block on the device: on Hopper, since CUDA 12.9."""
     if device.type != "cuda" or torch.version.cuda is None or not hasattr(torch.nn.functional, "scaled_mm"):
         return False
     release = tuple(map(int, torch.version.cuda.split(".")[:2]))

@@ -38,12 +38,12 @@ def url_of(place: Path | str) -> str | None:
 
 
 def fingerprint(values: Mapping[str, object]) -> str:
-    """sha256 of named values, in any order: the key of a result that is cached in a file."""
+    """sha256 of named values, independent of their order, for use as the key of a result that is cached in a file."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def sampled_digest(path: Path) -> str:
-    """sha256 of a file's size and content; a large file is sampled from its first byte to its last.
+    """sha256 of a file's size and content; of a large file, only evenly spaced blocks are read.
 
     The digest distinguishes files quickly, but does not see every changed byte. Errors: OSError.
     """
@@ -99,7 +99,7 @@ def check_save_dir(place: Path) -> None:
 
 
 def check_file(flag: str, path: str) -> None:
-    """Check before the work starts that an output file can be written at its end. Errors: ValueError."""
+    """Check, before the work starts, that its output file can be written. Errors: ValueError."""
     target = os.path.realpath(path)  # a link may point to a file that does not exist yet
     folder = os.path.dirname(target)
     if os.path.isdir(target):
@@ -156,7 +156,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def name_place(error: OSError, path: Path) -> None:
-    """Add the file's name to an OSError: a failed write, such as on a full disk, does not name its file."""
+    """Add the file's name to an OSError, because the error of a failed write, such as on a full disk, does not name the
+    file."""
     if error.errno is not None and error.filename is None:
         error.filename = str(path)
 

@@ -67,8 +67,8 @@ def stderr_console() -> Console:
 
 
 class BrokenStdout(Exception):
-    """Writing to stdout failed. After a large text the buffer is empty, so a later flush would not report the error.
-    This class is not a subclass of OSError, because Typer ends the process at an OSError from a closed pipe.
+    """Raised if writing to stdout failed. After a large text the buffer is empty, so a later flush would not report the
+    error. This class is not a subclass of OSError, because Typer ends the process at an OSError from a closed pipe.
     """
 
     def __init__(self, reason: OSError):

@@ -4,7 +4,7 @@ may crash (compiled libraries) or never end (templates, which are programs).
     with Confined("mega.core.text.probe", "--tokenizer-model a.json", seconds=10, memory=1 << 30) as child:
         child.ask({"path": "a.json"})      the module's `answer`, or a ValueError that begins with the second argument
 
-This module depends neither on the meaning of files nor on the meaning of questions.
+This module does not depend on the meaning of files or questions.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str] | None = None) -> 
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Format the end of a noun and the names that follow it."""
+    """Format the plural ending of a noun, if needed, and the names that follow the noun."""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{'s' if len(names) > 1 else ''} {', '.join(names[:_NAMED])}{rest}"
 

@@ -1,6 +1,6 @@
 """Translate command lines, launchers, shell scripts and DeepSpeed files of other programs to mega.
 
-flags        flags of Megatron-LM and its forks without an option here: dropped or refused, with a reason; flags.toml
+flags        flags of Megatron-LM and its forks that have no option here: dropped or refused, with a reason; flags.toml
 programs     the subcommand and the options that a program's name implies; programs.toml
 lines        translates a command line; launchers: how ranks are started; rewrites: special rules for single programs
 translation  the result of a translation, as text

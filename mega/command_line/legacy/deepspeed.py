@@ -129,8 +129,8 @@ class _Table:
             self.take(key)
 
     def only(self, key: str, valid: object, why: str) -> None:
-        """Consume a key that changes the computation, and refuse all values except `valid`, which describe what mega
-        does."""
+        """Consume a key that changes the computation, and refuse all values except `valid`, which match mega's
+        behaviour."""
         value = self.take(key)
         if value is not None and value != valid:
             self.refuse(key, f"{json.dumps(value)} is not supported: {why}; valid: {json.dumps(valid)}")

@@ -44,7 +44,7 @@ class Program:
     arguments: tuple[str, ...] = ()
     """Mega's flags for the positional words of the line, in order; the last flag takes all remaining words."""
     hole: str = ""
-    """A variable of the new line that the user has to set, with its meaning."""
+    """A variable in the new command line that the user has to set, and its meaning."""
     why: str = ""
     """The reason for a missing counterpart."""
     before: str = ""
@@ -58,7 +58,7 @@ class Program:
 
 
 def hole(name: str) -> str:
-    """A variable that the user has to set, with its meaning."""
+    """A variable that the user has to set, and its meaning."""
     return f"{name}: {table('programs')['holes'][name]}"
 
 

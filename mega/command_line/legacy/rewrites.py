@@ -19,7 +19,7 @@ from mega.core.config.corpora import is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
 
 Translate = Callable[[CommandLine], Translation]
-"""A function that translates a part of a line."""
+"""A function that translates a part of a command line."""
 
 PADDING = (
     "T5's cross attention attends to the encoder's padding up to Megatron-core 0.5; leave --memory-padding out where "
@@ -34,8 +34,8 @@ def _corpora() -> Mapping[str, str]:
 
 
 def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
-    """Training scripts of 2019 read texts and saved every 5,000 steps: tokenize the texts first, and set
-    --save-interval."""
+    """Add commands that tokenize texts, and set --save-interval, because training scripts of 2019 read texts and saved
+    every 5,000 steps."""
     if "--save" in options and "--save-interval" not in options:
         options["--save-interval"] = ["5000"]
     texts = options.get("--train-data", [])
@@ -72,7 +72,7 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
 
 
 def _downloaded(result: Translation, options: dict[str, list[str]]) -> None:
-    """The old program downloaded the files of the tokenizer; the new line has variables in their place."""
+    """Add variables for the tokenizer's files, which the old program downloaded."""
     if options.get("--tokenizer") == ["GPT2BPETokenizer"]:
         options |= {"--vocab-file": ["$GPT2/vocab.json"], "--merge-file": ["$GPT2/merges.txt"]}
         result.holes.append(hole("GPT2"))
@@ -86,20 +86,20 @@ def _is_text(word: str) -> bool:
 
 
 def _validated(result: Translation, options: dict[str, list[str]]) -> None:
-    """--data-path2 is the validation data; --data-path then holds only training data."""
+    """With --data-path2, which is validation data, use --data-path only for training."""
     if "--valid-data" in options and "--data-path" in options:
         options["--train-data"] = options.pop("--data-path")
         options.pop("--split", None)
 
 
 def _merged(result: Translation, options: dict[str, list[str]]) -> None:
-    """merge_mp_partitions.py wrote into its input folder; mega needs a new folder."""
+    """Set a new output folder. merge_mp_partitions.py wrote into its input folder."""
     if "--load-dir" in options and "--save-dir" not in options:
         options["--save-dir"] = [options["--load-dir"][0].rstrip("/") + "-merged"]
 
 
 def _from_megatron(result: Translation, options: dict[str, list[str]]) -> None:
-    """Only mega checkpoints are exported to Hugging Face's format, so convert to one first."""
+    """Add a conversion to a mega checkpoint, because only mega checkpoints can be exported to Hugging Face's format."""
     if "--load-dir" in options:
         source = options["--load-dir"][0].rstrip("/")
         result.commands.append(["mega", "reshard", "--load-dir", source, "--save-dir", f"{source}-mega"])
@@ -113,7 +113,7 @@ def _prompts(result: Translation, options: dict[str, list[str]]) -> None:
 
 
 def _visible_padding(result: Translation, options: dict[str, list[str]]) -> None:
-    """In releases whose T5 is not that of Megatron-core, the decoder attends to padding; see --memory-padding."""
+    """Set --memory-padding, because T5's decoder attends to padding in releases before Megatron-core's T5."""
     if any(line.startswith("--use-mcore-models") for line in result.dropped):
         return
     unfused = any(line.startswith("--no-masked-softmax-fusion") for line in result.dropped)
@@ -123,7 +123,8 @@ def _visible_padding(result: Translation, options: dict[str, list[str]]) -> None
 
 
 def _gpt2_scores(words: Sequence[str]) -> list[str]:
-    """run_gpt2_eval.py of 2019: WikiText-103, LAMBADA by --cloze-eval, windows of WebText by --webtext-eval."""
+    """Translate run_gpt2_eval.py of 2019: WikiText-103, LAMBADA with --cloze-eval, windows of WebText with
+    --webtext-eval."""
     other_words, batch, batches = list[str](), "16", "5000"
     task = ["--task", "wikitext103"]
     rest = list(words)
@@ -184,7 +185,7 @@ def _ngram_tasks(words: Sequence[str]) -> list[str]:
 
 
 def _shares(words: Sequence[str]) -> list[str]:
-    """Turn split_json.py's --test_percent VALID TEST, which are fractions, into shares of all three parts."""
+    """Convert split_json.py's --test_percent VALID TEST, which are fractions, to shares of all three splits."""
     new_words = list(words)
     for index, word in enumerate(new_words):
         if word.replace("-", "_") == "__test_percent":
@@ -237,7 +238,7 @@ def _fairseq_trained(result: Translation, options: dict[str, list[str]]) -> None
 
 
 def _fairseq_scored(result: Translation, options: dict[str, list[str]]) -> None:
-    """Set the data set of a folder, and the folder of the model, for which fairseq names one file."""
+    """Set the data set of a folder, and the model's folder, given fairseq's path of one file in it."""
     folder = options.pop("DATA", [""])[0].rstrip("/")
     subset = options.pop("--gen-subset", ["test"])[0]
     if folder:
@@ -254,7 +255,7 @@ def _fairseq_scored(result: Translation, options: dict[str, list[str]]) -> None:
 
 
 def _fairseq_sets(line: CommandLine, translate: Translate) -> Translation:
-    """fairseq-preprocess makes up to three data sets in one call, each from one or several texts."""
+    """Translate fairseq-preprocess, which makes up to three data sets in one call, each from one or several texts."""
     paths_of_flag, words = dict[str, str](), list(line.words)
     for flag in ("--trainpref", "--validpref", "--testpref", "--destdir"):
         for index, word in enumerate(words):

@@ -1,8 +1,8 @@
 """Extract the command lines of a shell script: launcher, program and words of each.
 
-Nothing is executed. Of the shell's syntax, this module supports continued lines, comments, quotes, variables and arrays
-that the script itself sets, defaults (`${A:-b}`) and integer arithmetic; variables that the script does not set remain
-as they are. This module does not depend on flags.
+Nothing is executed. This module supports continued lines, comments, quotes, variables and arrays that the script itself
+sets, defaults (`${A:-b}`) and integer arithmetic. Variables that the script does not set remain as they are. This
+module does not depend on flags.
 """
 
 from __future__ import annotations
