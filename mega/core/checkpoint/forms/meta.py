@@ -1,8 +1,8 @@
 """Read and write Llama in Meta's release format: params.json, and one consolidated.NN.pth per tensor rank.
 
 Meta's tensor names differ from the project's, matrices are split over the files, and query and key rows are in the
-order of Meta's rotary embedding. Meta's rotary embedding rotates adjacent rows (2i, 2i + 1) together; the project
-rotates rows of the two halves (i, i + H/2) together.
+order of Meta's rotary embedding. Meta's rotary embedding pairs adjacent rows (2i, 2i + 1); the project pairs rows of
+the two halves of a head (i, i + H/2).
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ def _feed_forward_rows(tensors: Tensors, where: str) -> int:
 
 
 def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: bool = True) -> Table:
-    """Return the table that makes `weights/<name>` for every logical tensor from the files of a Meta folder. Every file
-    contains all norms. parts: number of files.
+    """Return the table that produces `weights/<name>` for every logical tensor from the files of a Meta folder. Every
+    file contains all norms. parts: number of files.
 
     embedding_dim: the dim along which the embedding is split: columns (1) in Llama 2, rows (0) in Llama 3. output:
     whether a tied model also stores the output matrix, as Meta's code expects.
@@ -306,8 +306,7 @@ def _rope_keys(rope: Rope | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Messages about settings that params.json cannot express and for which readers of the folder assume different
-    values.
+    """Messages about settings that params.json cannot express and for which other programs assume different values.
 
     `max_seq_len` cannot be written, because Meta's loader passes `max_seq_len` as an argument in addition to all keys
     of params.json, and fails if params.json contains this key.
@@ -320,7 +319,7 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def _positions_unsaid(scaled: bool) -> int:
-    """The number of positions, which params.json does not contain."""
+    """The number of positions to assume, because params.json does not contain it."""
     return SCALED_POSITIONS if scaled else POSITIONS
 
 

@@ -1,7 +1,7 @@
 """Read Mistral in its developers' release format: params.json and consolidated.safetensors, with Meta's names and
 rotary order.
 
-A folder that also has a config.json is read as Hugging Face's. Source: mistral-inference's TransformerArgs.
+A folder that also has a config.json is read as a Hugging Face folder. Source: mistral-inference's TransformerArgs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEYS = (
     *("sliding_window", "max_seq_len", "tied_embeddings", "model_type", "causal"),
 )
 WITHOUT_EFFECT = ("max_batch_size", "use_biases")
-"""Keys that may be present without effect. The second key must be false."""
+"""Keys that have no effect. The second key, if present, must be false."""
 
 
 def recognise(path: Path) -> bool:

@@ -129,7 +129,7 @@ def open_base(
 def _try_base(
     record: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
 ) -> tuple[StoredWeights | None, str]:
-    """Return (weights at `place`, "") if these weights are the recorded base, otherwise (None, the reason). chain:
+    """Return (weights at `place`, "") if they are the recorded base, otherwise (None, the reason). chain:
     whether to accept adapters of the recorded base too."""
     try:
         base = open_weights(place, report, exchange)

@@ -15,8 +15,8 @@ from mega.core.config.option import REQUIRED, VerbSection, option
 
 
 class Targets(Collection[str]):
-    """The target formats of a command. They are listed on each use, because formats may be registered after this module
-    is imported."""
+    """The target formats of a command. The list is computed on each use, because formats may be registered after this
+    module is imported."""
 
     def __init__(self, verb: Verb) -> None:
         self._verb = verb

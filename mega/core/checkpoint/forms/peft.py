@@ -85,7 +85,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
 def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> OpenedForm:
     """Open the adapter at `path` for the base model stored at `where`. named: the base model's name in messages.
 
-    The adapter's shapes must fit the base. If the adapter names a different base, a message reports this. Errors:
+    The adapter's shapes must match the base. If the adapter names a different base, a message reports this. Errors:
     CheckpointError.
     """
     base_architecture = architecture(base)
@@ -143,7 +143,7 @@ BASES = ("config.json", "params.json")
 def _tokenizer_files(
     own: ExportSource, options: FormOptions
 ) -> tuple[dict[str, dict[str, Json]], dict[str, bytes], SpecialTokens]:
-    """The tokenizer and chat files, which users of peft store with the adapter. Empty if no tokenizer is known."""
+    """The tokenizer and chat files, which peft's users store with the adapter; empty if no tokenizer is known."""
     try:
         tokens = options.tokens(own.checkpoint)
     except ValueError:
@@ -186,7 +186,7 @@ def _linears(family: HubFamily, options: ModelConfig) -> Linears:
 
 
 def _config(adapters: Adapters, tensors: Tensors, family: HubFamily, base: str) -> dict[str, Json]:
-    """The content of adapter_config.json, which identifies linears by the ends of their names."""
+    """The content of adapter_config.json, which identifies linears by name suffixes."""
     widths = {name: each.shape[0] for name, each in tensors.items() if name.endswith(f"{DOWN}.weight")}
     ends = {_end(_bare(name).rsplit(".", 2)[0], family): width for name, width in widths.items()}
     ranks = {end: width for end, width in ends.items() if width != adapters.rank}
@@ -212,8 +212,8 @@ def _config(adapters: Adapters, tensors: Tensors, family: HubFamily, base: str) 
 
 
 def _end(linear: str, family: HubFamily) -> str:
-    """The end of a linear's name that is common to all layers. It includes the name of the branch, because GPT-2 has a
-    c_proj in both branches, but not the index of an expert."""
+    """The suffix of a linear's name that is common to all layers. The suffix includes the branch, because GPT-2 has a
+    c_proj in both branches, but excludes the index of an expert."""
     within, last = linear.split(".")[-2:]
     return f"{within}.{last}" if family.renames_linears and not within.isdigit() else last
 
@@ -268,8 +268,7 @@ def _bare(name: str) -> str:
 
 
 def _joined(tensors: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors to write. If the folder fuses several linears into one, their adapters become one
-    adapter.
+    """Yield the names and tensors to write. The adapters of linears that the folder fuses into one are joined.
 
     a fused linear of q, k and v, each with an adapter of rank r:
 
@@ -291,8 +290,8 @@ def _joined(tensors: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tens
 
 
 def _split(tensors: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the project's names and tensors. The adapter of a fused linear becomes one adapter per linear of the
-    project; adapters that would be zero are omitted."""
+    """Yield the project's names and tensors. The adapter of a fused linear is split into one adapter per linear of the
+    project; zero adapters are omitted."""
     for name, tensor in tensors.items():
         linear, _, half = _bare(name).removesuffix(".weight").rpartition(".")
         down, up = (tensors.get(f"{WRAPPED}{linear}.{each}.weight") for each in (DOWN, UP))

@@ -3,8 +3,8 @@
 torch's restricted unpickler runs no code from the file, but a few bytes of a pickle can cause a lot of work. For
 example, a dict key that is a nested tuple, in which each level contains the previous one twice, takes exponential time
 to hash. A dict that is passed to a thousand objects takes a thousand times its memory. The scan executes the pickle's
-instructions on sizes instead of objects. It refuses everything that files of tensors do not need: unusual instructions,
-calls of other functions, deep nesting, and work that grows faster than the file.
+instructions on sizes instead of objects. The scan refuses everything that files of tensors do not need: unusual
+instructions, calls of other functions, deep nesting, and work that grows faster than the file.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class _RefusedError(ValueError):
 
 
 class Scan:
-    """A scan of one file's pickles, one after another. The limits apply to all pickles of the file together.
+    """A scan of one file's pickles in sequence. The limits apply to the total over all pickles of the file.
 
-    inert: returns whether a name outside `CALLS` is allowed, because an inert object replaces the named one. names: all
-    names found in the pickles.
+    inert: returns whether a name outside `CALLS` is allowed, namely if an inert object replaces the named object.
+    names: all names found in the pickles.
     """
 
     def __init__(self, path: Path, inert: Callable[[str], object] = lambda name: None) -> None:

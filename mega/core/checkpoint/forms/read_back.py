@@ -1,7 +1,7 @@
 """Compare a conversion with its source: both sides are opened again, and every element is compared.
 
 Files of another format are read through the format's table, and were written through the inverse of the same table. The
-comparison therefore shows that the files contain every element, undamaged, at the position that the table gives, but it
+comparison therefore shows that the files contain every element, undamaged, at the position given by the table, but
 cannot detect an error in the table, such as a wrong order of rows. The tables are tested separately: tests write every
 format by hand (tests/support/foreign_forms.py), run models with the tensors that were read, and read exported files by
 the rules of each format. With --verify, both models are run if one side is Hugging Face's (proof/logits.py).
@@ -62,7 +62,7 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
     vocab = model_of(checkpoint.meta, str(checkpoint.path)).vocab
     state = any(name.startswith("moment1/") for name in checkpoint.tensors)
     foreign_weights = form_at(foreign).open(foreign, FormOptions(layout=ONE, vocab=vocab, heads=heads, optimizer=state))
-    if own_path == other:  # values that were read from the file have its precision already
+    if own_path == other:  # values read from the file already have the file's precision
         foreign_weights = replace(foreign_weights, rounded=None, bounds=None)
     return compare(foreign_weights, checkpoint)
 
@@ -92,8 +92,8 @@ def compare(opened: OpenedForm, checkpoint: Checkpoint) -> ReadBack:
 
 
 class _Found(NamedTuple):
-    """How a tensor differs. rounded: whether it had to be rounded to be equal. difference, total: the sums of squares
-    of the differences within their bounds, and of the values."""
+    """The comparison of two copies of a tensor. rounded: whether the copies are equal only after rounding. difference,
+    total: sums of squares of the differences and of the values, for tensors compared with bounds."""
 
     rounded: bool = False
     difference: float = 0.0
@@ -103,7 +103,7 @@ class _Found(NamedTuple):
 def _compared(
     target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: OpenedForm, checkpoint: Checkpoint
 ) -> _Found:
-    """Compare a tensor in blocks of memory. Errors: CheckpointError if the tensor differs by more than the precision of
+    """Compare a tensor block by block. Errors: CheckpointError if the tensor differs by more than the precision of
     the other format."""
     name, origin = target.name, target.fragments[0].source
     shape, dtype = expected

@@ -64,6 +64,6 @@ def check_place(save: Path, flag: str = "--save-dir") -> None:
 
 
 def foreign_form(path: Path) -> Form | None:
-    """Return the format at `path` other than mega's; None if no other format is recognised. `path` may also contain
-    mega checkpoints."""
+    """Return the format of another program's weights at `path`; None if there are no such weights. `path` may also
+    contain mega checkpoints."""
     return next((form for form in FORMS if form.recognise(path)), None)

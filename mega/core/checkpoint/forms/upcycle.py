@@ -86,8 +86,8 @@ def _check(model: ModelConfig, upcycling: Upcycling) -> None:
 
 
 def _target(tensor: Tensor, granularity: int, sources: Tensors) -> Target:
-    """Return the target for one tensor of the MoE model. The target is a copy of the dense model's tensor, or of a part
-    of that tensor for an expert."""
+    """Return the target for one tensor of the MoE model. The target is a copy of the dense model's tensor or, for an
+    expert, of a part of that tensor."""
     name = f"weights/{tensor.name}"
     if tensor.member is None:
         return Target(name, tensor.shape, (whole(tensor.shape, name),))
@@ -111,7 +111,7 @@ class UpcycledSource:
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in dense.tensors.items():
             if not name.startswith("weights/"):
-                continue  # optimizer state fits only the dense model
+                continue  # optimizer state applies only to the dense model
             if ".mlp." in name:
                 tensors[name.replace("weights/", SCALED, 1)] = (shape, dtype)
             else:
@@ -142,8 +142,8 @@ class UpcycledSource:
 
 
 def _exponent(model: ModelConfig) -> float:
-    """Return the exponent that converts a factor for the output of a feed-forward network to a factor for each matrix.
-    It is 1/3 for a network with a gate or a squared activation, otherwise 1/2."""
+    """Return the exponent that converts a factor for the output of a feed-forward network to a factor for each matrix:
+    1/3 for a network with a gate or a squared activation, otherwise 1/2."""
     network = architecture(model).block.feed_forward
     return 1 / 3 if network.gated or network.activation == "relu2" else 1 / 2
 

@@ -22,7 +22,7 @@ def write_json(path: Path, content: Mapping[str, Json]) -> None:
 
 
 def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], extra_files: Mapping[str, bytes]) -> None:
-    """Write JSON files and other files, by name."""
+    """Write JSON files and other files. Keys are file names."""
     for name, content in texts.items():
         write_json(folder / name, content)
     for name, data in extra_files.items():
@@ -36,7 +36,7 @@ def write_torch(path: Path, content: object) -> int:
     try:
         with whole_file(path) as file:
             torch.save(content, file)
-    except RuntimeError as error:  # raised when torch closes the archive; hides the original error
+    except RuntimeError as error:  # torch closes the archive and hides the original error
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

@@ -28,9 +28,9 @@ SMALL_ROW = 16 << 10
 longer."""
 
 Fetch = Callable[[Piece, Box], torch.Tensor]
-"""Returns one block of a piece, called just before this block is written. The function can compute the values of a
-piece whose tensor is a meta tensor. The box is relative to the logical tensor's origin. One thread requests the blocks
-of a piece in order; blocks of different pieces are requested concurrently."""
+"""Function that returns one block of a piece, called just before the block is written. The function can supply the
+values of a piece whose tensor is a meta tensor. The box is relative to the logical tensor's origin. One thread requests
+the blocks of a piece in order; blocks of different pieces are requested concurrently."""
 
 
 def has_memory(piece: Piece, box: Box) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _write_entry(descriptor: int, piece: Piece, offset: int, fetch: Fetch) -> st
 
 
 def _entry_names(pieces: Sequence[Piece]) -> list[str]:
-    """Return the names of the entries. A key with one rectangle is the entry's name; several rectangles of one key are
+    """Return the names of the entries. A single rectangle of a key is named `key`; several rectangles of a key are
     named `key@0`, `key@1`, ..."""
     total, used = Counter(piece.key for piece in pieces), Counter[str]()
     names = []
@@ -174,8 +174,8 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
     """Fill `target`, which has the shape of `box`, with the rectangle `box` of the stored `entry`. The entry must
     contain `box`.
 
-    Rows are read in blocks, and of long rows only the bytes inside `box`. Values are converted if the target's dtype
-    differs.
+    Rows are read in blocks. Of long rows, only the bytes inside `box` are read. Values are converted if the target's
+    dtype differs.
     """
     if not box.size:
         _read_rows(path, descriptor, entry, Box((), ()), target)

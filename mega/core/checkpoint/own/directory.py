@@ -2,15 +2,15 @@
 all, and can be read in any layout.
 
     runs/a/latest                       the newest step's directory name
-    runs/a/verdicts.json                whether each step has proved good in later training (verdicts.py)
+    runs/a/verdicts.json                verdicts on the steps, from later training (verdicts.py)
     runs/a/step-0000010/                published by one rename of step-0000010.tmp
         rank-00000.safetensors          every rank's weights
         rank-00000.state.safetensors    every rank's optimizer state, in a separate file, so that it can be removed
         tokenizer.json  run.toml        attachments
-        manifest.json                   all files' hashes, all tensors' rectangles, plain state
+        manifest.json                   hashes of all files, rectangles of all tensors, plain state
         manifest.json.sha256
 
-A save has three phases: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes and syncs its files and a sidecar, which
+A save has three phases: (1) rank 0 creates `step-N.tmp/`; (2) each rank writes and syncs its files and a sidecar, which
 describes these files; (3) rank 0 merges the sidecars into the manifest, renames the directory and updates `latest`.
 After each phase, the ranks exchange the outcome, and all ranks stop if the phase failed on any rank. The exchange is a
 callable, because this package does not depend on how ranks communicate.
@@ -139,12 +139,12 @@ class CheckpointStore(TrustedSteps):
         check: Callable[[], None] = lambda: None,
         attachments: Attachments = MappingProxyType({}),
     ) -> SaveReport:
-        """Save as `save` does, but one process writes the files of all ranks, one after another.
+        """Save like `save`, but with one process that writes the files of all ranks in sequence.
 
         fetch: returns the elements of one block, which are released after the write. Blocks of several pieces are
         requested concurrently. With `fetch`, the pieces' tensors may be meta tensors, so that only a few blocks are in
         memory.
-        check: called after the last write; if it raises, nothing is published.
+        check: called after the last write. If `check` raises an error, nothing is published.
         The method refuses to replace a step, to write a step older than the newest (no run would find it), and to write
         into the directory of a different model. Errors: CheckpointError for wrong input, SaveError for a failure of the
         disk.
@@ -166,7 +166,7 @@ class CheckpointStore(TrustedSteps):
                     raise
         except Exception as error:
             with contextlib.suppress(OSError):
-                self.directory.rmdir()  # only if it is empty
+                self.directory.rmdir()  # fails if the directory is not empty
             kind = CheckpointError if isinstance(error, ValueError) else SaveError
             raise kind(self._failure(step, error)) from error
         return SaveReport(bytes_written, time.monotonic() - began)
@@ -202,7 +202,7 @@ class CheckpointStore(TrustedSteps):
         return write_rank(working, step, rank, world, pieces, fetch)
 
     def _clear(self) -> None:
-        """Remove everything from the directory that is not a checkpoint. The caller must be the only process that saves
+        """Remove everything except checkpoints from the directory. The caller must be the only process that saves
         in this directory."""
         self._recover()
         for path in self.leftovers():

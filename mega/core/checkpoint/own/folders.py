@@ -1,11 +1,11 @@
 """Write exported folders atomically, so that a folder appears under its final name only when it is complete, and remove
-what killed writers left.
+the incomplete folders of killed writers.
 
 A folder is filled next to its final path, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that the operating system
 releases when its writer ends. The next writer of the same name, or `mega checkpoint clean NAME`, can therefore
 distinguish abandoned folders from folders that are still being filled. The lock is on a file inside the folder, because
-NFS does not share directory locks between machines. A folder without the lock file is never removed, and neither is any
-folder on a file system without locks. This module does not depend on the contents of folders.
+NFS does not share directory locks between machines. Folders without the lock file, and all folders on a file system
+without locks, are never removed. This module does not depend on the contents of folders.
 """
 
 from __future__ import annotations

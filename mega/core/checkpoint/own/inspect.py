@@ -93,10 +93,10 @@ def kinds(checkpoint: Checkpoint) -> list[Kind]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs between two checkpoints."""
+    """The difference between two checkpoints in one tensor."""
 
     key: str  # the tensor's name
-    text: str  # the difference in words
+    text: str  # description of the difference
     largest: float | None = None  # the largest |a - b|, if the values can be compared
 
 
@@ -137,7 +137,7 @@ def clean(
     dry_run: bool,
     report: Report,
 ) -> None:
-    """Remove what killed saves and exports left, then the checkpoints or optimizer states that exceed the limits.
+    """Remove the remains of killed saves and exports, then the checkpoints or optimizer states that exceed the limits.
 
     A killed export to `path` leaves a folder next to `path`; `path` need not exist.
     Errors: CheckpointError if there is nothing to clean, or if another process is writing to `path`.

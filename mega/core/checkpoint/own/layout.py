@@ -1,4 +1,4 @@
-"""Plan the files of a layout: which rank writes which rectangles of a model's tensors.
+"""Plan the files of a layout, that is, the rectangles of a model's tensors that each rank writes.
 
 The plan depends only on configurations. The tensors of the pieces are meta tensors; the elements are supplied during
 the save.

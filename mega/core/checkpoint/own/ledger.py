@@ -32,8 +32,8 @@ class ConversionReport:
 
 class Ledger:
     """A count of moved elements per tensor. The store checks that the written rectangles tile their tensors, and each
-    rectangle is read from the same position in the source. Every element was therefore read and written exactly once if
-    the counts agree."""
+    rectangle is read from the same position in the source. If the counts agree, every element was therefore read and
+    written exactly once."""
 
     def __init__(self, expected: Mapping[str, int]) -> None:
         self.expected = expected

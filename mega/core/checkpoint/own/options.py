@@ -14,7 +14,7 @@ from mega.core.untrusted import Json
 @dataclass(frozen=True)
 class Layout(VerbSection):
     """The layout for which tensors are split into files: `tp` tensor ranks and `pp` pipeline ranks, each with `chunks`
-    model chunks. Only Megatron-core's trees can also be split into the experts of `ep` ranks."""
+    model chunks. In Megatron-core's trees only, experts can also be distributed over `ep` ranks."""
 
     title: ClassVar[str] = "Layout"
 
@@ -44,4 +44,4 @@ class Layout(VerbSection):
     def section(self) -> dict[str, Json]:
         """This layout, as recorded in a checkpoint's `config.parallel`."""
         recorded = {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}
-        return {name: value for name, value in recorded.items() if name != "ep"}  # no mega file is split by experts
+        return {name: value for name, value in recorded.items() if name != "ep"}  # mega's files do not depend on ep

@@ -7,7 +7,7 @@ and read through a local folder of this process (in $TMPDIR), one rank's files a
 they are first needed, and hashed as on a disk. The local copies are deleted when the store object is garbage collected.
 
 An object store can neither replace a checkpoint atomically nor lock a checkpoint against removal. Replacing a published
-step is therefore refused, unless the step is suspect, and removing old steps is refused too.
+step, unless it is suspect, and removing old steps are therefore refused.
 """
 
 from __future__ import annotations

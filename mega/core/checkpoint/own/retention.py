@@ -65,9 +65,9 @@ def retain(
     """Remove checkpoints that exceed the limits. Only one process may call this function, after a save.
 
     In addition to the checkpoints that the limits keep, the newest good checkpoint, the checkpoint with the lowest
-    validation loss and the checkpoints in `spared` are kept whole. Only checkpoints that can be opened count towards
-    the limits, so a damaged checkpoint never displaces an intact one. A checkpoint that is currently being read is not
-    changed.
+    validation loss and the checkpoints in `spared` are kept, including their optimizer state. Only checkpoints that can
+    be opened count towards the limits, so a damaged checkpoint never displaces an intact one. A checkpoint that is
+    currently being read is not changed.
     damaged: if given, all checkpoints to be kept are verified before any checkpoint is removed. For each damaged step,
     `damaged` is called with the step and the reason. A damaged step does not count towards the limits.
     """
@@ -99,7 +99,7 @@ def retain(
 
 
 def good(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
-    """The newest step of `steps` whose verdict is good, if there is one."""
+    """The newest step of `steps` whose verdict is good; empty if there is no such step."""
     verdicts = attempt(store.verdicts)[0] or {}
     good_verdicts = {step: verdict for step, verdict in verdicts.items() if verdict.status == "good"}
     good_steps = (

@@ -1,4 +1,5 @@
-"""The interface for reading weights of any format, and an adapter that makes a checkpoint a source for conversions."""
+"""The interface for reading weights of any format, and a wrapper that presents a checkpoint as a source for
+conversions."""
 
 from __future__ import annotations
 

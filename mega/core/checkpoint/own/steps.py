@@ -38,7 +38,7 @@ class StepFolder:
         """The directory, as given by the user."""
 
     def path(self, step: int) -> Path:
-        """Return the path that a published step has, whether or not the step exists."""
+        """Return the path of a published step. The step need not exist."""
         return self.directory / f"step-{step:07d}"
 
     def steps(self) -> list[int]:
@@ -87,8 +87,8 @@ class StepFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory for a process that writes or removes steps. Without support of the file system, nothing is
-        locked.
+        """Lock the directory for a process that writes or removes steps. If the file system does not support locks,
+        nothing is locked.
 
         Errors: CheckpointError if another process holds the lock.
         """

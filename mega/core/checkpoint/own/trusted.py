@@ -107,7 +107,7 @@ class TrustedSteps(StepFolder):
         """Open a step, and return (checkpoint or None, why the step is skipped, whether a later attempt may succeed).
         suspect: the manifest's hash and the reason, from a verdict that the step is suspect.
 
-        Errors: OSError if an object store cannot be reached, because this failure is not the step's fault.
+        Errors: OSError if an object store cannot be reached, because the step itself may be intact.
         """
         try:
             checkpoint = self.open(step)

@@ -1,4 +1,4 @@
-"""Verdicts on saved steps, which say whether a run that resumes from a step can be expected to train.
+"""Verdicts on saved steps, that is, whether a run that resumes from a step can be expected to train well.
 
 A step is published when all its bytes are on the disk and all its values are finite. Bad weights are noticed only
 later, because a run that is about to diverge saves finite weights until the loss is NaN. The file `verdicts.json`, next

@@ -1,7 +1,7 @@
 """Read Megatron-LM checkpoints, which are trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`. This module reads the weights
-of every family and makes the table for reading and writing.
+of every family and builds the table for reading and writing.
 
-The names of all eras (eras.py) are translated to common names, so that one table is enough. The checkpoint's
+The names of all eras (eras.py) are translated to common names, so that one table serves all eras. The checkpoint's
 `checkpoint_version` determines the order of rows in the fused query-key-value matrix. Checkpoints of any tensor and
 pipeline parallel size are supported, with and without interleaved stages. Random states are not converted.
 trees_write.py writes checkpoints, arguments.py derives the model from Megatron's arguments, families.py adds BERT and
@@ -179,8 +179,8 @@ def _read_ranks(
 def _check_copies(
     tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], rank: int, experts: int, directory: Path
 ) -> None:
-    """Check that an expert rank has the other ranks' tensors, except for experts, which differ. Errors:
-    CheckpointError."""
+    """Check that an expert rank's tensors equal those of other ranks, except for the experts, which must differ.
+    Errors: CheckpointError."""
     for name in own.keys() & tensors.keys():
         if not torch.equal(own[name], tensors[name]):
             raise CheckpointError(f"{directory}: {name}: differs from that of the expert ranks before it")
@@ -196,7 +196,7 @@ def _increase(numbers: list[object]) -> bool:
 
 
 def _iteration(content: Mapping[str, object]) -> int | None:
-    """The iteration that a file records, if it records one."""
+    """The iteration recorded in a file's content, or None."""
     iteration = content.get("iteration", content.get("total_iters"))
     return iteration if type(iteration) is int else None
 
@@ -338,12 +338,12 @@ def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
 
 
 def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int = 3) -> Table:
-    """Return the table that makes `weights/<name>` for every logical tensor from the files of a Megatron-LM checkpoint.
+    """Return the table that produces `weights/<name>` for every logical tensor from the files of a Megatron-LM
+    checkpoint.
 
     rows: number of rows of a rank's embedding table, including padding. version: the files' checkpoint_version.
 
-        vocabulary of 10 tokens on 2 ranks, rows = 8:      rank 0: tokens 0 .. 7      rank 1: tokens 8, 9, six of
-        padding
+        10 tokens on 2 ranks, rows = 8:      rank 0: tokens 0 .. 7      rank 1: tokens 8, 9, six padding rows
     """
     model = architecture(options)
     if version < 2 and any(each.kv_heads != each.heads for each in model.attentions):

@@ -2,8 +2,8 @@
 parallel size.
 
 `TreeMetadata` contains a checkpoint's values that are not tensors, and messages about using the checkpoint;
-torch_dist_write.py also uses this class. eras.py defines the names, and trees.py the tables. Random states are not
-written.
+torch_dist_write.py also uses this class. eras.py defines the names, and trees.py defines the tables. Random states are
+not written.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class TreeMetadata:
 
 
 def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) -> TreeMetadata:
-    """Return the values to write for a mega checkpoint. to: value of --saver. Errors: CheckpointError naming a setting
-    that the target format cannot express."""
+    """Return the values other than tensors to write for a mega checkpoint. to: value of --saver. Errors:
+    CheckpointError naming a setting that the target format cannot express."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, options.layout
     check_written(model, to, distributed=options.distributed)
     if own.model.retriever:
@@ -135,14 +135,15 @@ def _check_expert_ranks(experts: int | None, ranks: int, to: str, *, distributed
 
 
 def _tokenizer(meta: Mapping[str, object]) -> str | None:
-    """Return the kind of tokenizer with which a mega checkpoint was trained, if it is recorded."""
+    """Return the kind of tokenizer that a mega checkpoint records, or None."""
     kind = below(meta, "config", "tokenizer").get("tokenizer")
     return kind if isinstance(kind, str) else None
 
 
 def null_ids(meta: Mapping[str, object]) -> int | None:
     """Return Megatron-core's --vocab-size for the NullTokenizer with which a mega checkpoint was trained; None for
-    other tokenizers. In Megatron-core the last id ends a document, in mega with --no-null-eod-last an additional id."""
+    other tokenizers. Megatron-core ends documents with the last id; mega with --no-null-eod-last uses an additional
+    id."""
     options = below(meta, "config", "tokenizer")
     size = options.get("vocab_size")
     if _tokenizer(meta) != TOKENIZER or not isinstance(size, int):
@@ -265,7 +266,7 @@ _Tree: TypeAlias = "torch.Tensor | dict[str, _Tree]"
 
 
 def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -> Mapping[str, object]:
-    """Return the model's state dict for one file. For Megatron-core it is a flat dict in the order of the modules.
+    """Return the model's state dict for one file. Megatron-core's state dicts are flat, in the order of the modules.
     Legacy state dicts are nested down to the stacks and heads, within which names are dotted."""
     if ERAS[era].core and family in OWN_STACKS:
         ordered = in_order(content, "", era)
