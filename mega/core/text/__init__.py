@@ -1,15 +1,15 @@
-"""Converts text to tokens with several types of tokenizers. This package does not depend on models or ranks.
+"""Convert text to tokens with several kinds of tokenizers. This package does not depend on models or ranks.
 
-tokenizer, build     the interface of a tokenizer, and the builders of all kinds
+tokenizer, build     the interface of tokenizers, and the builders of all kinds
 gpt2, llama3, huggingface, sentencepiece, wordpiece, fairseq, yuan, null   the kinds of tokenizers, one per file format
-fast, words, sentencepiece_bpe, probes   faster engines, used if they encode probe texts to the same ids
+fast, words, sentencepiece_bpe, probes   faster encoders, used if they give the same ids on probe texts
 sentencepiece_json   a SentencePiece model as a tokenizer.json for transformers
-train, options       training of a tokenizer on the user's texts; options of mega train-tokenizer
-special, neighbours  names of tokens in a text, and the small JSON files that describe tokens
-identity             rules for a tokenizer that differs from that of the weights or the token files
+train, options       train a tokenizer on the user's texts; options of mega train-tokenizer
+special, neighbours  token names in a text, and the small JSON files that describe tokens
+identity             rules for tokenizers that differ from those of the weights or the token files
 normalization        what a tokenizer's normalization loses of a text
-sentences, detokenize   splitting of texts into sentences, and removal of the spacing in published test sets
-probe, protobuf      reading of a user's tokenizer files within limits
+sentences, detokenize   split texts into sentences; undo the tokenization of published test sets
+probe, protobuf      read a user's tokenizer files within limits
 
-chat                 encoding of conversations with a model's template
+chat                 encode conversations with a model's template
 """

@@ -1,7 +1,7 @@
-"""Constructs tokenizers. Each kind of tokenizer has a builder, which imports the module of the kind when it is called.
+"""Construct tokenizers. Each kind of tokenizer has a builder, which imports the kind's module when it is called.
 
-No other module constructs tokenizers. `TOKENIZERS` in config lists the options that each kind needs, so that a run is
-checked without importing a tokenizer.
+`TOKENIZERS` in config lists the options that each kind needs, so that a run can be checked without importing a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_EXTRA_IDS = 1_000_000
 
 
 class TokenizerFiles(NamedTuple):
-    """The options that describe a tokenizer, from the tokenizer section of the configuration."""
+    """The options in the tokenizer section of the configuration, which describe a tokenizer."""
 
     kind: str  # a key of BUILDERS
     tokenizer_model: Path | None
@@ -28,7 +28,7 @@ class TokenizerFiles(NamedTuple):
     merge_file: Path | None
     vocab_size: int | None  # size of a NullTokenizer
     extra_ids: int  # number of sentinels <extra_id_0>, <extra_id_1>, ... to add
-    eod_last: bool  # whether the last id of a NullTokenizer ends a document; if False, an additional id does
+    eod_last: bool  # whether the last id of a NullTokenizer ends a document; if False, an additional id is used
 
     def model(self) -> Path:
         return self._file(self.tokenizer_model, "--tokenizer-model")
@@ -82,8 +82,8 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    """Return the arguments of `build` that have a value, with absolute paths. These arguments are stored in token
-    files, so that training can construct the tokenizer that made the ids.
+    """Return the arguments of `build` that are set, with absolute paths. Token files store them, so that training can
+    construct the tokenizer that encoded the files.
 
     >>> located({"tokenizer": "NullTokenizer", "vocab_file": None, "vocab_size": 64, "vocab_extra_ids": 0})
     {'tokenizer': 'NullTokenizer', 'vocab_size': 64}
@@ -93,13 +93,13 @@ def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
 
 
 def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> dict[str, object]:
-    """Return the metadata on a tokenizer that is stored in token files: its identity, and the arguments to construct it
+    """Return the metadata about a tokenizer to store in token files: its identity, and the arguments to construct it
     again."""
     return {"tokenizer": tokenizer.identity()._asdict(), "tokenizer_options": located(options)}
 
 
 def missing_file(options: Mapping[str, object]) -> str | None:
-    """Return the first file among the arguments from `located` that no longer exists, or None."""
+    """Return the first file in the result of `located` that no longer exists, or None."""
     files = (str(options[name]) for name in _FILES if name in options)
     return next((path for path in files if not os.path.exists(path)), None)
 

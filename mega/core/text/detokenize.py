@@ -1,4 +1,4 @@
-"""Converts published test sets back to normal text by removing spaces around punctuation and other traces of
+"""Convert published test sets back to normal text by removing spaces around punctuation and other traces of
 tokenization.
 
     wiki      WikiText (Merity et al. 2016), with the rules of Megatron-LM's evaluation
@@ -72,8 +72,8 @@ DETOKENIZERS: dict[str, Callable[[str], str]] = {"wiki": wiki, "ptb": ptb, "none
 
 
 def detokenizer_for(path: str) -> str | None:
-    """Choose a detokenizer by the path of a test set, as in Megatron-LM. Return None if the path does not suggest a
-    detokenizer.
+    """Choose a detokenizer by the path of a test set, as in Megatron-LM. Return None if no detokenizer matches the
+    path.
 
     >>> [detokenizer_for(path) for path in ("wikitext-103/wiki.test.tokens", "data/ptb.wiki.txt", "a")]
     ['wiki', 'ptb', None]

@@ -1,9 +1,9 @@
-"""GPT-2's BPE with fairseq's ids: the pieces are GPT-2's, and a dict.txt determines their ids, which follow four
-special ids.
+"""GPT-2's BPE with fairseq's ids. The pieces are GPT-2's; their ids follow four special ids, in the order of a
+dict.txt.
 
-A line of dict.txt contains a GPT-2 id in digits (for `FairseqWords`, a word of any BPE) and its number of occurrences.
-The symbol in the first line has id 4. Lines such as `madeupword0000 0` pad the table to a round size. RoBERTa, BART and
-Megatron-11b use this numbering.
+A line of dict.txt contains a GPT-2 id in digits (for `FairseqWords`, a word of any BPE) and the number of its
+occurrences. The symbol in the first line has id 4. Lines such as `madeupword0000 0` pad the table to a round size.
+RoBERTa, BART and Megatron-11b use this numbering.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mega.core.text.tokenizer import Encoded, Tokenizer
 from mega.core.untrusted import read_limited
 
 SPECIAL = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-"""Special symbol -> id. These ids precede those of the lines in every dict.txt."""
+"""Special symbol -> id. These ids precede the ids of a dict.txt."""
 
 OVERWRITE = "#fairseq:overwrite"
-"""A word at the end of a line that allows a symbol to be repeated, in which case the later line is used."""
+"""Marker at the end of a line whose symbol occurs in an earlier line, which the marked line replaces."""
 
 
 _UNPUBLISHED = "transformers has none that numbers tokens by a dict.txt of fairseq"
@@ -59,7 +59,7 @@ class FairseqTokenizer(Tokenizer):
         return Encoded(table[encoded.ids], encoded.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids; special and made-up ids have no text."""
+        """Decode ids. Special ids and padding ids have no text."""
         symbols = (self._symbols[int(token)] for token in ids)
         return self._gpt2.decode([int(symbol) for symbol in symbols if symbol.isdecimal()])
 
@@ -77,13 +77,13 @@ class FairseqTokenizer(Tokenizer):
 
     @cached_property
     def _fairseq_id(self) -> dict[int, int]:
-        """Return a dict: id in GPT-2 -> id in fairseq."""
+        """Return a map from GPT-2 ids to fairseq ids."""
         return {int(symbol): number for number, symbol in enumerate(self._symbols) if symbol.isdecimal()}
 
 
 class FairseqWords(Tokenizer):
-    """A tokenizer from only a dict.txt. The symbols are words separated by white space, such as the pieces of a text to
-    which BPE was already applied."""
+    """A tokenizer from only a dict.txt, for texts to which BPE has already been applied. The symbols are words
+    separated by white space."""
 
     kind = "FairseqTokenizer"
     bos = SPECIAL["<s>"]
@@ -116,14 +116,14 @@ class FairseqWords(Tokenizer):
 
 
 def read_dictionary(path: Path) -> list[str]:
-    """Return the list of symbols by id. Errors: ValueError naming the file and the malformed line."""
+    """Return the symbols in order of their ids. Errors: ValueError naming the file and the malformed line."""
     symbols = list(SPECIAL)
     ids = dict(SPECIAL)
     try:
         text = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"--tokenizer-model {path}: not UTF-8 ({error})") from None
-    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # not splitlines, as a symbol may contain U+0085
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # splitlines would also split at U+0085
         symbol, *rest = (line := line.removesuffix("\n")).split(" ")
         overwrites = rest[1:] == [OVERWRITE]
         if not symbol or not rest or not rest[0].isdecimal() or (len(rest) > 1 and not overwrites):

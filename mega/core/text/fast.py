@@ -1,4 +1,4 @@
-"""Encodes texts with fast libraries. A library is used only if it gives the same ids as the reference encoder on all of
+"""Encode texts with fast libraries. A library is used only if it gives the same ids as the reference encoder on all
 `PROBES`."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Encode = Callable[[Sequence[str]], Encoded]
 
 
 def fastokens(tokenizer_json: str) -> Encode:
-    """Return an encoder that uses fastokens. It writes ids into two flat buffers, without a Python object per token."""
+    """Return an encoder that uses fastokens, which writes ids into flat buffers without a Python object per token."""
     import numpy as np
     from fastokens import Tokenizer as Library
 
@@ -36,7 +36,7 @@ def hugging_face(tokenizer_json: str) -> Encode:
 
 
 ENGINES: dict[str, Callable[[str], Encode]] = {"fastokens": fastokens, "tokenizers": hugging_face}
-"""Name -> function that builds an encoder from a tokenizer.json."""
+"""Name of a library -> function that builds an encoder from a tokenizer.json."""
 
 
 def first_equal(
@@ -46,9 +46,9 @@ def first_equal(
     engines: Sequence[str] = ("fastokens",),
     texts: Sequence[str] = PROBES,
 ) -> tuple[str, Encode] | None:
-    """Return name and encoder of the first engine that gives the same ids as `definition` on `texts`, or None.
+    """Return the name and encoder of the first library that gives the same ids as `definition` on `texts`, or None.
 
-    what: name of the tokenizer, for a warning about each engine that fails. tokenizer_json: function that returns the
+    what: name of the tokenizer, for warnings about libraries that fail. tokenizer_json: function that returns the
     vocabulary as a tokenizer.json, or None if this format cannot express the vocabulary.
     """
     for name in engines:
@@ -60,15 +60,15 @@ def first_equal(
                 if all(a.tolist() == b.tolist() for a, b in zip(engine(texts), definition(texts), strict=True)):
                     return name, engine
             problem = "gives other ids"
-        except Exception as error:  # a compiled library may raise any exception; try the next engine
+        except Exception as error:  # a compiled library may raise any exception; try the next one
             problem = f"{type(error).__name__}: {error}"
         logging.getLogger("mega").warning("%s: %s is not used: %s", what, name, problem)
     return None
 
 
 def byte_level_json(vocab: Mapping[str, int], merges: Sequence[str], words: str | None = None) -> str:
-    """Return a byte-level BPE as the text of a tokenizer.json without added tokens, so that names of control tokens in
-    a text are never recognised.
+    """Return a byte-level BPE as the text of a tokenizer.json. The file has no added tokens, so that names of control
+    tokens in a text are never recognised.
 
     words: pattern that splits a text into words; a word that is a token is not split further. If None, GPT-2's pattern
     is used, and every word is split by the merges.

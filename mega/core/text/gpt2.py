@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE from vocab.json and merges.txt, with the fastest library that gives the correct ids.
 
-`reference` defines the ids, in Python. A faster engine is used only if it gives the same ids (fast.py). If no engine
-gives the same ids, `reference` is used, which is the slowest.
+`reference`, in Python, defines the ids. A faster library is used only if it gives the same ids (fast.py). If there is
+none, the much slower `reference` is used.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
 """
@@ -24,15 +24,15 @@ END_OF_TEXT = "<|endoftext|>"
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 MISMATCHED = 100
-"""Number of merges without an id above which vocab.json and merges.txt are assumed to belong to different
-tokenizers."""
+"""Maximum number of merges without an id. If more are missing, vocab.json and merges.txt are assumed to belong to
+different tokenizers."""
 
 Merges = Sequence[tuple[str, str]]
 
 
 def byte_letters() -> dict[int, str]:
-    """Return a dict: byte -> letter that represents the byte. Printable bytes represent themselves; the other 68 bytes
-    are represented by U+0100 and following.
+    """Return a map from each byte to the letter that represents it. Printable bytes represent themselves; the other 68
+    bytes are represented by the letters from U+0100 on.
 
     >>> letters = byte_letters(); letters[ord("A")], letters[0], letters[32], letters[10]
     ('A', 'Ā', 'Ġ', 'Ċ')
@@ -98,7 +98,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @cached_property
     def engine(self) -> str:
-        """The engine in use: "fastokens", "tokenizers" or "python"."""
+        """The encoder in use: "fastokens", "tokenizers" or "python"."""
         return self._chosen[0]
 
     @cached_property
@@ -107,7 +107,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @cached_property
     def _chosen(self) -> tuple[str, Encode]:
-        # Merges are read only when the first text is encoded, because training needs only the size of the vocabulary.
+        # Merges are read when the first text is encoded, because training needs only the vocabulary size.
         merges = read_merges(self._files["merges.txt"])
         unnumbered = [first + second for first, second in merges if first + second not in self._vocab]
         if len(unnumbered) > MISMATCHED:
@@ -136,7 +136,8 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def read_vocab(path: Path) -> dict[str, int]:
-    """Read a vocab.json as a dict: piece -> id. Errors: ValueError if the ids are not 0 .. n - 1, each exactly once."""
+    """Read a vocab.json, and return a map from pieces to ids. Errors: ValueError if the ids are not 0 .. n - 1, each
+    exactly once."""
     import orjson
 
     data = read_limited(path, FILE_BYTES, f"--vocab-file {path}")
@@ -169,8 +170,8 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode]:
-    """Return name and encoder of the first engine (fastokens, then tokenizers) that gives the same ids as `reference`
-    on the probes, or else `reference`."""
+    """Return the name and encoder of the first library (fastokens, then tokenizers) that gives the same ids as
+    `reference` on the probes, else `reference`."""
     definition = reference(vocab, merges)
 
     def whole() -> str | None:
@@ -186,8 +187,8 @@ def _complete(vocab: Mapping[str, int], merges: Merges) -> bool:
 
 
 def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
-    """Return the encoder that defines the ids: split texts at the pattern, represent bytes by letters, and merge the
-    best pair until no pair is left."""
+    """Return the encoder that defines the ids. The encoder splits texts at the pattern, represents bytes by letters,
+    and merges the best pair until no pair is left."""
     import regex
 
     ranks = {pair: rank for rank, pair in enumerate(merges)}

@@ -1,8 +1,7 @@
 """Tokenizers from Hugging Face's tokenizer.json, which is read by the `tokenizers` library.
 
-The post-processing template in the file is applied, as in Megatron-LM; for example, Llama-3's template puts bos in
-front. *Special* added tokens are not recognised in a text; other added tokens are part of the vocabulary and are
-recognised.
+The post-processing template in the file is applied, as in Megatron-LM; for example, Llama-3's template prepends bos.
+*Special* added tokens are not recognised in a text, but other added tokens are.
 
 `parse` encodes a text with control tokens to the same ids as transformers' AutoTokenizer.
 """
@@ -36,14 +35,14 @@ _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
 _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
-"""Classes in transformers that apply SentencePiece's rule for spaces even to a BPE tokenizer.json."""
+"""Classes in transformers that apply SentencePiece's rules for spaces even to a BPE tokenizer.json."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
 """Placeholder characters for tokens, one for each combination of lstrip and rstrip."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer from any tokenizer.json. eod, bos and pad are given in a tokenizer_config.json next to
-    tokenizer.json, or are found by well-known names."""
+    """A tokenizer from any tokenizer.json. eod, bos and pad are specified in a tokenizer_config.json next to
+    tokenizer.json, else found by well-known names."""
 
     kind = "HuggingFaceTokenizer"
 
@@ -75,14 +74,14 @@ class HuggingFaceTokenizer(Tokenizer):
         size = self._library.get_vocab_size()
         for token in {each.name: each for each in reversed(missing)}.values():
             if self._library.token_to_id(token.name) is None and token not in self._said.added.values():
-                continue  # the token has no id, in the vocabulary or in any file
+                continue  # neither the vocabulary nor a file contains an id for the token
             flags = token._asdict() | {"content": token.name}
             del flags["name"]
             self._library.add_tokens([Added(**flags)])
         return bool(self._library.get_vocab_size() > size)
 
     def _named(self, key: str, well_known: Sequence[str]) -> int | None:
-        """Return the id of the token that a file next to the vocabulary calls `key`, or else of the first well-known
+        """Return the id of the token under `key` in a file next to the vocabulary, else the id of the first well-known
         name in the vocabulary."""
         names_in_files = [
             neighbours.content(neighbours.read_object(self._files[name]).get(key))
@@ -111,7 +110,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _ordinary(self) -> Library:
-        """The library's tokenizer for raw text. A unigram model recognises special tokens as pieces of a text, so
+        """The library's tokenizer for raw text. A unigram model recognises special tokens as pieces of a text, so the
         special tokens are renamed in this copy."""
         whole = json.loads(self._library.to_str())
         if whole["model"].get("type") != "Unigram":
@@ -152,8 +151,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _byte_letters(self) -> dict[str, bytes]:
-        """Return a dict: letter -> byte, if the vocabulary represents bytes by letters as GPT-2's does; else an empty
-        dict."""
+        """Return a map from letters to bytes if the vocabulary represents bytes by letters, as GPT-2's does; else an
+        empty map."""
         spells = '"ByteLevel"' in json.dumps(json.loads(self._library.to_str()).get("decoder"))
         return {letter: bytes([byte]) for byte, letter in byte_letters().items()} if spells else {}
 
@@ -167,8 +166,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _by_name(self) -> dict[bool, dict[str, int]]:
-        """Return two dicts of added tokens, name -> id: one for special tokens (key True), one for all others (key
-        False)."""
+        """Return maps from names to ids of added tokens: under the key True for special tokens, under False for all
+        others."""
         ids_by_name: dict[bool, dict[str, int]] = {True: {}, False: {}}
         for token, added_token in self._added.items():
             ids_by_name[added_token.special][added_token.content] = token
@@ -178,8 +177,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._said.named
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
-        """Encode the whole text with the library. If `literal` is not empty, added tokens outside of the literal spans
-        are first replaced with placeholder characters. Errors: ValueError if placeholders change the ids of the
+        """Encode the whole text with the library. If `literal` is not empty, added tokens outside the literal spans are
+        first replaced with placeholder characters. Errors: ValueError if the placeholders change the ids of other
         text."""
         with library_errors(self._refused):
             whole = self._parser.encode(text, add_special_tokens=False)
@@ -209,7 +208,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _parser(self) -> Library:
-        """The library's tokenizer, set to recognise all added tokens and to split texts like transformers' class."""
+        """The library's tokenizer, configured to recognise all added tokens and to split texts like transformers'
+        class."""
         from tokenizers import Tokenizer as Library
 
         whole = json.loads(self._library.to_str())
@@ -224,7 +224,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _nameless(self) -> Library:
-        """The tokenizer of `_parser`, with placeholder characters in place of the added tokens."""
+        """The tokenizer of `_parser`, with placeholder characters instead of the added tokens."""
         from tokenizers import AddedToken as Added
         from tokenizers import Tokenizer as Library
 

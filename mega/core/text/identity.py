@@ -1,10 +1,10 @@
 """Rules for a tokenizer or chat template that differs from the one that belongs to the weights or the token files.
 
-A model consists of its weights, its tokenizer and its chat template. A tokenizer is identified by a fingerprint of its
-kind, its vocabulary and its behaviour (`Tokenizer.identity`). The fingerprint is stored in token files when they are
-written. For weights, it is computed from the tokenizer files next to the weights. A template is identified by its text.
+A tokenizer is identified by a fingerprint of its kind, vocabulary and behaviour (`Tokenizer.identity`). Token files
+store this fingerprint. For weights, the fingerprint is computed from the tokenizer files next to the weights. A chat
+template is identified by its text.
 
-All decisions are in RULES, and subcommands call `judge`. This module does not depend on files or models.
+RULES contains all decisions; subcommands call `judge`. This module does not depend on files or models.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Verdict = Literal["refused", "reported", "taken"]
 Case = Literal["token files", "tokenizer", "earlier version", "template", "no template"]
 """Kinds of differences between tokenizers or templates.
 
-token files: the token files were made with a tokenizer that differs from the run's tokenizer. tokenizer: the tokenizer
-given by flags differs from the tokenizer of the weights. earlier version: the tokenizers are equal, but an earlier
-version of mega computed one of the fingerprints. template: the chat template differs from the template of the weights.
-no template: the chat template is missing."""
+token files: the token files were encoded with a tokenizer that differs from the run's tokenizer. tokenizer: the
+tokenizer given by flags differs from the tokenizer of the weights. earlier version: the tokenizers are equal, but an
+earlier version of mega computed one of the fingerprints. template: the chat template differs from the template of the
+weights. no template: the chat template is missing."""
 
 _TRAINS: Mapping[Case, Verdict] = {
     "token files": "refused",
@@ -42,10 +42,10 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
     "data note": {"token files": "refused", "earlier version": "taken"},
     "data inspect": {"token files": "reported", "earlier version": "taken"},
 }
-"""Subcommand -> case -> verdict. A case that is missing for a subcommand cannot occur. For `serve` and `generate`, an
-adapter may also come with a different tokenizer, and for `serve` with a different template. `eval` needs a template
-only with --apply-chat-template. `data merge` refuses the case "earlier version", because fingerprints computed by
-different versions may belong to different tokenizers."""
+"""Subcommand -> case -> verdict. Cases that are not listed for a subcommand cannot occur. The rules of `serve` and
+`generate` also apply to the tokenizer of an adapter, and those of `serve` to its template. `eval` needs a template only
+with --apply-chat-template. `data merge` refuses the case "earlier version", because fingerprints computed by different
+versions may belong to different tokenizers."""
 
 ALLOW = "--allow-tokenizer-mismatch"
 
@@ -54,8 +54,7 @@ def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: 
     """Apply the rule for a difference. Return a message for the user, or None if the difference is accepted silently.
 
     advice: flags or files to give instead. allowed: whether --allow-tokenizer-mismatch was given, in which case the
-    message is returned instead of raised.
-    Errors: ValueError if the rule refuses the difference.
+    message is returned instead of raised. Errors: ValueError if the rule rejects the difference.
     """
     verdict = RULES[verb][case]
     if verdict == "refused" and not allowed:
@@ -64,16 +63,16 @@ def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: 
 
 
 def other_files(label: str, noted: TokenizerIdentity | None, given: Tokenizer | None) -> str | None:
-    """Describe how `given` differs from the tokenizer that made token files. Return None if the tokenizers are equal,
-    or if one of them is unknown."""
+    """Describe how `given` differs from the tokenizer that encoded token files. Return None if the tokenizers are
+    equal, or if one of them is unknown."""
     if noted is None or given is None or given.made(noted):
         return None
     return f"{label}: was made with {noted}, but the tokenizer given is {given.identity()}"
 
 
 def cuts_alike(first: Tokenizer, second: Tokenizer) -> bool:
-    """Whether two tokenizers of any kinds have the same number of entries, encode the probe texts to the same ids, and
-    agree on the ids of their common control tokens."""
+    """Whether two tokenizers, possibly of different kinds, have the same number of entries, the same ids for probe
+    texts, and the same ids for their common control tokens."""
     if first.made(second.identity()):
         return True
     names, other_names = ({**each.special_tokens(), **each.vocabulary_tokens()} for each in (first, second))

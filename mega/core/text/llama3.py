@@ -1,4 +1,4 @@
-"""Llama-3's byte-level BPE from its tiktoken file. Each line of this file contains a token's bytes in base64, and the
+"""Llama-3's byte-level BPE, from its tiktoken file. Each line of this file contains a token's bytes in base64 and the
 token's rank.
 
 `reference` defines the ids; fastokens is used if it gives the same ids on the probes. Texts are encoded as ordinary
@@ -37,7 +37,7 @@ _NAMED = {
 """Offset after the ranks -> name of the control token. Control tokens with other offsets are reserved."""
 _CONTROLS = 256
 LONGEST_PIECE = 10_000
-"""Maximum number of base64 characters of a token. It is limited because every way to split a token in two is tried."""
+"""Maximum number of base64 characters in a token, limited because every way to split a token in two is tried."""
 
 
 class Llama3Tokenizer(Tokenizer):
@@ -105,7 +105,7 @@ class Llama3Tokenizer(Tokenizer):
 
     @cached_property
     def engine(self) -> str:
-        """The engine in use: "fastokens" or "python"."""
+        """The encoder in use: "fastokens" or "python"."""
         return self._chosen[0]
 
     @cached_property
@@ -120,7 +120,8 @@ class Llama3Tokenizer(Tokenizer):
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a tiktoken file as a dict: bytes -> rank. Errors: ValueError if the ranks are not 0 .. n - 1 in order."""
+    """Read a tiktoken file, and return a map from a token's bytes to its rank. Errors: ValueError if the ranks are not
+    0 .. n - 1 in order."""
     ranks: dict[bytes, int] = {}
     lines = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").splitlines()
     try:
@@ -140,8 +141,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def reference(ranks: Mapping[bytes, int]) -> Encode:
-    """Return the encoder that defines the ids: texts are split at the pattern. A word that is a token gets its id; in
-    any other word, bytes are merged by lowest rank."""
+    """Return the encoder that defines the ids. The encoder splits texts into words at the pattern. A word that is a
+    token gets the token's id; in other words, bytes are merged by lowest rank."""
     import regex
 
     words = regex.compile(_WORDS)
@@ -150,8 +151,8 @@ def reference(ranks: Mapping[bytes, int]) -> Encode:
 
 
 def spell(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    """Return the ids of one word: repeatedly merge the adjacent parts whose concatenation has the lowest rank, the
-    leftmost first, until no parts can be merged.
+    """Encode one word by repeatedly merging the adjacent parts whose concatenation has the lowest rank, the leftmost
+    first, until no parts can be merged.
 
     With ranks a 0, b 1, ab 2, aba 3: abab -> ab a b -> ab ab; the word aba is itself a token.
     """

@@ -1,4 +1,4 @@
-"""Reads the tokens described in the small files next to a Hugging Face vocabulary: tokenizer_config.json,
+"""Read the tokens described in the small files next to a Hugging Face vocabulary: tokenizer_config.json,
 special_tokens_map.json and added_tokens.json. The rules are those of transformers' AutoTokenizer.
 
 This module does not depend on the vocabulary. Source: transformers 5, `PreTrainedTokenizerBase.from_pretrained`.
@@ -17,7 +17,7 @@ from mega.core.untrusted import Json, parse_json, read_limited
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Names of the tokens that are passed to a chat template as variables if the tokenizer has these tokens."""
+"""Names of the tokens that are passed to chat templates as variables, if the tokenizer has them."""
 
 _END = "<|endoftext|>"
 DEFAULTS: Mapping[str, Mapping[str, str]] = {
@@ -42,12 +42,12 @@ class AddedToken(NamedTuple):
     lstrip: bool = False  # the token absorbs spaces to its left
     rstrip: bool = False  # the token absorbs spaces to its right
     single_word: bool = False  # the token matches only whole words
-    normalized: bool = False  # the token is searched for in the normalised text
+    normalized: bool = False  # the token is searched for in normalised text
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The tokens and settings in the small Hugging Face files next to a vocabulary."""
+    """The tokens and settings in Hugging Face's small files next to a vocabulary."""
 
     kind: str | None  # `tokenizer_class` without the suffix Fast; None if no file contains it
     named: Mapping[str, str]  # name in NAMES -> the token's text
@@ -56,7 +56,7 @@ class Neighbours:
 
 
 def paths(vocabulary: Path) -> dict[str, Path]:
-    """Return a dict: name -> path, of the small files that exist next to a vocabulary."""
+    """Return the paths of the small files that exist next to a vocabulary, by name."""
     candidates = {name: vocabulary.with_name(name) for name in (CONFIG, SPECIAL_MAP, ADDED)}
     return {name: path for name, path in candidates.items() if path.is_file()}
 
@@ -106,8 +106,8 @@ def read_object(path: Path) -> dict[str, Json]:
 
 
 def prepend_scheme(config: Mapping[str, object]) -> str:
-    """Return "always", "first" or "never", according to the tokenizer_config.json of a LlamaTokenizer: SentencePiece's
-    space is prepended to every text between control tokens, only to the first text, or to no text."""
+    """Return where a LlamaTokenizer with the given tokenizer_config.json prepends SentencePiece's space: "always" for
+    every text between control tokens, "first" for only the first text, or "never"."""
     if config.get("add_prefix_space") is False:
         return "never"
     return "always" if config.get("legacy") else "first"

@@ -12,7 +12,7 @@ class NullTokenizer(Tokenizer):
     """Maps texts such as "7 0 12" to the ids [7, 0, 12]. Ids are 0 .. size - 1, and the id `size` ends a document.
 
     As in Megatron-LM, whose sample corpus has larger ids, the tokenizer does not compare ids with its size. Training
-    refuses ids that are too large.
+    rejects ids that are too large.
     """
 
     kind = "NullTokenizer"

@@ -1,8 +1,7 @@
-"""Tests a user's tokenizer files before a compiled library reads them, by encoding texts in a child process with
-limits.
+"""Test a user's tokenizer files before a compiled library reads them, by encoding texts in a child process with limits.
 
-A tokenizer.json contains regular expressions, tables and templates. A damaged file makes the library panic, abort or
-allocate all memory. Files that passed are recorded in the environment, so that child processes do not test them again.
+A tokenizer.json contains regular expressions, tables and templates. A damaged file can make the library panic, abort or
+allocate all memory. Files that pass are recorded in the environment, so that child processes do not test them again.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE_BYTES = 1 << 28
-"""Maximum number of bytes of a tokenizer file, about ten times the size of the largest common vocabularies."""
+"""Maximum size of a tokenizer file in bytes, about ten times that of the largest common vocabularies."""
 MOST_IDS = 1 << 26
 _SECONDS, _MEMORY = 10, 7 << 28
 _READ = "MEGA_READ_TOKENIZERS"
 
 
 def check(library: str, path: Path) -> None:
-    """Check in a child process that `library` can read `path`, and can encode and decode with this file. Errors:
+    """Check in a child process that `library` can read the file `path` and use it to encode and decode. Errors:
     ValueError naming the file."""
     label, status = f"--tokenizer-model {path}", path.stat()
     if status.st_size > FILE_BYTES:
@@ -62,7 +61,7 @@ def sentencepiece(path: Path) -> SentencePieceProcessor:
 def _try_hugging_face(path: Path) -> None:
     try:
         tokenizer = hugging_face(path)
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises Exception itself
         raise ValueError(f"not a tokenizer.json ({error})") from None
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids or max(ids) >= MOST_IDS:
@@ -89,7 +88,7 @@ LIBRARIES: dict[str, Callable[[Path], None]] = {
 
 
 def answer(question: dict[str, str]) -> None:
-    """Read the file in `question`, and encode and decode texts with it. Errors: any exception from the library, or
+    """Load the file named in `question`, and encode and decode texts. Errors: any exception from the library, or
     ValueError."""
     LIBRARIES[question["library"]](Path(question["path"]))
 

@@ -1,4 +1,4 @@
-"""Texts on which two tokenizer engines must agree before the faster one is used. The texts test boundaries of words,
+"""Texts for which a faster encoder must give the same ids as the reference encoder. The texts test boundaries of words,
 scripts and characters."""
 
 from __future__ import annotations

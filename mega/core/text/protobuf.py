@@ -1,4 +1,4 @@
-"""Reads the fields of a protocol-buffer message by number and without a schema. Only a small part of the wire format is
+"""Read the fields of a protocol-buffer message by number, without a schema. Only a small part of the wire format is
 supported.
 
 Source: protobuf.dev, "Encoding".
@@ -15,8 +15,8 @@ _UNENDED = "no protocol buffer (a number without an end)"
 
 
 def fields(message: bytes) -> dict[int, list[Value]]:
-    """Return a dict: field number -> values of the field in order. Values are integers, or bytes for fields that have a
-    length or a fixed width.
+    """Return a map from each field number to the field's values in order. Values are integers, or bytes for fields with
+    a length or a fixed width.
 
     >>> fields(bytes([8, 150, 1, 18, 2]) + b"hi")
     {1: [150], 2: [b'hi']}
@@ -79,7 +79,7 @@ def _varints(data: bytes) -> list[int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a number from groups of seven bits, lowest group first. Return the number and the offset after its last
+    """Decode a number stored in groups of seven bits, lowest group first. Return the number and the offset of the next
     byte."""
     number = shift = 0
     while True:

@@ -3,7 +3,7 @@ added tokens.
 
 Text is always encoded with the library's plain `encode`, which recognises no control symbols in text. Megatron-LM's
 SentencePieceTokenizer first splits a text at names of special tokens, so a corpus can forge these tokens. The
-tokenizers here do not split texts, so ids differ from Megatron-LM's if a document contains the name of a special token.
+tokenizers in this module do not split texts, so their ids differ from Megatron-LM's if a document contains such a name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _load(path: Path) -> SentencePieceProcessor:
 
 
 def _encoder(model: SentencePieceProcessor) -> Encode:
-    """Return a function that encodes many texts: fastokens if it gives the same ids, else the SentencePiece library."""
+    """Return a function that encodes many texts, with fastokens if it gives the same ids, else with the SentencePiece
+    library."""
 
     def library(texts: Sequence[str]) -> Encoded:
         return flatten(model.encode(list(texts), num_threads=1))
@@ -46,7 +47,7 @@ def _encoder(model: SentencePieceProcessor) -> Encode:
 
 
 _SYMBOLS = 1 << 10
-"""Number of pieces at the beginning of a model among which control symbols are searched for."""
+"""Number of leading pieces of a model among which control symbols are searched for."""
 
 
 def _present(token: int) -> int | None:
@@ -55,8 +56,8 @@ def _present(token: int) -> int | None:
 
 
 def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
-    """Return the bytes that a piece of the model adds to a text. In pieces, U+2581 represents a space, and <0x0A> a
-    byte."""
+    """Return the bytes that a piece of the model adds to a text. In pieces, U+2581 represents a space, and names such
+    as <0x0A> represent a byte."""
     if model.is_control(token):
         return b""
     piece = str(model.id_to_piece(token))
@@ -77,7 +78,7 @@ class PlainSentencePiece(Tokenizer):
     """A tokenizer with the pieces of a .model file. The model's eos ends a document. For Llama-2, bos also precedes
     every text.
 
-    If Hugging Face's files are next to the model, they add tokens, and determine whether a space is prepended to text
+    Hugging Face's files next to the model, if any, add tokens and determine whether a space is prepended to text
     between control tokens. Otherwise, each text between control tokens is encoded separately, as in Meta's programs.
     """
 
@@ -111,7 +112,7 @@ class PlainSentencePiece(Tokenizer):
                 )
 
     def _at(self, key: str, own: int) -> int | None:
-        """Return the id of the token that Hugging Face's files call `key`, if these files add tokens; else the id
+        """Return the id of the token under `key` in Hugging Face's files if these files add tokens, else the id
         `own`."""
         name = self._said.named.get(key) if self._added else None
         return _present(own) if name is None else self.control(name)
@@ -136,7 +137,7 @@ class PlainSentencePiece(Tokenizer):
         return Encoded(np.insert(ids.astype(np.int64), offsets[:-1], self.bos), offsets + np.arange(len(offsets)))
 
     def _split(self, text: str) -> list[int]:
-        """Encode raw text, and recognise added tokens that are not special."""
+        """Encode raw text, in which added tokens that are not special are recognised."""
         ids: list[int] = []
         for name, begin, end in sections(text, self._searched):
             ids += [self._searched[name]] if name else self.section(text[begin:end], begin == 0).ids
@@ -189,8 +190,8 @@ class PlainSentencePiece(Tokenizer):
         return self._spans(text, ids, True)
 
     def _without_blank(self, text: str) -> list[int]:
-        """Encode a text without the space that the model prepends. The text is encoded after a newline, whose ids are
-        then removed."""
+        """Encode a text without the space that the model prepends, by encoding the text after a newline and removing
+        the newline's ids."""
         ids: list[int] = self._model.encode("\n" + text)
         lead = self._model.encode("\n")
         if ids[: len(lead)] != lead:
@@ -208,7 +209,7 @@ class PlainSentencePiece(Tokenizer):
         return _encoder(self._model)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids, and write added tokens by name."""
+        """Decode ids; added tokens are written by name."""
         tokens = [int(token) for token in ids]
         if not self._added:
             return str(self._model.decode(tokens))
@@ -241,7 +242,7 @@ class PlainSentencePiece(Tokenizer):
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
         """Return Hugging Face's files. A tokenizer.json is included if this format can express the model, because
-        transformers would convert a tokenizer.model with rules that may split a text differently."""
+        transformers' conversion of a tokenizer.model may split texts differently."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         token_names = {key: None if token is None else self.piece(token) for key, token in ids.items()}
         if self._published is None:
@@ -337,7 +338,7 @@ class ExtendedSentencePiece(Tokenizer):
         return b"" if token in self._names else _piece_bytes(self._model, token)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids, and write special tokens by name, separated by spaces."""
+        """Decode ids; special tokens are written by name, separated by spaces."""
         spans = groupby((int(token) for token in ids), key=lambda token: token in self._names)
         parts = []
         for special, run in spans:

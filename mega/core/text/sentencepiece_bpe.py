@@ -1,7 +1,7 @@
-"""Rewrites a SentencePiece model like Llama's for fastokens, which is several times faster than the SentencePiece
+"""Convert a SentencePiece model like Llama's for fastokens, which is several times faster than the SentencePiece
 library.
 
-Only BPE models with byte fallback and without normalisation can be rewritten. The rewritten model is used only if it
+Only BPE models with byte fallback and without normalisation can be converted. The converted model is used only if it
 gives the same ids as the library on the probes.
 """
 

@@ -1,4 +1,4 @@
-"""Writes a SentencePiece model as a tokenizer.json with which transformers gives the same ids.
+"""Write a SentencePiece model as a tokenizer.json with which transformers gives the same ids.
 
 This module supports unigram and BPE models with their normalisation. A tokenizer.json is used only if it gives the same
 ids as the SentencePiece library on all probe texts. transformers itself would treat every tokenizer.model as Llama's
@@ -48,7 +48,7 @@ class _Model:
     charsmap: bytes  # the compiled normalisation rules
     squeezes: bool  # removes spaces at both ends of a text, and repeated spaces
     prefix: bool  # prepends a space to a text
-    odd: bool  # has settings that a tokenizer.json cannot express
+    odd: bool  # the model has settings that a tokenizer.json cannot express
 
     @classmethod
     def read(cls, proto: bytes) -> _Model:
@@ -109,9 +109,9 @@ def rule_name(model: SentencePieceProcessor) -> str:
 
 
 def losses(model: SentencePieceProcessor) -> list[str]:
-    """List how Hugging Face's library differs from SentencePiece with the output of `published`. Hugging Face's library
-    normalises a letter together with its accents, so separate accents may be lost, and it recognises names of bytes in
-    a text."""
+    """List how Hugging Face's library, with the output of `published`, differs from SentencePiece. Hugging Face's
+    library normalises a letter together with its accents, so that separate accents may be lost, and recognises names of
+    bytes in a text."""
     parsed = _Model.read(model.serialized_model_proto())
     differences = ["cuts a text with accents that form no one character with their letter otherwise"] * bool(
         parsed.charsmap
@@ -123,7 +123,7 @@ def losses(model: SentencePieceProcessor) -> list[str]:
 
 
 def leads_with(name: str, token: int) -> dict[str, Json]:
-    """Return the post-processor of a tokenizer.json that puts a token in front of every text."""
+    """Return the post-processor of a tokenizer.json that prepends a token to every text."""
     single: list[Json] = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair: list[Json] = [*single, {"SpecialToken": {"id": name, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
     special_tokens: Json = {name: {"id": name, "ids": [token], "tokens": [name]}}
@@ -131,8 +131,8 @@ def leads_with(name: str, token: int) -> dict[str, Json]:
 
 
 def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list[list[object]]:
-    """In the vocabulary of a unigram tokenizer.json, give `tokens` names of characters that occur in no text, because
-    the library would otherwise recognise control tokens as pieces of raw text."""
+    """Return the vocabulary of a unigram tokenizer.json with names for `tokens` that occur in no text. Otherwise, the
+    library would recognise control tokens as pieces of raw text."""
     hidden = set(tokens)
     return [
         [f"\ufddc{name}\ufddd", score] if token in hidden else [name, score]
@@ -157,9 +157,9 @@ def _normalizer(model: _Model) -> dict[str, Json]:
 
 
 def _covered(model: _Model) -> bool:
-    """Whether every character of a longer piece is also a piece. In this case, the number of unknown characters in a
-    text depends neither on how the text is split nor on the cost of an unknown character, which the two libraries
-    define differently.
+    """Whether every character of a longer piece is also a piece. The number of unknown characters in a text then
+    depends neither on how the text is split nor on the cost of an unknown character, which the two libraries define
+    differently.
     """
     normal_pieces = {piece for piece, _, kind in model.pieces if kind == NORMAL}
     return model.kind != _UNIGRAM or all(letter in normal_pieces for piece in normal_pieces for letter in piece)
@@ -167,8 +167,8 @@ def _covered(model: _Model) -> bool:
 
 def _unigram(model: _Model) -> dict[str, Json]:
     """Return the unigram model of a tokenizer.json. As in SentencePiece, the score of a user-defined symbol is the best
-    piece's score times the symbol's number of bytes. The name of a byte gets a lower score than its letters, so that
-    text never becomes this piece."""
+    piece's score times the symbol's number of bytes. The piece of a byte gets a lower score than the characters of its
+    name, so that text is never encoded as this piece."""
     scores = [score for _, score, kind in model.pieces if kind == NORMAL]
     best, least = max(scores, default=0.0), min(scores, default=0.0)
 
@@ -183,7 +183,8 @@ def _unigram(model: _Model) -> dict[str, Json]:
 
 
 def _same(whole: Mapping[str, Json], model: SentencePieceProcessor, names: Sequence[str]) -> bool:
-    """Whether a tokenizer.json without added tokens gives the model's ids on the probes and on texts with `names`."""
+    """Whether a tokenizer.json without added tokens gives the model's ids on the probes and on texts that contain
+    `names`."""
     from tokenizers import Tokenizer as Library
 
     searched: dict[str, Any] = {**below(whole, "model")}

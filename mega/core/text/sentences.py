@@ -1,9 +1,8 @@
-"""Splits documents into sentences with NLTK's punkt, as in Megatron-LM, or with Wikimedia's faster sentencex.
+"""Split documents into sentences with NLTK's punkt, as in Megatron-LM, or with Wikimedia's faster sentencex.
 
-Token files must equal Megatron-LM's byte for byte with any version of NLTK. This module therefore contains the patterns
-with which punkt splits text in NLTK 3.6.6 to 3.10.0. Later releases also treat curly quotes and guillemets as closing
-punctuation, and use a different matching engine with a time limit. The procedure and its parameters come from the
-installed NLTK.
+Token files must be identical to Megatron-LM's with any version of NLTK. This module therefore contains punkt's patterns
+from NLTK 3.6.6 to 3.10.0. Later releases also treat curly quotes and guillemets as closing punctuation, and use a
+different matching engine with a time limit. The procedure and its parameters come from the installed NLTK.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 SPLITTERS = ("punkt", "sentencex")
 
-_MOST_CHARACTERS = 1_000_000  # longer texts are split into parts before punkt, as in Megatron-LM
+_MOST_CHARACTERS = 1_000_000  # number of characters; longer texts are split before punkt is applied, as in Megatron-LM
 
 # Name of a language in punkt -> two-letter code in sentencex
 _CODES = {
@@ -77,7 +76,7 @@ _BOUNDARY = re.compile(rf"[.?!](?=(?P<after_tok>{_CLOSING}|\s+(?P<next_tok>\S+))
 """Matches a position where a sentence may end."""
 _WITH_BLANKS = re.compile(rf"\S*[.?!]\s*(?=(?P<after_tok>{_CLOSING}|(?P<next_tok>\S+)))|\S+")
 """Matches a word at a possible end of a sentence, including the white space after the word, or any other word. The
-second alternative avoids quadratic time, because a word is consumed instead of being tried at each character."""
+second alternative consumes whole words instead of trying a match at each character, which would take quadratic time."""
 _REALIGNED = re.compile(r"""["')\]}]+?(?:\s+|(?=--)|$)""", re.MULTILINE)
 """Matches closing quotes and brackets at the beginning of a sentence, which are moved to the previous sentence."""
 
@@ -91,7 +90,7 @@ class _Boundaries:
 
 
 def _variables(punkt: Any, keep_newlines: bool) -> Any:
-    """Return punkt's language variables, with this module's patterns. They are the same for all languages."""
+    """Return punkt's language variables with this module's patterns, which are the same for all languages."""
 
     class Variables(punkt.PunktLanguageVars):  # type: ignore[misc]
         sent_end_chars, internal_punctuation, re_boundary_realignment = (".", "?", "!"), ",:;", _REALIGNED

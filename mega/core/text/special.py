@@ -1,4 +1,4 @@
-"""Splits texts that contain names of tokens, such as `<|im_start|>user`, into these tokens and the text between them.
+"""Split texts that contain names of tokens, such as `<|im_start|>user`, into these tokens and the text between them.
 
 This module does not depend on tokenizers or templates, only on texts, names and spans of characters.
 """
@@ -17,8 +17,8 @@ no token name may extend across this position."""
 
 
 class Parsed(NamedTuple):
-    """The ids of a text, and for each id the span of characters that it encodes. spans: None if the tokenizer cannot
-    determine spans."""
+    """The ids of a text, and the span of characters that each id encodes. spans: None if the tokenizer cannot determine
+    spans."""
 
     ids: list[int]
     spans: list[Span] | None
@@ -109,8 +109,7 @@ def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
 def covered(spans: Sequence[Span], begin: int, end: int) -> range | None:
     """Return the range of tokens that encode the characters begin .. end - 1. Return None if no token contains the
     first or the last of these characters, because some tokenizers omit spaces. Also return None if several tokens share
-    the last character, because transformers would train only on the first of these tokens, that is, on a part of the
-    character."""
+    the last character, because transformers would train only on the first of these tokens."""
     first = next((i for i, (a, b) in enumerate(spans) if a <= begin < b), None)
     last = [i for i, (a, b) in enumerate(spans) if a < end <= b]
     return None if first is None or len(last) != 1 else range(first, last[0] + 1)

@@ -1,6 +1,6 @@
 """The interface of a tokenizer.
 
-This module does not depend on token files or models. Padding of the vocabulary is a property of the model.
+This module does not depend on token files or models. Padding of the vocabulary belongs to the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Roles(NamedTuple):
 
 
 class TokenizerIdentity(NamedTuple):
-    """Identifies the tokenizer that made some ids, and is stored together with the ids."""
+    """Identifies the tokenizer that produced ids, and is stored together with the ids."""
 
     kind: str
     vocab_size: int
@@ -57,8 +57,8 @@ class TokenizerIdentity(NamedTuple):
 
     @classmethod
     def read(cls, noted: object) -> TokenizerIdentity | None:
-        """Parse the result of `_asdict`. Return None if the value is damaged, or was written by a later version with
-        other fields."""
+        """Parse the result of `_asdict`. Return None if the value is damaged or was written by a later version with
+        different fields."""
         fields = noted if isinstance(noted, dict) else {}
         kind, size, fingerprint = (fields.get(name) for name in cls._fields)
         if isinstance(kind, str) and isinstance(size, int) and isinstance(fingerprint, str):
@@ -73,7 +73,7 @@ class TokenTable(Protocol):
     """The vocabulary of a tokenizer: the number of ids, the text of each id, and which ids are control tokens."""
 
     kind: str
-    eod: int | None  # id that ends a document; None if the family has no such token
+    eod: int | None  # id that ends a document; None if there is no such token
     bos: int | None
     pad: int | None
     roles: Roles | None = None  # None unless the tokenizer can be used for BERT and T5
@@ -91,15 +91,15 @@ class TokenTable(Protocol):
         return self.eod if self.bos is None else self.bos
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids to text; bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids to text; invalid UTF-8 is replaced with U+FFFD."""
         ...
 
     def piece(self, token: int) -> str:
-        """The text of one token for display; for a control token, its name."""
+        """Return the text of one token for display, or the name of a control token."""
         return self.decode([token])
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text, possibly only part of a character; empty for a control token."""
+        """Return the bytes that a token adds to a text, possibly only part of a character; empty for control tokens."""
         return self.decode([token]).encode()
 
     def continues(self, token: int) -> bool:
@@ -111,28 +111,27 @@ class TokenTable(Protocol):
         return None
 
     def special_tokens(self) -> Mapping[str, int]:
-        """Return a dict: name -> id of all special tokens. Encoding raw text never yields a special token."""
+        """Return the ids of all special tokens, by name. Encoding raw text never yields a special token."""
         ids = (token for token in (self.bos, self.eod, self.pad) if token is not None)
         names = {name: token for token in ids if self.control(name := self.piece(token)) == token}
         return names if self.eod is None or self.eod in names.values() else {**names, NAMELESS_END: self.eod}
 
     def vocabulary_tokens(self) -> Mapping[str, int]:
-        """Return a dict: name -> id of the added tokens that are recognised even in raw text, such as `<think>` in some
-        models."""
+        """Return the ids of the added tokens that are recognised even in raw text, such as `<think>` in some models, by
+        name."""
         return {}
 
     def named_tokens(self) -> Mapping[str, str]:
-        """Return a dict: variable of a chat template, such as Hugging Face's `bos_token` -> name of the token."""
+        """Return a map from variables of chat templates, such as Hugging Face's `bos_token`, to names of tokens."""
         names = {token: name for name, token in self.special_tokens().items()}
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         return {key: names[token] for key, token in ids.items() if token in names}
 
     def special_ids(self) -> dict[str, int | None]:
-        """Return the entries of Hugging Face's config.json for the ids that begin, end and pad a text; None for a
-        missing token.
+        """Return the entries in Hugging Face's config.json for the ids that begin, end and pad a text; None for missing
+        tokens.
 
-        In a family without a begin token, such as GPT-2, the end-of-document token of the previous document begins a
-        text.
+        For tokenizers without a begin token, such as GPT-2's, the end-of-document token also begins a text.
         """
         begin = self.eod if self.bos is None else self.bos
         return {"bos_token_id": begin, "eos_token_id": self.eod, "pad_token_id": self.pad}
@@ -141,9 +140,8 @@ class TokenTable(Protocol):
 class TextEncoder(TokenTable, Protocol):
     """Encodes text to ids, and locates each id in the text.
 
-    In every family, raw text is encoded as *ordinary* text, that is, `<|endoftext|>` or `</s>` inside a document is
-    split like any other text and never becomes a control token. `encode` adds the tokens that a family adds to each
-    text, such as Llama's bos.
+    Raw text is encoded as *ordinary* text: `<|endoftext|>` or `</s>` inside a document is split like any other text and
+    never becomes a control token. `encode` adds the tokens that belong to each text, such as Llama's bos.
     """
 
     def encode(self, text: str) -> list[int]:
@@ -151,13 +149,13 @@ class TextEncoder(TokenTable, Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """Encode many texts, with the same ids as `encode`, but faster where the library allows it."""
+        """Encode many texts. The ids are those of `encode`; some libraries are faster for many texts."""
         return flatten([self.encode(text) for text in texts])
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
-        """Encode a text in which names of control tokens stand for these tokens, and add no tokens such as Llama's bos.
-        literal: spans of characters that are ordinary text even if they contain the name of a control token. Adjacent
-        sections of ordinary text are encoded together."""
+        """Encode a text in which names of control tokens are parsed as these tokens, and add no tokens such as Llama's
+        bos. literal: spans of ordinary text, in which names of control tokens are not parsed. Adjacent sections of
+        ordinary text are encoded together."""
         names, ids, spans = {**self.vocabulary_tokens(), **self.special_tokens()}, list[int](), list[Span]()
         has_spans = True
         for name, begin, end in sections(text, names, literal):
@@ -168,23 +166,23 @@ class TextEncoder(TokenTable, Protocol):
         return Parsed(ids, spans if has_spans else None)
 
     def encode_special(self, text: str) -> list[int]:
-        """Encode one text in which names of special tokens stand for these tokens, and add the tokens that the family
-        adds to each text."""
+        """Encode one text in which names of special tokens are parsed as these tokens, and add tokens such as Llama's
+        bos."""
         return [*self.encode(""), *self.parse(text).ids]
 
     def located(self, text: str, special: bool = False) -> list[Span] | None:
-        """Return the span of characters of each id of `encode` (or of `encode_special` if `special`). Tokens that the
-        family adds have an empty span. Return None if the family cannot determine spans."""
+        """Return the span of characters of each id of `encode` (or of `encode_special` if `special`). Added tokens have
+        an empty span. Return None if the tokenizer cannot determine spans."""
         lead: list[Span] = [(0, 0)] * len(self.encode(""))
         spans = self.parse(text).spans if special else self.spans_of(text, self.encode(text)[len(lead) :])
         return None if spans is None else lead + spans
 
     def spans_of(self, text: str, ids: Sequence[int]) -> list[Span] | None:
-        """Return the span of characters of each id of raw text, or None if the family cannot determine spans."""
+        """Return the span of characters of each id of raw text, or None if the tokenizer cannot determine spans."""
         return aligned(text, [self.token_bytes(token) for token in ids])
 
     def section(self, text: str, first: bool) -> Parsed:
-        """Encode raw text between two control tokens given by name. first: whether the text begins the whole text."""
+        """Encode raw text from between two control tokens. first: whether this text begins the whole text."""
         ids = self.encode(text)[len(self.encode("")) :]
         return Parsed(ids, self.spans_of(text, ids))
 
@@ -193,13 +191,13 @@ class Tokenizer(TextEncoder, Protocol):
     """A text encoder with its files, its identity, and the files that other libraries need to open it."""
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """Return a dict: file name -> JSON content. These are the files that transformers' AutoTokenizer needs in
-        addition to `files`."""
+        """Return the JSON files that transformers' AutoTokenizer needs in addition to `files`, as a map from name to
+        content."""
         return {}
 
     def unpublished(self) -> str | None:
-        """Return the reason why transformers has no equivalent tokenizer, or None. With a reason, an export omits the
-        tokenizer's files."""
+        """Return the reason why transformers has no equivalent tokenizer, in which case an export omits the tokenizer's
+        files; else None."""
         return None
 
     def doubt(self) -> str | None:
@@ -212,12 +210,12 @@ class Tokenizer(TextEncoder, Protocol):
         return None
 
     def publishing_loss(self) -> str | None:
-        """Describe how the ids that transformers computes with the exported files differ; None if all ids are equal."""
+        """Describe how ids that transformers computes with the exported files differ; None if all ids are equal."""
         return None
 
     def files(self) -> Mapping[str, Path]:
-        """Return a dict: canonical name -> path, for every file that this tokenizer was read from. A checkpoint copies
-        these files."""
+        """Return the paths of all files from which the tokenizer was read, by canonical name. Checkpoints contain
+        copies of these files."""
         ...
 
     def vocabulary_files(self) -> Mapping[str, Path]:
@@ -251,14 +249,14 @@ class Tokenizer(TextEncoder, Protocol):
         return content
 
     def identity(self) -> TokenizerIdentity:
-        """Return the identity to store with this tokenizer's ids. It does not depend on the number of sentinels, but
-        depends on other added entries."""
+        """Return the identity to store with this tokenizer's ids. The identity does not depend on the number of
+        sentinels, but on other added entries."""
         entries = self.vocab_size - self.added_sentinels
         return TokenizerIdentity(self.kind, entries, self._hash(entries))
 
     def made(self, noted: TokenizerIdentity) -> bool:
-        """Whether the identity `noted` belongs to this tokenizer. Earlier versions computed identities that count
-        sentinels and hash whole files; these identities are also accepted."""
+        """Whether the identity `noted` belongs to this tokenizer. Identities from earlier versions, which count
+        sentinels and hash whole files, are also accepted."""
         counts = self.vocab_size - self.added_sentinels, self.vocab_size
         return noted.fingerprint in {self._hash(count, whole) for count in counts for whole in (False, True)}
 

@@ -1,6 +1,6 @@
-"""Trains a tokenizer on the user's texts: byte-level BPE for gpt2.py, BERT's WordPiece, or a SentencePiece model.
+"""Train a tokenizer on the user's texts: byte-level BPE for gpt2.py, BERT's WordPiece, or a SentencePiece model.
 
-Words are counted first, so memory grows with the number of different words instead of the length of the corpus.
+Words are counted first, so that memory grows with the number of different words instead of the length of the corpus.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> P
             f"--vocab-size {vocab_size}: must be at least {len(fixed)}, the control tokens and the texts' "
             f"{len(letters)} characters twice, below 2^31"
         )
-    # Characters are passed as special tokens to fix their ids. Otherwise the library would number characters in the
-    # order of a hash table, and this order would determine which of two equally frequent merges comes first.
+    # Characters are passed as special tokens to fix their ids. Otherwise, the order of a hash table would determine
+    # their ids, and thus the order of equally frequent merges.
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=fixed, show_progress=False)
     library.train_from_iterator(_repeated(counts), trainer)
     vocab = json.loads(library.to_str())["model"]["vocab"]
@@ -197,8 +197,8 @@ def spaced_words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
 
 
 def words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
-    """Count the words, which are separated by white space. A long word, as in a script without spaces, is divided, and
-    the parts are counted.
+    """Count words, which are separated by white space. Long words, as in scripts without spaces, are divided, and their
+    parts are counted.
 
     If there are more than `most` different words, the rarest words are removed repeatedly.
 

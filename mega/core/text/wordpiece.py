@@ -1,7 +1,7 @@
 """BERT's WordPiece tokenizer, from a vocab.txt with one piece per line. The ids of words are cached.
 
-A word is a text without white space, or one Chinese character. Every rule applies within a word, so a word that
-occurred before costs only one look-up. Names of control tokens in a text are split like other text.
+A word is a text without white space, or one Chinese character. All rules apply within words, so a repeated word needs
+only one look-up. Names of control tokens in a text are split like other text.
 
 By default, the rules are Google's, as in Megatron-LM. If the tokenizer_config.json of a transformers BERT is next to
 vocab.txt, transformers' rules apply, with the settings in tokenizer_config.json. The tokenizer.json of a BERT can be
@@ -29,7 +29,7 @@ _CHINESE = (
 )
 _HF_CHINESE = _CHINESE.replace("\U0002b820", "\U0002b920")
 # Control characters at which Python's `str.split` would split a word. The rules delete these characters instead, which
-# joins the text on both sides.
+# joins the words on both sides.
 _JOINING = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 _ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]+")
 _ASCII_PARTS = re.compile("[0-9A-Za-z]+|[!-/:-@[-`{-~]")
@@ -38,13 +38,13 @@ _REQUIRED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 
 
 _MANY = 1000
-"""Number of pieces above which a cased vocabulary is expected to contain capital letters."""
+"""Number of pieces from which a cased vocabulary is expected to contain capital letters."""
 SETTINGS = "tokenizer_config.json"
 """Name of transformers' settings file, which may be next to vocab.txt."""
 
 
 class WordRules(NamedTuple):
-    """Rules by which a word is normalised before it is split into pieces."""
+    """Rules for normalising a word before it is split into pieces."""
 
     lower: bool
     strip_accents: bool
@@ -166,8 +166,8 @@ class WordPieceTokenizer(Tokenizer):
         return None
 
     def behaviour(self) -> Mapping[str, object]:
-        """Return the settings that the kind does not imply. Google's and transformers' rules count as equal, because
-        they differ only for characters that do not occur in normal text."""
+        """Return the settings that the kind of tokenizer does not imply. Google's and transformers' rules are treated
+        as equal, because they differ only for characters that do not occur in normal text."""
         rules = self._rules
         usual = rules.strip_accents == rules.lower and rules.chinese
         return {} if usual else {"strip_accents": rules.strip_accents, "chinese": rules.chinese}
@@ -185,8 +185,8 @@ class WordPieceTokenizer(Tokenizer):
         return {SETTINGS: {**settings, **{f"{name}_token": f"[{name.upper()}]" for name in _NAMED}}}
 
     def _word_ids(self, word: str) -> list[int]:
-        """Return the ids of a text without white space: clean and lower-case it, split it at punctuation, and split
-        each part into pieces."""
+        """Encode a text without white space: clean and lower-case the text, split it at punctuation, and split each
+        part into pieces."""
         if word.isascii():  # fast path for nearly all words
             word = _ASCII_CONTROLS.sub("", word)
             parts = _ASCII_PARTS.findall(word.lower() if self._rules.lower else word)
@@ -236,7 +236,7 @@ def _whole_json(path: Path) -> dict[str, Json]:
 
 
 def _pieces(whole: Json) -> dict[str, int]:
-    """Return the vocabulary of a tokenizer.json as a dict: piece -> id."""
+    """Return the vocabulary of a tokenizer.json, as a map from pieces to ids."""
     return {piece: token for piece, token in below(whole, "model", "vocab").items() if isinstance(token, int)}
 
 
@@ -259,8 +259,8 @@ def is_bert(whole: Mapping[str, Json]) -> bool:
 
 
 def _settings_of(whole: Mapping[str, Json], settings: Path) -> dict[str, Json]:
-    """Return the settings in a tokenizer.json, under the names used in a tokenizer_config.json. These settings apply if
-    the file `settings` exists, because the class named in it reads only tokenizer.json. Otherwise, transformers uses
+    """Return the settings in a tokenizer.json, under the names used in a tokenizer_config.json. They apply only if the
+    file `settings` exists, which names a class that reads only tokenizer.json. Otherwise, transformers uses
     BertTokenizer with default settings."""
     if not settings.is_file():
         return {}
@@ -292,8 +292,8 @@ def _rules(settings: Mapping[str, Json] | None, path: Path, kind: str, lower: bo
 
 
 def read_pieces(path: Path) -> dict[str, int]:
-    """Read a vocab.txt as a dict: piece -> line number. Errors: ValueError if the file is not UTF-8 or repeats a
-    piece."""
+    """Read a vocab.txt, and return a map from pieces to line numbers. Errors: ValueError if the file is not UTF-8 or
+    repeats a piece."""
     try:
         lines = read_limited(path, FILE_BYTES, f"--vocab-file {path}").decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -319,7 +319,8 @@ def _parts(word: str) -> Iterator[str]:
 
 
 def _is_punctuation(character: str) -> bool:
-    """Whether a character is punctuation in Unicode, or in ASCII neither letter, digit, space nor control character."""
+    """Whether a character is Unicode punctuation, or an ASCII character other than letters, digits, spaces and control
+    characters."""
     code = ord(character)
     return (
         33 <= code <= 47

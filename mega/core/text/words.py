@@ -1,5 +1,5 @@
-"""Caches the ids of words, for tokenizers that encode each word separately. A small number of distinct words makes up
-most of a corpus."""
+"""Cache the ids of words, for tokenizers that encode each word separately. Most of a corpus consists of a small number
+of distinct words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _LONGEST = 64  # number of characters; longer words rarely occur twice
 
 
 class WordCache(dict[str, list[int]]):
-    """A dict: word -> ids, which are computed by `spell(word)` when first used. The dict is emptied when it is full.
+    """A map from words to ids, which `spell(word)` computes when a word is first used. The map is emptied when it is
+    full.
 
     >>> lengths = WordCache(lambda word: [len(word)]); lengths["the"], "the" in lengths
     ([3], True)

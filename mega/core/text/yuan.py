@@ -2,7 +2,7 @@
 vocabulary.
 
 In pieces, U+2582 represents a space, and U+2583 a newline. Encoding omits a space between two western tokens, and
-decoding restores it. A token is western if it contains no Chinese character and is not a space. jieba is needed only
+decoding restores it. A token is western if it is not a space and contains no Chinese character. jieba is needed only
 for encoding.
 """
 
@@ -43,7 +43,7 @@ class YuanTokenizer(Tokenizer):
         return len(self._vocab)
 
     def encode(self, text: str) -> list[int]:
-        words = self._words.cut(text, HMM=True)  # done before spaces are replaced, because jieba keeps \r\n as one word
+        words = self._words.cut(text, HMM=True)  # before spaces are replaced, because jieba keeps \r\n as one word
         tokens = [token for word in words for token in self._spell(word.translate(_WRITTEN))]
         return self._without_blanks(tokens)
 
@@ -84,7 +84,7 @@ class YuanTokenizer(Tokenizer):
         return token != self._blank and not is_chinese(self._pieces[token])
 
     def _marked(self, left: int, right: int) -> bool:
-        """Whether decoding puts a space between two tokens, that is, whether both are western and neither is a
+        """Whether decoding inserts a space between two tokens, that is, whether both are western and neither is a
         newline."""
         return all(self._western(token) and self._pieces[token] != _NEWLINE for token in (left, right))
 

@@ -1,9 +1,8 @@
-"""Encodes conversations as tokens, with the chat template of a model. This package uses a tokenizer only to encode
-texts.
+"""Encode conversations as tokens, with the chat template of a model. This package uses tokenizers only to encode texts.
 
-messages        parsing of conversations from files and requests
+messages        parse conversations from files and requests
 templates       built-in templates, and templates in a model's folder
-format          encoding of a conversation, and marks for the tokens to train on
-turns           locations of the assistant's turns in a rendered conversation
-jinja_process   rendering of other templates in a sandbox
+format          encode a conversation, and mark the tokens to train on
+turns           locate the assistant's turns in a rendered conversation
+jinja_process   render other templates in a sandbox
 """

@@ -1,8 +1,8 @@
-"""Encodes conversations with a model's chat template, and marks the tokens to train on. These are the assistant's turns
-and the tokens that end these turns.
+"""Encode conversations with a model's chat template, and mark the tokens to train on: the assistant's turns, including
+their end tokens.
 
-Only the template produces control tokens. The text of a message is encoded as ordinary text. If a message contains
-`<|eot_id|>`, it gets the ids of these characters, which do not end a turn.
+Only the template can produce control tokens, because messages are encoded as ordinary text. For example, `<|eot_id|>`
+in a message is encoded character by character and does not end the turn.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ keeps. Version 2 encoded adjacent texts separately, and rendered the template on
 _SECONDS, _MEMORY = 5, 1 << 29
 _MOST_TEXT = 256 << 20
 _MARKS = [chr(0xFDD0 + number) for number in range(8)]
-"""Characters that no text should contain. Two of these characters mark names of control tokens in messages."""
+"""Characters that do not occur in normal text. Two of them mark names of control tokens in messages."""
 _READS_ALL = re.compile(r"\b(items|values|keys|tojson|dictsort|pprint|string|xmlattr)\b")
-"""Matches a template that may read all keys of a message."""
+"""Matches template code that may read all keys of a message."""
 
 
 class Labelled(NamedTuple):
-    """The ids of a conversation, and for each id whether the model is trained on it."""
+    """The ids of a conversation, and whether the model is trained on each id."""
 
     ids: list[int]
     trained: list[bool]
@@ -42,14 +42,14 @@ class ChatFormat:
     """Encodes conversations with one chat template and one tokenizer.
 
     source: the template, as Jinja. variables: values that are passed to the template in addition to a conversation.
-    tokens: name of a token in the template's output -> id. ends: ids that end the assistant's turn. end_names: names of
-    the tokens in `ends`.
+    tokens: map from the name of a token in the template's output to its id. ends: ids that end the assistant's turn.
+    end_names: names of the tokens in `ends`.
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, what: str, *, seconds: int = _SECONDS) -> None:
-        """template: a name in TEMPLATES, or Jinja. what: flag and file, for error messages. seconds: limit of processor
-        time for rendering. Errors: ValueError beginning with `what` if the template cannot be used; methods raise the
-        same error for conversations."""
+        """template: a name in TEMPLATES, or Jinja. what: flag and file, for error messages. seconds: limit on processor
+        time for rendering. Errors: ValueError beginning with `what` if the template cannot be used; methods raise such
+        errors for conversations."""
         is_built_in = template in TEMPLATES
         self.source, self._tokenizer, self._what, self._lock = (
             TEMPLATES.get(template, template),
@@ -71,8 +71,8 @@ class ChatFormat:
         self._controls = frozenset({*special, *frame["framing"]})
 
     def _check_own(self, template: str) -> None:
-        """Check that the tokenizer has the tokens of a built-in template, and pass the end-of-document token to the
-        template `plain`."""
+        """Check that the tokenizer has the tokens of a built-in template. For the template `plain`, set the variable
+        with the end-of-document token."""
         kind = self._tokenizer.kind
         for name in NEEDS.get(template, ()):
             if name not in self.tokens:
@@ -91,9 +91,10 @@ class ChatFormat:
         return child.ask
 
     def _answer(self, *, marks: Sequence[str] = _MARKS[:2], **question: Any) -> dict[str, Any]:
-        """Send a question to the rendering process, and return its answer. Errors: ValueError beginning with `what`."""
+        """Send a request to the rendering process, and return its response. Errors: ValueError beginning with
+        `what`."""
         common = {"source": self.source, "variables": self.variables, "names": list(self.tokens), "marks": marks}
-        with self._lock:  # the process answers one question at a time
+        with self._lock:  # the process handles one request at a time
             return self._ask({**common, **question})
 
     # --- public methods -----------------------------------------------------------------------------------------------
@@ -106,13 +107,13 @@ class ChatFormat:
         return tuple(self._parsed(rendered).ids)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt for the assistant's next turn as text with names of control tokens. A name of a control
-        token within a message cannot be distinguished from the token."""
+        """Return the prompt for the assistant's next turn as text with names of control tokens. In this text, such a
+        name within a message looks like the token."""
         return str(self._rendered(Conversation(list(messages)), ask="text", reply=True)["text"])
 
     def labelled(self, talk: Conversation, first: int = 0) -> Labelled:
-        """Encode a whole conversation, and mark the tokens to train on. first: number of messages at the beginning that
-        are not trained on.
+        """Encode a whole conversation, and mark the tokens to train on. first: number of initial messages that are not
+        trained on.
 
         Errors: ValueError if the template refuses the conversation, or the end of a turn cannot be determined.
         """
@@ -147,7 +148,7 @@ class ChatFormat:
         return rendered
 
     def _check_read(self, talk: Conversation) -> None:
-        """Check that the template reads all keys of a conversation. Errors: ValueError."""
+        """Check that the template uses all keys of a conversation. Errors: ValueError."""
         if _READS_ALL.search(self.source) and "tools" in self.source:
             return
         used_keys = {"tools": talk.tools, "tool_calls": [each for each in talk.messages if each.get("tool_calls")]}
@@ -161,13 +162,13 @@ class ChatFormat:
             raise ValueError(f"{self._what}: does not read what the assistant thought; leave it out")
 
     def _marked(self, talk: Conversation) -> tuple[list[str], list[Message], object]:
-        """Return two characters that do not occur in the conversation, and the messages and tools with these characters
-        around each name of a control token."""
+        """Return two characters that do not occur in the conversation, and the messages and tools, in which these
+        characters enclose each name of a control token."""
         texts = list(_texts([talk.messages, talk.tools]))
         free = [mark for mark in _MARKS if not any(mark in text for text in texts)][:2]
         if len(free) < 2:
             raise ValueError("the conversation holds characters from U+FDD0 to U+FDD7, which no text should")
-        # Nearly all conversations contain no name of a control token and are rendered unchanged.
+        # Nearly all conversations contain no name of a control token.
         if not any(each.name for text in texts for each in sections(text, self._controls)):
             return free, talk.messages, talk.tools
         first, last = free
@@ -187,7 +188,7 @@ class ChatFormat:
                 return {key: marked(each) for key, each in value.items()}
             return value
 
-        # Roles are not marked, because templates compare roles.
+        # Roles must not be marked, because templates compare them with constants.
         roles = [each["role"] for each in talk.messages]
         messages = [{**marked(each), "role": role} for each, role in zip(talk.messages, roles, strict=True)]
         return free, messages, marked(talk.tools)
@@ -206,8 +207,8 @@ class ChatFormat:
         return parsed
 
     def _covered(self, spans: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
-        """Return whether each token is in a turn. Errors: ValueError if no token contains the first or last character
-        of a turn."""
+        """Return, for each token, whether it is in a turn. Errors: ValueError if no token contains the first or last
+        character of a turn."""
         trained = [False] * len(spans)
         for begin, end in turns:
             tokens = covered(spans, begin, end) if begin < end else range(0)
@@ -221,8 +222,8 @@ class ChatFormat:
         return trained
 
     def _apart(self, text: str, whole: Parsed, turns: Sequence[Span]) -> tuple[Parsed, list[bool]]:
-        """Return the ids, and whether each token is in a turn, for tokenizers without spans. The text before, in and
-        after turns is encoded separately. Errors: ValueError if this changes the ids."""
+        """Return the ids, and whether each token is in a turn, for tokenizers without spans. Each turn, and the text
+        between turns, is encoded separately. Errors: ValueError if the ids then differ from those of the whole text."""
         ids, trained, position = list[int](), list[bool](), 0
         for begin, end in [*turns, (len(text), len(text))]:
             for piece, train in ((text[position:begin], False), (text[begin:end], True)):
@@ -235,7 +236,7 @@ class ChatFormat:
         return whole, trained
 
     def _later(self, talk: Conversation, turns: Sequence[Span], first: int) -> list[Span]:
-        """Return the turns marked by {% generation %} whose message has an index of at least `first`."""
+        """Return the turns marked by {% generation %}, except those before message `first`."""
         answers = [number for number in range(len(talk.messages)) if talk.answered(number)]
         if not first:
             return list(turns)
@@ -244,8 +245,8 @@ class ChatFormat:
         return [turn for number, turn in zip(answers, turns, strict=True) if number >= first]
 
     def _check_stop(self, ids: Sequence[int], trained: Sequence[bool]) -> None:
-        """Check that a control token is trained on after the assistant's words. Otherwise the model would not learn to
-        stop. Errors: ValueError."""
+        """Check that the tokens to train on end with a control token. Otherwise, the model would not learn to stop.
+        Errors: ValueError."""
         last = [token for token, train in zip(ids, trained, strict=True) if train]
         if last and not self.ends & set(last[-3:]):
             excerpt = self._tokenizer.decode(last[-5:]).strip()
@@ -271,7 +272,7 @@ def _here(question: Mapping[str, object]) -> dict[str, object]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a JSON value, including the names of keys."""
+    """Yield every string in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -289,7 +290,7 @@ def _holds(text: str, content: str, marks: Sequence[str]) -> bool:
 
 
 def shown(found: Labelled, tokenizer: Tokenizer, most: int = 400) -> str:
-    """Show a conversation on one line of at most `most` characters, with brackets around text that is trained on.
+    """Format a conversation as one line of at most `most` characters, with brackets around text that is trained on.
     Characters that affect a terminal, such as line breaks or escape sequences, are written as Python escapes."""
     runs: list[tuple[bool, list[int]]] = []
     for token, train in zip(found.ids, found.trained, strict=True):

@@ -1,12 +1,12 @@
-"""Renders chat templates from models in a sandbox, like transformers' `apply_chat_template`. This module runs in a
-child process of `untrusted.Confined`, which sets limits. Built-in templates are rendered in the calling process.
+"""Render chat templates of models in a sandbox, like transformers' `apply_chat_template`. This module runs in a child
+process of `untrusted.Confined`, with limits on time and memory. Built-in templates are rendered in the calling process.
 
-A question is {"ask", "source", "variables", "names", "marks", ...}. names: names of control tokens. marks: two
-characters that surround such a name in a message, where it counts as ordinary text. The answer depends on the value of
+A request is {"ask", "source", "variables", "names", "marks", ...}. names: names of control tokens. marks: two
+characters that enclose such a name in a message, where the name is ordinary text. The response depends on the value of
 "ask":
 
-    read      {"frame": Frame}: the end and framing tokens, found without a conversation
-    text      {"text", "literal"} of `messages` and `tools`; with the generation prompt if `reply` is set
+    read      {"frame": Frame}: the end tokens and framing tokens of the template
+    text      {"text", "literal"} of `messages` and `tools`; with generation prompt if `reply` is set
     turns     {"text", "literal", "turns"}: also the span of each assistant's turn from message `first` on
 
 Source: transformers 5, utils/chat_template_utils.py.
@@ -41,7 +41,7 @@ def _environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The Jinja block {% generation %} ... {% endgeneration %}, which surrounds the assistant's text."""
+        """The Jinja block {% generation %} ... {% endgeneration %}, which encloses the assistant's text."""
 
         tags = {"generation"}
 
@@ -68,12 +68,12 @@ def _environment() -> Environment:
 
 
 def _plain_types() -> dict[str, object]:
-    """Return `dict` and `namespace` for templates, without access to Python's names that begin with an underscore."""
+    """Return `dict` and `namespace` functions for templates that give no access to names with a leading underscore."""
     from jinja2.exceptions import SecurityError
     from jinja2.utils import Namespace
 
     class Plain(Namespace):
-        """A namespace that rejects names beginning with an underscore."""
+        """A namespace that rejects names with a leading underscore."""
 
         def __init__(*given: object, **named: object) -> None:
             namespace, *rest = given
@@ -102,7 +102,7 @@ def _plain_types() -> dict[str, object]:
 
 
 _tracked: list[tuple[list[str], list[Span]]] = []
-"""The blocks of text, and the spans of the assistant's text in these blocks, for the rendering in progress."""
+"""The blocks of text of the rendering in progress, and the spans of the assistant's text in these blocks."""
 
 
 def _refuse(message: object) -> None:
@@ -143,7 +143,8 @@ def _tracking(blocks: list[str], spans: list[Span]) -> Iterator[None]:
 
 
 def _aliased(message: Mapping[str, object]) -> dict[str, object]:
-    """Return a message as templates expect it: without null values, and with the reasoning under all usual keys."""
+    """Return a message as templates expect it, that is, without null values, and with the reasoning under all common
+    keys."""
     values = {key: value for key, value in message.items() if value is not None}
     reasoning = next((values[key] for key in REASONING if key in values), None)
     return values if reasoning is None else {"thinking": reasoning, **values, "reasoning_content": reasoning}
@@ -162,7 +163,7 @@ class _Renderer:
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", question["source"]) is not None
 
     def __call__(self, messages: Sequence[Mapping[str, object]], reply: bool = False) -> Rendered:
-        """Render messages. Errors: ValueError raised by the template, and exceptions of jinja2."""
+        """Render messages. Errors: ValueError raised by the template, and jinja2's exceptions."""
         blocks: list[str] = []
         spans: list[Span] = []
         values = {**self._values, "messages": [_aliased(each) for each in messages], "add_generation_prompt": reply}
@@ -176,7 +177,7 @@ class _Renderer:
 
     def _unmarked(self, raw: str, spans: Sequence[Span]) -> Rendered:
         """Remove the marks from a rendered text, and record the text between a pair of marks as literal. A single mark
-        becomes an empty literal span, so that the text on both sides of it does not form a control token."""
+        becomes an empty literal span, so that the text before and after the mark does not form a control token."""
         text, literal, position, offsets = "", list[Span](), 0, list[tuple[int, int]]()
         for match in self._marks.finditer(raw):
             text += raw[position : match.start()]
@@ -196,7 +197,7 @@ class _Renderer:
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, object]:
-    """Answer a question. Errors: ValueError raised by the template."""
+    """Process a request. Errors: ValueError raised by the template."""
     render, ask = _Renderer(question), question["ask"]
     if ask == "read":
         check_renders(render)

@@ -1,5 +1,5 @@
-"""Parses conversations from files and requests into messages, and functions that the assistant may call. This module
-does not depend on tokens or templates."""
+"""Parse conversations, which consist of messages and functions that the assistant may call, from files and requests.
+This module does not depend on tokens or templates."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Conversation(NamedTuple):
 NeutralValues = Mapping[str, tuple[object, ...]]
 OF_CONVERSATION: NeutralValues = {"functions": (None, [])}
 OF_MESSAGE: NeutralValues = {"weight": (None, 1), "function_call": (None,)}
-"""Key of a message in OpenAI's and Hugging Face's files that is not passed to templates -> values with which the key
-has no effect."""
+"""Keys of messages in OpenAI's and Hugging Face's files that are not passed to templates -> the values that have no
+effect."""
 
 
 def check_unread(found: Mapping[str, object], keys: NeutralValues = OF_CONVERSATION) -> None:
-    """Check that none of `keys`, which are not read, has a value that would have an effect. Errors: ValueError."""
+    """Check that none of the unsupported `keys` has a value that would have an effect. Errors: ValueError."""
     for key, nothing in keys.items():
         if found.get(key) not in nothing:
             raise ValueError(f'"{key}" has no effect here, so that something else would be trained; leave it out')

@@ -1,5 +1,5 @@
-"""Provides chat templates as Jinja: four built-in templates, and templates in the folders of models. This module does
-not render templates."""
+"""Provide chat templates as Jinja text: four built-in templates, and templates in model folders. This module does not
+render templates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mega.core.untrusted import parse_json, read_limited
 MODELS_OWN = "model"
 """Value of --chat-template for the template that belongs to the weights."""
 SOURCE_BYTES = 1 << 20
-"""Maximum number of bytes of a template, and of the text that a template may add to a conversation."""
+"""Maximum size in bytes of a template, and of the text that a template adds to a conversation."""
 CONFIG_BYTES = 64 << 20
-"""Maximum number of bytes of a tokenizer_config.json, which may contain thousands of added tokens."""
+"""Maximum size in bytes of a tokenizer_config.json, which may contain thousands of added tokens."""
 
 _LLAMA2 = """\
 {%- set found = namespace(system='', open=false) -%}
@@ -82,8 +82,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
-"""Name of a built-in template -> tokens that a tokenizer must have. Otherwise the names of these tokens would be
-encoded as text."""
+"""Name of a built-in template -> tokens that the tokenizer must have, because their names would otherwise be encoded as
+text."""
 
 
 def source_of(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Locates the assistant's turns, and the tokens that end these turns, in a conversation that a template rendered.
+"""Locate the assistant's turns, and the tokens that end these turns, in a conversation that a template has rendered.
 
-A turn begins where generation would begin, that is, after the rendering of the previous messages with the generation
-prompt. The turn ends with the first end token after its text. Both positions are found by rendering other conversations
-with the same template. If the renderings are inconsistent, the template is refused.
+A turn begins after the rendering of the previous messages with the generation prompt, where generation would begin. The
+turn ends with the first end token after its text. Both positions are determined by rendering modified conversations
+with the same template. If the renderings are inconsistent, the template is rejected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Frame(NamedTuple):
 
 
 def _talk(turns: int) -> list[dict[str, str]]:
-    """Return a conversation of `turns` messages (user, assistant, user, ...), with texts that can be found in a
+    """Return a conversation of `turns` messages (user, assistant, user, ...), whose texts can be found in a
     rendering."""
     texts = [text for pair in zip(ASKED, ANSWERED, strict=True) for text in pair]
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts[:turns])]
@@ -59,8 +59,8 @@ def _after(rendered: Rendered | None, answer: str, names: Collection[str]) -> li
 
 
 def frame_of(render: Callable[..., Rendered | None], names: Collection[str]) -> Frame:
-    """Find the end and framing tokens of a template. render: renders messages, or returns None if the template refuses
-    the messages."""
+    """Find the end and framing tokens of a template. render: function that renders messages, or returns None if the
+    template rejects the messages."""
     question = render(_talk(1)) or render(_talk(1), True)
     framing = {each.name for each in _named(question.text, names)} if question is not None else set()
     last = _after(render(_talk(2)), ANSWERED[0], names)
@@ -74,8 +74,8 @@ def frame_of(render: Callable[..., Rendered | None], names: Collection[str]) -> 
 
 
 def check_renders(render: Render) -> None:
-    """Check that a template renders a question, or a question with an answer. Errors: the exception that the template
-    raises."""
+    """Check that a template can render a user's message, alone or with an answer. Errors: the exception that the
+    template raises."""
     try:
         render(_talk(1), True)
     except Exception as error:
@@ -86,7 +86,7 @@ def check_renders(render: Render) -> None:
 
 
 def _earlier_end(render: Callable[..., Rendered | None], names: Collection[str]) -> str | None:
-    """Return the token that ends an assistant's turn if other turns follow; None if the token after the turn begins the
+    """Return the token that ends an assistant's turn before further turns; None if the token after the turn begins the
     next turn."""
     whole, prompted = render(_talk(4)), render(_talk(1), True)
     after = _after(whole, ANSWERED[0], names)
@@ -118,8 +118,8 @@ def _end_of_a_call(render: Callable[..., Rendered | None], names: Collection[str
 
 
 def find_turns(render: Render, question: Mapping[str, Any], found: Rendered) -> list[Span]:
-    """Return the span of each of the assistant's turns, including the end token. Errors: ValueError naming the position
-    that cannot be determined.
+    """Return the spans of the assistant's turns, including the end tokens. Errors: ValueError naming the position that
+    cannot be determined.
 
     question: a dict with `messages`, `ends`, `names`, and `first`, the number of messages before the first turn to
     return.
@@ -172,8 +172,8 @@ def _begin(
         return len(prompted) if prompted != closed else _begin_by_content(render, messages, number, text, len(closed))
     if not text.startswith(closed) or not prompted.startswith(closed):
         return None
-    # The rendering with a generation prompt and the real conversation agree up to `shared`. The turn begins at the last
-    # token boundary of the prompt up to `shared`.
+    # The generation prompt and the real conversation agree up to `shared`. The turn begins at the prompt's last token
+    # boundary up to `shared`.
     opening, rest = prompted[len(closed) :], text[len(closed) :]
     shared = next((i for i, (a, b) in enumerate(zip(opening, rest, strict=False)) if a != b), len(rest))
     bounds = [bound for each in sections(opening, names) for bound in (each.begin, each.end)]
@@ -184,7 +184,7 @@ def _begin_by_content(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, closed: int
 ) -> int:
     """Return where a turn begins, for templates without a generation prompt. Text that the template always writes
-    before the message's text does not belong to the turn, unless that text is only white space."""
+    before the message's text does not belong to the turn, unless it is only white space."""
     message = messages[number]
     if not isinstance(message.get("content"), str):
         return closed
@@ -200,8 +200,8 @@ def _begin_by_content(
 def _begin_by_count(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, rendered: Rendered, names: Collection[str]
 ) -> int:
-    """Return where a turn begins, for templates that render turns differently if other turns follow. The tokens that
-    begin a turn are searched for, because messages cannot contain these tokens. Errors: ValueError if the number of
+    """Return where a turn begins, for templates that render turns differently if other turns follow. The turn is
+    located by counting the tokens that begin a turn, which messages cannot contain. Errors: ValueError if the number of
     matches is not the number of turns."""
     closed, prompted = render(_talk(1)).text, render(_talk(1), True).text
     opening = prompted[len(closed) :] if prompted.startswith(closed) else ""
@@ -219,8 +219,8 @@ def _begin_by_count(
 
 def _end(render: Render, messages: Sequence[Mapping[str, object]], number: int, turn: Turn) -> int | None:
     """Return the position after the first end token that follows the text of turn `number`; None if no end token
-    follows. End tokens before the message's text, such as after a part of the turn, are skipped. Errors: ValueError if
-    the end is not before the next message."""
+    follows. End tokens before the message's text, which may end an earlier section of the turn, are skipped. Errors:
+    ValueError if the turn does not end before the next message."""
     ends = turn.ends_in(turn.found, len(turn.found.text))
     message, after = messages[number], messages[number + 1 :][:1]
     inner_ends = 0
