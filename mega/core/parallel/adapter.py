@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA): wrappers of the GEMMs of a linear layer. The layer does not depend on these wrappers.
+"""Low-rank adapters (LoRA), which wrap the GEMMs of a linear layer. The layer does not depend on these wrappers.
 
     forward   h = scale drop(x) A^T;  y += h B^T
     dgrad     dh = dy B;              dx += scale drop(dh A)
     wgrad     dB = dy^T h;            dA = scale dh^T drop(x)
 
-The layer does the communication: x and dy are the operands of the layer's own GEMMs, y and dx are partial sums that the
-layer reduces afterwards. So an adapter needs no communication. Linear layers that are fused into one GEMM (query, key,
-value) share their input; the A matrices of these layers are stacked along dim 0, and each layer has its own B. Source:
-Hu et al. 2021, section 4.
+The layer does the communication, so an adapter needs none. x and dy are the operands of the layer's own GEMMs; y and dx
+are partial sums that the layer reduces afterwards. Linear layers that are fused into one GEMM (query, key, value) share
+their input. The A matrices of these layers are stacked along dim 0, and each layer has a separate B. Source: Hu et al.
+2021, section 4.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class LowRank(nn.Module):
 class Adapter(LowRank):
     """The adapters of linear layers that are fused into one GEMM.
 
-    parts: for each layer, the columns of y that the layer computes, and its adapter.
-    down: A of all parts, [parts x rank, in]. up: B of each part, [out, rank]. dropout: dropout probability for x.
+    parts: for each layer, the columns of y that the layer computes, and its adapter. down: the A matrices of all parts,
+    [parts x rank, in]. up: the B matrix of each part, [out, rank]. dropout: dropout probability for x.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[tuple[slice, AdapterSpec]]):
@@ -92,7 +92,8 @@ class Adapter(LowRank):
     def wgrad(
         self, x: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, grad_h: torch.Tensor, drop: Dropout | None
     ) -> Grads:
-        """Return the gradients of A and of every B; None for a weight whose gradient was added to its main_grad."""
+        """Return the gradients of A and of every B, with None for each weight whose gradient was added to its
+        main_grad."""
         down = self.down.add_wgrad(grad_h, self._dropped(x, drop))
         pairs = enumerate(zip(self.weights[1:], self.columns, strict=True))
         return down, *(up.add_wgrad(grad[:, columns], self._part(h, number)) for number, (up, columns) in pairs)

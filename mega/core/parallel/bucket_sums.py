@@ -1,7 +1,7 @@
-"""Sums over all elements of a model, computed from the buckets of all ranks: norms, and sums for an optimizer.
+"""Sums over all elements of a model, such as norms and sums for an optimizer, computed from the buckets of all ranks.
 
 Each element counts once. If several tensor ranks or pipeline stages hold copies of a tensor, only the first copy
-counts. The ranks over which a sum is reduced follow from the sharding of the bucket (gradients.py).
+counts. The sharding of a bucket (gradients.py) determines the ranks over which a sum is reduced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EXACT = (1 << 52) - 1
 
 
 def square_sum(grads: GradBuffer, *, weights: bool = False, sound: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the sum of squares of the model's gradients, or weights, float64 []. All ranks must call this together.
+    """Return the sum of squares of the model's gradients or weights, float64 []. All ranks must call this together.
 
     sound: bool []; the sum is NaN on all ranks if `sound` is false on any rank.
     """
@@ -42,13 +42,13 @@ def tied_buckets(grads: GradBuffer) -> list[Bucket]:
 def tied_difference(grads: GradBuffer) -> torch.Tensor | None:
     """Compare the reduced gradients of tied tensors bit by bit over the stages that hold the tensors.
 
-    Returns int64 [2]: the position, counted from 1, of the first of `tied_buckets` that differs (0 if none does), and a
-    hash of this rank's copy of that bucket, which a float64 represents exactly. Returns None on stages that share no
-    tensor.
+    Returns int64 [2]: the position, counted from 1, of the first of `tied_buckets` that differs (0 if all are equal),
+    and a hash of this rank's copy of that bucket. A float64 represents the hash exactly. Returns None on stages without
+    tied tensors.
 
-    A norm includes only the first copy of a tied tensor, so it does not show damage to another copy. The update would
-    then make the copies differ. The checksum is the integer sum of all elements' bit patterns. Integer sums are exact
-    in any order, and one flipped bit changes the checksum.
+    A norm includes only the first copy of a tied tensor, so the norm does not reveal a corrupted gradient of another
+    copy. The update would then make the copies differ. The checksum is the integer sum of all elements' bit patterns.
+    Integer sums are exact in any order, and one flipped bit changes the checksum.
     """
     difference = None
     for number, bucket in reversed(list(enumerate(tied_buckets(grads), 1))):
@@ -89,7 +89,7 @@ def _model_sum(
 ) -> torch.Tensor:
     """Return the sum of local(buckets), float64, over the ranks that together hold every element of the model once.
 
-    spoilt: added to the sum once by every rank (NaN marks the sum as unusable).
+    spoilt: value that every rank adds to the sum once; NaN marks the sum as unusable.
     """
     total = torch.zeros(shape, dtype=torch.float64, device=grads.buckets[0].own_grads.device)
     # Dense and expert weights may have different data axes. Buckets that reduce over the same ranks share a collective.
@@ -111,7 +111,7 @@ def whole_sums(grads: GradBuffer, bucket: Bucket, sums: torch.Tensor) -> torch.T
     """Return sums over whole logical tensors. sums: this rank's sums over its span of `bucket`.
 
     If tensor ranks hold copies, only the first copy counts. All stages that hold a tied tensor get the sums of the
-    first of these stages.
+    first such stage.
     """
     whole = sums.to(bucket.own_weights.device)
     if bucket.replicated and not bucket.data.tensor.first:

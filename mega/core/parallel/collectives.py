@@ -1,6 +1,6 @@
 """Collectives along an axis, and their conjugate pairs for autograd.
 
-Each pair consists of a collective of the forward pass and a collective for its gradient (Shoeybi et al. 2019;
+Each pair consists of a collective in the forward pass and a collective for its gradient (Shoeybi et al. 2019;
 Korthikanti et al. 2022):
 
     reduce_from_region   all-reduce     <->  identity      leave a region where each rank computes its own outputs
@@ -43,10 +43,10 @@ class CollectiveHandle(Protocol):
 
 
 class Finished:
-    """The handle of a collective that sends nothing: on an axis of one rank, or for tensors on the meta device.
+    """The handle of a collective that sends no data, which is one on an axis of one rank or on meta tensors.
 
-    Meta tensors have shapes only, so no process group is needed. `held`: the tensor that the handle of a real
-    collective would keep alive until the wait. `waited`: called at the first wait.
+    Meta tensors have no data, so no process group is needed. held: the tensor that the handle of a real collective
+    would keep alive until the wait. waited: function that is called at the first wait.
     """
 
     def __init__(self, held: torch.Tensor | None = None, waited: Callable[[], None] | None = None):
@@ -105,7 +105,7 @@ def start_all_gather(
 
 
 def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
-    """Gather a JSON value from every rank, in the order of ranks, on all ranks. Nothing is pickled."""
+    """Gather a JSON value from every rank, in the order of ranks, on all ranks. Pickle is not used."""
     if axis.size == 1:
         return [value]
     text = json.dumps(value).encode()
@@ -117,8 +117,8 @@ def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
 
 
 def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
-    """Return the problem of the first rank that has a problem, or None. The result is equal on all ranks, so that all
-    ranks make the same decision."""
+    """Return the problem of the first rank that has one, or None. The result is equal on all ranks, so all ranks make
+    the same decision."""
     return next(filter(None, gather_json(problem, axis, device)), None)
 
 
@@ -143,7 +143,8 @@ def start_reduce_scatter(
 
 
 class RingShift:
-    """An exchange around the axis, in flight: send `x` to the next rank and receive the tensor of the previous rank.
+    """An exchange around the axis in flight, which sends `x` to the next rank and receives the tensor of the previous
+    rank.
 
     `wait` returns the received tensor. `x` must not change before `wait` returns.
     """
@@ -244,15 +245,14 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_reduce_both_ways(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum over ranks. The backward pass also sums the gradient over ranks, because every rank uses the sum
-    differently."""
+    """Return the sum over ranks. The backward pass also sums the gradient over ranks, because ranks use the sum in
+    different computations."""
     return x if axis.size == 1 else conjugate(x, axis, summed, summed)
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
-    """Leave a tensor-parallel region: sum the partial results of all ranks.
-
-    sequence: whether this rank gets only its own tokens of the sum.
+    """Leave a tensor-parallel region by summing the partial results of all ranks. sequence: whether this rank gets the
+    sum only for its own tokens.
     """
     if axis.size == 1:
         return x
@@ -268,8 +268,8 @@ def _local_block(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
 def gather_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Gather along the last dim: [..., n] -> [..., n x size].
 
-    Every rank computes the same values from the gathered tensor, so the gradient needs no sum: each rank takes its own
-    block of the gradient.
+    Every rank computes the same values from the gathered tensor, so the gradient is not summed, and each rank takes its
+    own block of the gradient.
     """
     if axis.size == 1:
         return x

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds some columns of every row (sequence), and attention covers whole rows.
+"""Context parallelism, in which each rank holds some columns of every row (sequence), and attention covers whole rows.
 
 A row of s columns is split into 2n chunks, and rank i of n holds chunks i and 2n - 1 - i. Under a causal mask, early
 columns attend to few keys and late columns attend to many, so this pairing gives all ranks equal work. With n = 2 and s
@@ -15,7 +15,8 @@ Everything except attention acts on single tokens. Attention has two implementat
                 (Jacobs et al. 2023); two exchanges and no merging, but the number of ranks must divide the key/value
                 heads
 
-This module does not depend on the model: a layer uses ops with context parallelism like any other suite of ops.
+This module does not depend on the model. A layer uses ops with context parallelism in the same way as other suites of
+ops.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def _by_heads(
     """
     size = axis.size
     assert divides(q.shape[2], k.shape[2], size), (q.shape, k.shape, size)
-    # 1 exchange this rank's columns of all heads for all columns of its heads: one message if q, k, v have equal length
+    # 1 exchange this rank's columns of all heads for all columns of its heads, in one message if q, k, v have equal
+    # length
     if q.shape[1] == k.shape[1]:
         q, k, v = _whole_rows(axis, q, k, v)
     else:
@@ -120,7 +122,7 @@ def _whole_rows(axis: Axis, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class RingBlock(NamedTuple):
-    """A block of scores to compute: some queries of this rank with some keys of one rank."""
+    """A block of scores to compute, for some queries of this rank and some keys of one rank."""
 
     queries: slice  # columns of this rank
     keys: slice  # columns of the rank that owns the keys
@@ -142,9 +144,9 @@ class RingState(NamedTuple):
         - source is an earlier rank: its early chunk precedes all of this rank's queries, and its late chunk follows
           them.
         - source is a later rank: both its chunks precede this rank's late chunk and follow this rank's early chunk.
-        So every rank computes half of every received block, and no masked scores. With a window, or if queries and keys
-        have different positions, each chunk of queries is paired with each chunk of keys, except pairs that are masked
-        entirely.
+        Every rank therefore computes half of every received block, without masked scores. With a window, or if queries
+        and keys have different positions, each chunk of queries is paired with each chunk of keys, except pairs that
+        are masked entirely.
         """
         mask, own_index = self._local_mask(source), self.axis.index
         queries, keys = _halves(s), _halves(t)
@@ -206,7 +208,7 @@ def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention: q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d].
+    """Compute ring attention: q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d].
 
     Forward, once for the keys of every rank, beginning with this rank's keys:
         1 start to send the current keys and values to the next rank
@@ -235,7 +237,7 @@ class _Ring(torch.autograd.Function):
             # 2
             for queries, keys, mask in ring.blocks((axis.index - step) % axis.size, s, t):
                 block, block_lse = op.forward(q[:, queries], kv[0, :, keys], kv[1, :, keys], mask)
-                if result is None and block.shape[1] == s:  # the first block covers all queries: no merge is needed
+                if result is None and block.shape[1] == s:  # first block, which covers all queries: no merge
                     result = block.to(block_lse.dtype), block_lse
                 else:
                     result = result or _nothing(q)

@@ -15,8 +15,7 @@ import torch
 from mega.core.parallel.weight import Weight
 
 DeferredWgrad = tuple[Weight, Any, torch.Tensor]
-"""The operands of a wgrad GEMM that has not run yet: the weight, the output's gradient as prepared for the GEMM, and
-the input."""
+"""The operands of a wgrad GEMM that has not run yet, namely the weight, the prepared output gradient, and the input."""
 
 
 class WgradQueue:
@@ -33,7 +32,7 @@ class WgradQueue:
             weight.on_wgrad = self._add
 
     def take(self) -> list[DeferredWgrad]:
-        """Return the GEMMs queued since `defer`, and let later GEMMs run immediately again."""
+        """Return the GEMMs queued since `defer`, and stop deferring."""
         for weight in self._weights:
             weight.on_wgrad = None
         deferred, self._deferred = self._deferred, []

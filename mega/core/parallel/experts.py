@@ -1,4 +1,5 @@
-"""Dispatch rows of tokens to their experts and combine the results: sort, gather and exchange over ranks.
+"""Dispatch rows of tokens to their experts, and combine the results, by sorting, gathering and exchanging rows over
+ranks.
 
     tokens [t, h], each routed to k experts                                                   backward
       1 gather     over ranks that share experts, so that each has all their tokens          reduce-scatter
@@ -7,9 +8,8 @@
       4 sort       the rows of all sources by expert
 
 `RowPlan` contains the positions of rows. Autograd functions move the rows, and sum rows in a fixed order. The number of
-rows that a rank gets is computed on the device. So the host must wait for the device if ranks exchange rows (to read
-the sizes), or if a rank computes only some of the rows (to read their count). This module does not depend on the router
-or on weights.
+rows that a rank gets is computed on the device. The host must therefore wait for the device if ranks exchange rows or
+if a rank computes only some of the rows. This module does not depend on the router or on weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExpertAxes(NamedTuple):
     ep: Axis = SINGLE  # ranks that hold different experts
     etp: Axis = SINGLE  # tensor ranks of each expert
     both: Axis = SINGLE  # etp x ep
-    tokens: Axis = SINGLE  # ranks that have different samples or different parts of samples
+    tokens: Axis = SINGLE  # ranks that have different samples or different columns of samples
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertAxes:
@@ -57,7 +57,7 @@ class RowPlan:
     token: torch.Tensor
     """int64 [rows]: the token of each row; t for a padding row."""
     row_of: torch.Tensor
-    """int64 [t, k]: the row of each token's choice of an expert; `rows` for a choice without a row."""
+    """int64 [t, k]: the row of each token's choice of an expert; the number of rows for a choice without a row."""
     counts: torch.Tensor
     """int64 [experts]: number of rows of each expert."""
     whole: bool
@@ -92,7 +92,7 @@ def plan_rows(
 
 
 def _padded(order: torch.Tensor, local: torch.Tensor, counts: torch.Tensor, limit: int, tokens: int, k: int) -> RowPlan:
-    """The plan in which every expert has `limit` rows; the last rows of an expert may be padding."""
+    """Return the plan in which every expert has `limit` rows. The last rows of an expert may be padding."""
     row_expert = local[order]
     within = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[row_expert]
     positions, rows = row_expert * limit + within, len(counts) * limit
@@ -168,7 +168,7 @@ def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
 
 
 class RowExchange:
-    """Exchange of rows between the ranks of `ep`: from the rank of a token to the rank of its expert, and back.
+    """An exchange of rows between the ranks of `ep`, from the rank of a token to the rank of its expert and back.
 
     Rows are sorted by expert on both sides. sent: int64 [all experts], number of rows that this rank has for each
     expert. even: whether every rank sends the same number of rows to every expert, so that no sizes are exchanged.
@@ -243,8 +243,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class ExpertRegion:
-    """The division of an MoE layer's work among ranks: which ranks have the same tokens, which experts this rank
-    holds, and which rows are exchanged.
+    """The division of an MoE layer's work among ranks. It determines which ranks have the same tokens, which experts
+    this rank holds, and which rows are exchanged.
 
     Without sequence parallelism all tensor ranks have the same tokens. Either each rank holds a shard of every expert,
     or the ranks hold different experts; outputs are summed over the ranks. With sequence parallelism, or one tensor
@@ -266,7 +266,7 @@ class ExpertRegion:
 
     @property
     def summed_over(self) -> Axis | None:
-        """The axis over which the outputs of the local experts are summed; None if tokens move between ranks."""
+        """The axis over which the outputs of the local experts are summed, or None if tokens are sent between ranks."""
         if self.exchange.size > 1 or not (self._same or self._shared.size == 1):
             return None
         return self._shared
@@ -280,7 +280,7 @@ class ExpertRegion:
         return conjugate(x, self._shared, *pair)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Like `enter`, but without a gradient."""
+        """Gather tokens like `enter`, but without a gradient."""
         return x if self._same else all_gather(x, self._shared)
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:

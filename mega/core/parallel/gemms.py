@@ -1,11 +1,11 @@
-"""The GEMMs of a linear layer y = x W^T + b, as the parallel linear layers (linear.py) call them.
+"""The GEMMs of a linear layer y = x W^T + b, with the interface that the parallel linear layers (linear.py) use.
 
     forward   y [n, out], and the state for the backward pass
     dgrad     dx [n, in]
     wgrad     dW [out, in], added to the weight's main_grad if it has one
 
 `WeightGemms` computes these GEMMs with one weight. A wrapper with the same interface may replace `WeightGemms`; for
-example, an adapter adds a low-rank GEMM to each of the three GEMMs (adapter.py). GEMMs do not depend on ranks: x and dy
+example, an adapter adds a low-rank GEMM to each of the three GEMMs (adapter.py). GEMMs do not depend on ranks. x and dy
 are complete on this rank, whereas y and dx may be partial sums that the layer reduces afterwards.
 """
 
@@ -104,7 +104,7 @@ class WeightGemms:
 
 
 def trained(gemms: LinearGemms) -> bool:
-    """Whether the backward pass computes the gradient of any weight and so needs the input."""
+    """Whether the backward pass computes the gradient of any weight, for which it needs the input."""
     return any(weight.requires_grad for weight in gemms.weights)
 
 

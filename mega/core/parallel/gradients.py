@@ -8,7 +8,7 @@ with the same offsets:
             |<- data rank 0 ->|<- data rank 1 ->|  ...           the span of each rank, of equal length (ZeRO)
 
 layout.py plans the offsets of the parameters. A bucket's `reduction` determines its collectives. In this table tp is
-the tensor axis, and data is the bucket's data axis, whose ranks hold copies of its weights and process different
+the tensor axis, and data is the bucket's data axis, whose ranks hold copies of the weights and process different
 tokens:
 
     none of the below        each tensor rank holds its own rows or columns           sum over data
@@ -46,11 +46,11 @@ class Bucket:
     """A group of weights whose gradients are reduced in the same way.
 
     offsets: each weight with its offsets [begin, end) in the flat tensors.
-    data: the data axis. span: the offsets [begin, end) that this rank owns and updates; without ZeRO, the whole bucket.
+    data: the data axis. span: the range [begin, end) that this rank owns and updates; the whole bucket without ZeRO.
     decay_end: weight decay applies to the weights before this offset. counted: whether norms include this rank's copy.
-    axes: axes over which the gradients are summed after `data`. holders: axis of the stages that hold the bucket.
-    own_weights, own_grads: this rank's span; gradients are valid after `GradBuffer.finish`.
-    gathering: the handle of an all-gather of weights in flight, or None.
+    axes: axes over which the gradients are summed after `data`. holders: the stages that hold the bucket, as an axis.
+    own_weights, own_grads: this rank's span; gradients are valid after `GradBuffer.finish`. gathering: the handle of an
+    all-gather of weights in flight, or None.
     """
 
     def __init__(self, spec: BucketSpec, candidates: Sequence[Weight], mesh: Mesh, *, zero: int, dtype: torch.dtype):
@@ -108,7 +108,7 @@ class Bucket:
         return sum(weight.uses for weight, _, _ in self.offsets)
 
     def runs(self) -> Iterator[tuple[Shard, slice]]:
-        """Yield every logical tensor with the slice of this rank's span that holds the tensor's elements.
+        """Yield each logical tensor with the slice of this rank's span that contains the tensor's elements.
 
         A slice includes vocabulary padding, and may be empty. All ranks that hold the bucket yield the same tensors in
         the same order.
@@ -121,7 +121,7 @@ class Bucket:
     def rectangles(self, flat: torch.Tensor, base: int) -> Iterator[tuple[Shard, tuple[int, ...], torch.Tensor]]:
         """Yield the rectangles of logical tensors in `flat`, whose first element is at offset `base` of the bucket.
 
-        Each rectangle is (shard, start in the whole tensor, view of `flat`). Padding is left out.
+        Each rectangle is (shard, start in the whole tensor, view of `flat`). Padding is excluded.
 
             a flat span of a matrix   . . . x x     first row: a rectangle of one row
                                       x x x x x     whole rows: one rectangle
@@ -196,7 +196,7 @@ class GradBuffer:
     """The gradients of one rank's stages, accumulated over microbatches and reduced as soon as they are complete.
 
     zero: the ZeRO stage, over each bucket's data axis (Rajbhandari et al. 2020):
-        0  every rank holds everything
+        0 every rank holds all gradients and updates all weights
         1  each rank owns, and updates, its span of each bucket
         2  as 1, and gradients are reduced and freed after every microbatch, so only this rank's spans stay allocated
         3  as 2, and the weights of a unit are gathered while the previous unit runs, and freed after use
@@ -250,7 +250,7 @@ class GradBuffer:
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
         self._overlap_gather, self._order = overlap_gather, _Order()
         if zero and overlap_gather and any(data.axis.size > 1 for data in mesh.data_axes.values()):
-            # Collectives of one communicator run in order. So weights are gathered on a separate communicator; then the
+            # Collectives of one communicator run in order. Weights are gathered on a separate communicator, so that the
             # loss's all-reduce does not wait for all-gathers, and all-gathers do not wait for reductions.
             self._gather_axes = {name: mesh.own_data_axis(name) for name in self._gather_axes}
         if self._gathered and overlap_gather:
@@ -300,7 +300,7 @@ class GradBuffer:
             self._launch_grad_reduce(bucket)
 
     def _launch_grad_reduce(self, bucket: Bucket) -> None:
-        """Start the reduction over the bucket's data axis. The backward pass continues while it runs."""
+        """Start the reduction over the bucket's data axis, which runs in parallel with the backward pass."""
         data = bucket.data.axis
         self.before_reduce(bucket)
         if self.zero >= 2:
@@ -308,7 +308,7 @@ class GradBuffer:
             out, work = start_reduce_scatter(bucket.close(), data)
             bucket.works.append((work, out))
             bucket.reshard()
-            # At most one reduction is in flight, because it keeps the gradients of its whole bucket alive.
+            # At most one reduction is in flight, because a reduction keeps the gradients of its whole bucket alive.
             before, self._reducing = self._reducing, bucket
             if before is not None and before is not bucket:
                 _settle(before)
@@ -317,7 +317,7 @@ class GradBuffer:
         if not self.zero:
             bucket.works.append((all_reduce(bucket.grads, data, wait=False), bucket.own_grads))
             return
-        # NCCL allows the output to be a part of the input; gloo does not.
+        # NCCL allows the output to be a view of the input; gloo does not.
         out = bucket.own_grads if bucket.grads.is_cuda else torch.empty_like(bucket.own_grads)
         out, work = start_reduce_scatter(bucket.grads, data, out)
         bucket.works.append((work, out))
@@ -355,7 +355,7 @@ class GradBuffer:
         """Start the all-gather of the updated spans of all buckets.
 
         With overlap, the all-gather runs during the next forward pass, in which each unit waits for its own weights.
-        Reading `Bucket.weights` also waits. Without overlap, this method waits.
+        Reading `Bucket.weights` also waits for it. Without overlap, this method waits for the all-gather.
         """
         for bucket in self._gathered:
             bucket.start_param_gather(self._gather_axes[bucket.data.name])
@@ -365,8 +365,8 @@ class GradBuffer:
     def wait_param_gather(self) -> None:
         """Wait for all gathers in flight.
 
-        Also call this before dropping the buffer, because NCCL's group keeps the tensors of a collective alive until a
-        wait for that collective or the group's next collective.
+        Call this method before dropping the buffer, too. NCCL's group keeps the tensors of a collective alive until a
+        wait for that collective, or until the group's next collective.
         """
         for bucket in self.buckets:
             bucket.wait_param_gather()
@@ -379,8 +379,8 @@ class GradBuffer:
     def with_full_params(
         self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """Return run(x), where `run` is the forward pass of `unit`. The unit's weights are gathered for its forward and
-        for its backward pass."""
+        """Return run(x), where `run` is the forward pass of `unit`. The unit's weights are gathered for both its
+        forward and its backward pass."""
         if self.zero < 3:
             return run(x)
         buckets = self.buckets_of(unit)
@@ -410,7 +410,7 @@ class GradBuffer:
 
 
 class _Order:
-    """Predicts the order in which a step uses the units' weights from the order in the previous step."""
+    """Predicts the order in which a step uses the weights of units, from the order in the previous step."""
 
     def __init__(self) -> None:
         self._before: list[list[Bucket]] = []
@@ -422,11 +422,12 @@ class _Order:
         self._before, self._now, self._follows = self._now, [], True
 
     def end(self) -> None:
-        """End a step. Until the next step begins, for example during an evaluation, nothing is prefetched."""
+        """End a step. Nothing is prefetched until the next step begins, for example during an evaluation."""
         self._follows = False
 
     def after(self, used: list[Bucket]) -> list[Bucket]:
-        """Return the buckets that the previous step used after `used`; empty if this step has a different order."""
+        """Return the buckets that the previous step used after `used`, or an empty list if this step has a different
+        order."""
         if not self._follows:
             return []
         position = len(self._now)
@@ -462,7 +463,8 @@ def _unobserved(bucket: Bucket) -> None:
 
 
 def _settle(bucket: Bucket) -> None:
-    """Wait for the bucket's reductions in flight, and copy (ZeRO 2 and 3: add) their results to this rank's span."""
+    """Wait for the bucket's reductions in flight, and copy their results to this rank's span, or add them with ZeRO 2
+    and 3."""
     for work, out in bucket.works:
         wait_for(work)
         if bucket.zero >= 2:
@@ -473,7 +475,8 @@ def _settle(bucket: Bucket) -> None:
 
 
 def units_of(chunk: nn.Module) -> Iterator[nn.Module]:
-    """Yield the units of a chunk: each block, the embedding, the head. The weights of a unit are gathered together."""
+    """Yield the units of a chunk, which are its blocks, its embedding and its head. The weights of a unit are gathered
+    together."""
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):
             yield from child

@@ -1,5 +1,5 @@
-"""The layout of buckets as data: which parameters share a flat tensor, at which offsets, and how their gradients are
-reduced.
+"""The layout of buckets as data. It describes which parameters share a flat tensor, at which offsets, and how their
+gradients are reduced.
 
 `GradBuffer` allocates buckets with this layout, and the memory estimate uses the same layout. This module does not
 depend on torch, ranks or the model. A parameter is described by the logical tensors that are stacked in the parameter.
@@ -19,7 +19,7 @@ ALIGNMENT = 64
 
 
 class Reduction(NamedTuple):
-    """The sums that turn a local gradient into the gradient of the global batch. Parameters with different reductions
+    """The sums that convert a local gradient to the gradient of the global batch. Parameters with different reductions
     are in different buckets."""
 
     data: str = "dp"
@@ -29,7 +29,7 @@ class Reduction(NamedTuple):
     replicated: tuple[str, ...] = ()
     """Axes whose ranks hold equal copies of the parameter."""
     stages: tuple[int, ...] = ()
-    """The pipeline stages that hold the parameter if it is tied, otherwise empty; each stage computes a part of the
+    """The pipeline stages that hold the parameter if it is tied, otherwise empty. Each stage computes one term of the
     gradient."""
     whole: bool = False
     """Whether the optimizer updates the parameter as a whole matrix."""
@@ -83,7 +83,7 @@ class BucketSpec:
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], rules: BucketRules) -> Iterator[BucketSpec]:
-    """Yield the buckets of one unit or chunk. A bucket has neighbouring parameters with equal reduction and dtype.
+    """Yield the buckets of one unit or chunk. A bucket contains neighbouring parameters with equal reduction and dtype.
 
     A bucket has at least `rules.least` elements, unless too few elements are left. A tied parameter has its own bucket,
     so that its offsets are the same on every stage that holds the parameter.

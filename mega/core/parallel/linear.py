@@ -11,11 +11,11 @@ With two ranks, x [tokens, h], and W stored as [out, in]:
 
     RowLinear      x_0 | x_1  [tokens, in/2] each, W_0 | W_1  [h, in/2] each   ->   x_0 W_0^T + x_1 W_1^T  [tokens, h]
 
-Under sequence parallelism each rank holds only some of the tokens between regions: entering a region gathers the
-tokens, and leaving a region reduce-scatters the sum. The gathered input is not saved; the backward pass gathers it
-again while it computes the input gradient (Korthikanti et al. 2022, section 4.2). If the region has a transport, these
-exchanges overlap with the GEMMs that use their tokens, block by block. No wgrad is computed for a weight that is not
-trained.
+Under sequence parallelism, each rank holds only some of the tokens between regions. Entering a region gathers the
+tokens, and leaving a region reduce-scatters the sum. The gathered input is not saved. The backward pass gathers the
+input again while it computes the input gradient (Korthikanti et al. 2022, section 4.2). If the region has a transport,
+these exchanges overlap with the GEMMs that use their tokens, block by block. No wgrad is computed for a weight that is
+not trained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory, Weight
 
 _MatmulState = tuple[LinearGemms, Region, torch.dtype, Any]
-"""The GEMMs, their region, the input's dtype, and the state saved by `LinearGemms.forward`."""
+"""The state for the backward pass: the GEMMs, their region, the input's dtype, and the state from
+`LinearGemms.forward`."""
 
 
 class _ColumnMatmul(torch.autograd.Function):
@@ -177,9 +178,9 @@ class ColumnLinear(nn.Module):
     """A linear layer with outputs sharded over the tensor axis. Its weight may stack several logical tensors (query,
     key, value).
 
-    The next op computes the gradient of the bias in the same pass as its own gradient. `biased` adds the bias in the
-    GEMM; `matmul` leaves the addition to the next op. gemms: the GEMMs of the layer, which an adapter may wrap. drop:
-    dropout for adapters, for all tokens of the region.
+    The next op computes the gradient of the bias together with its own gradient. `biased` adds the bias in the GEMM;
+    `matmul` leaves the addition to the next op. gemms: the GEMMs of the layer, which an adapter may wrap. drop: dropout
+    for adapters, for all tokens of the region.
     """
 
     gemms: LinearGemms

@@ -12,9 +12,9 @@ Experts use the same ranks as another grid, with the axes etp, ep, edp, pp. The 
 and etp (the tensor ranks of each expert) varies fastest. The size of etp defaults to tp. Example: with dp 4 and ep 2,
 data ranks 0 and 2 hold copies of the same experts, and data ranks 1 and 3 hold copies of the other experts.
 
-An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
-the same code. `Mesh.at` needs no processes: a layout can be built and checked on a laptop. The mesh is not global; code
-that needs an axis gets the axis as an argument.
+An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run the same
+code. `Mesh.at` needs no processes, so a layout can be built and checked on a laptop. The mesh is not global; code that
+needs an axis gets the axis as an argument.
 """
 
 from __future__ import annotations
@@ -69,16 +69,17 @@ class DataAxis:
     name: str
     """The name that tensors use: "dp" or "edp"."""
     tensor: Axis
-    """Tensor ranks: each holds a shard or a copy of the weight, and all process the same tokens, or parts of the same
+    """The tensor ranks, which hold shards or copies of the weight, and process the same tokens or shards of the same
     tokens."""
     axis: Axis
     """Ranks over which the gradient of a weight is summed; ZeRO assigns a span to each of these ranks."""
     with_tp: Axis
-    """Product of `axis` and `tensor`: all ranks with a copy of a weight that is replicated over tensor ranks."""
+    """Product of `axis` and `tensor`, which consists of all ranks with a copy of a weight that is replicated over
+    tensor ranks."""
     parts: Axis
     """Ranks of one stage that together hold a whole logical tensor."""
     model: Axis
-    """Ranks that together hold all tensors of the model on this data axis, each once."""
+    """Ranks that together hold exactly one copy of all the model's tensors on this data axis."""
 
 
 @dataclass
@@ -86,17 +87,17 @@ class Groups:
     """The process groups of one process, created once for each set of ranks and purpose.
 
     Every rank of the world must create every group, even groups without this rank, in the same order. A mesh creates
-    groups in an order that depends only on its sizes and the model's inventory. (torch can create a group among its
-    members only. But the group's name would then depend on each member's number of groups, which differs between the
+    groups in an order that depends only on its sizes and the model's inventory. (torch can also create a group among
+    only its members. The group's name would then depend on each member's number of groups, which differs between the
     first, middle and last stages.)
     """
 
     backend: str | None = None
     timeout: timedelta | None = None
-    """Of every collective. It is passed to each group, because a new group would otherwise have torch's default
-    timeout, not that of the first group."""
+    """Timeout of every collective. It is passed to each group, because a new group would otherwise have torch's default
+    timeout."""
     gloo: str = "gloo"
-    """The name under which torch knows the backend of gloo groups."""
+    """The name of the backend of gloo groups in torch."""
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
 
     def create(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
@@ -130,7 +131,7 @@ def _group_description(ranks: tuple[int, ...], purpose: str) -> str:
 
 
 class Mesh:
-    """The grid as seen by one rank: the grid's sizes, the rank's coordinates, and any axis or product of axes."""
+    """The grid as seen by one rank, with the grid's sizes, the rank's coordinates, and any axis or product of axes."""
 
     def __init__(
         self,
@@ -152,18 +153,18 @@ class Mesh:
         self.world = prod(self.sizes.values())
         assert 0 <= rank < self.world, (rank, self.sizes)
         self._groups = groups
-        # All ranks must create all groups in this order. So all axes are created here, even unused ones.
+        # All axes are created here, even unused ones, because all ranks must create all groups in this order.
         self.tp = self.axis("tp")
         self.cp = self.axis("cp")
         self.dp = self.axis("dp")
         self.pp = self.axis("pp")
         self.everyone = self.axis(*ORDER)
         self.tokens = self.axis("cp", "dp")
-        """Ranks with different tokens of the batch: different samples, or different parts of a sample."""
+        """Ranks with different tokens of the batch, that is, different samples or different columns of a sample."""
         self.model = self.axis("tp", "pp")
         """Ranks that together hold one replica of the model."""
         self.stage = self.axis("tp", "cp", "dp")
-        """Ranks that hold the same pipeline stage or parts of this stage."""
+        """Ranks that hold shards or copies of this rank's pipeline stage."""
         self.loss_group = self.axis("cp", "dp", "pp")
         """Ranks whose losses sum to the loss of the global batch (stages that do not compute a term contribute
         zeros)."""
@@ -201,7 +202,7 @@ class Mesh:
         return coordinates
 
     def axis(self, *names: str) -> Axis:
-        """Return the ranks that differ from this rank only in these axes of one grid; the first axis of ORDER varies
+        """Return the ranks that differ from this rank only in these axes of one grid. The first axis of ORDER varies
         fastest."""
         return self._axis("x".join(names), self.slices(*names))
 
@@ -251,7 +252,8 @@ class Mesh:
         return [tuple(part) for part in parts.values()]
 
     def _axis(self, name: str, parts: list[tuple[int, ...]], purpose: str = "") -> Axis:
-        """Return the axis of the set in `parts` that contains this rank; an axis of this rank alone if no set does."""
+        """Return the axis of the set in `parts` that contains this rank, or an axis of this rank alone if no set
+        does."""
         if self._groups is not None:
             self._groups.create(parts, purpose)
         ranks = next((part for part in parts if self.rank in part), (self.rank,))

@@ -1,18 +1,17 @@
 """Sum and gather the tensors of an inference step over an axis, through memory that all ranks of the axis map.
 
-A decoding step sums 8 KB twice per block, and nearly all the time of a collective of this size is latency. Here every
-rank writes its tensor into memory that the other ranks read, sets a mark, waits for the marks of the other ranks, and
-sums all tensors in the order of ranks. So the result is bitwise identical on all ranks and in every call.
+A decoding step sums 8 KB twice per block, and nearly all the time of a collective of this size is latency. In this
+module, every rank writes its tensor into memory that the other ranks read, sets a mark, waits for the marks of the
+other ranks, and sums all tensors in the order of ranks. The result is bitwise identical on all ranks and in every call.
 
     OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py) without NVLink multicast, which can
               be captured in a CUDA graph
     HostSum   ranks of one host on gloo: sums, and gathers of logits, for tensors of any size, in pieces. Each rank
               reads the tensors of all ranks, which is still faster than gloo's sockets
 
-With `OneShot` every rank reads the whole tensors of all ranks, so larger tensors use NCCL's collectives, which divide
-the work over ranks (with two ranks this saves nothing). All ranks of an axis must sum the same tensors in the same
-order. If a CUDA rank ends, the other ranks wait in the middle of a sum, without a timeout, until the launcher stops
-them.
+With `OneShot`, every rank reads the whole tensors of all ranks. Larger tensors use NCCL's collectives, which divide the
+work over ranks (no gain with two ranks). All ranks of an axis must sum the same tensors in the same order. If a CUDA
+rank exits, the other ranks wait in the middle of a sum, without a timeout, until the launcher stops them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Sum(Protocol):
-    """A sum over an axis: summed(x) sums x in place; summed(x, into) adds the sum to `into` and leaves x undefined."""
+    """A sum over an axis. summed(x) sums x in place; summed(x, into) adds the sum to `into` and leaves x undefined."""
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None: ...
 
@@ -52,7 +51,7 @@ def limit_of(ranks: int) -> int:
     >>> [limit_of(ranks) >> 10 for ranks in (2, 3, 4, 8)]
     [16384, 7232, 4096, 1024]
     """
-    whole = 1 << 16  # with a multiple of this size, every thread's part begins at a multiple of ALIGNMENT
+    whole = 1 << 16  # with a multiple of this size, every thread's share begins at a multiple of ALIGNMENT
     return max((1 << 26) // ranks**2 // whole * whole, 1 << 19)
 
 
@@ -86,7 +85,7 @@ class OneShot:
         self._counts = torch.zeros(mapped_sum.LANES, dtype=torch.int64, device=device)
         handle = symmetric.rendezvous(self._buffer, axis.group)
         self._memories = torch.tensor([int(begin) for begin in handle.buffer_ptrs], device=device)
-        all_reduce(self._counts, axis)  # a barrier: the marks of all ranks are zero before the first sum
+        all_reduce(self._counts, axis)  # a barrier, so that the marks of all ranks are zero before the first sum
         self._memories.tolist()
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None:
@@ -147,7 +146,7 @@ class HostSum:
 
 
 def takes(x: torch.Tensor, dtype: torch.dtype, limit: int | None) -> bool:
-    """Whether a tensor is exchanged through mapped memory. limit: as in `verified`.
+    """Whether to exchange a tensor through mapped memory. limit: as in `verified`.
 
     The decision does not depend on the tensor's address, which may differ between ranks.
 
@@ -175,7 +174,7 @@ class RankExchange:
 
     sum: Sum
     gather: Callable[[torch.Tensor], torch.Tensor]
-    """Gathers x [...] of every rank as [ranks, ...]."""
+    """Function that gathers x [...] from every rank as [ranks, ...]."""
 
 
 def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankExchange:
@@ -226,7 +225,8 @@ def verified(
 
     After each phase all ranks agree whether to continue. If they do not continue, a warning with the reason is logged.
     """
-    # Every rank takes part in every agreement below, even a rank that has failed; otherwise the other ranks would hang.
+    # Every rank takes part in every agreement below, even a rank that has failed, because the other ranks would
+    # otherwise hang.
     small, problem = by_group(axis), None
     if len(set(gather_json(socket.gethostname(), axis, device))) > 1:
         problem = "the ranks are on several hosts"

@@ -1,15 +1,15 @@
-"""Exchanges that overlap GEMMs: ranks write blocks directly into each other's memory.
+"""Exchanges that overlap GEMMs, in which ranks write blocks directly into each other's memory.
 
 NCCL moves data with the GPU's multiprocessors, all of which a GEMM occupies, so an NCCL exchange that is started during
-a GEMM runs only after the GEMM. Here copy engines write the data, and streams wait for marks in memory; neither needs a
-multiprocessor.
+a GEMM runs only after the GEMM. In this module, copy engines write the data, and streams wait for marks in memory;
+neither needs a multiprocessor.
 
     gather   multiply the tokens of each rank as they arrive, this rank's first          (all-gather, then a GEMM)
     scatter  send each part of a GEMM's output when it is done, this rank's last; sum    (a GEMM, then a reduce-scatter)
 
-Both use the same exchange: every rank sends one block to every other rank. `MappedPeers` uses memory that all ranks map
-(CUDA, one host). `MessagePeers` uses sends and receives of the process group, on any device. This module does not
-depend on weights or layers. All ranks of an axis must make the same exchanges in the same order.
+Both use the same exchange, in which every rank sends one block to every other rank. `MappedPeers` uses memory that all
+ranks map (CUDA, one host). `MessagePeers` uses sends and receives of the process group, on any device. This module does
+not depend on weights or layers. All ranks of an axis must make the same exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 
 class BlockExchange(Protocol):
-    """One exchange of blocks [rows, columns] between all ranks. A rank's own block is neither sent nor waited for."""
+    """One exchange of blocks [rows, columns] between all ranks, except for a rank's own block."""
 
     buffer: torch.Tensor
     """[ranks, rows, columns]: the received blocks, by source rank."""
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
-        """Send blocks, with the values that they have at this point of the current stream.
+        """Send blocks, with their values at this point of the current stream.
 
         turns: groups of receiving ranks, in the order of sending. `blocks` [ranks x rows, columns] holds either one
         block for each rank of a single turn, or one block for all ranks of all turns. `blocks` must be contiguous. The
@@ -72,7 +72,8 @@ class Peers(Protocol):
         with this call."""
 
     def replay(self, count: int) -> None:
-        """Prepare the replay of a graph whose first exchange is number `count` + 1: reset the marks of all ranks."""
+        """Prepare the replay of a graph whose first exchange has the number `count` + 1, by resetting the marks of all
+        ranks."""
 
 
 def peers(axis: Axis, device: torch.device) -> Peers:
@@ -83,8 +84,8 @@ def peers(axis: Axis, device: torch.device) -> Peers:
 
 
 def peers_if_mapped(axis: Axis, everyone: Axis, device: torch.device) -> Peers | None:
-    """Return the transport for a CUDA device if on every axis all ranks can map each other's memory; otherwise None.
-    All ranks of `everyone` must call this function together, and all get the same answer."""
+    """Return the transport for a CUDA device, or None if on any axis a rank cannot map the other ranks' memory. All
+    ranks of `everyone` must call this function together, and all get the same result."""
     one_host = len(set(gather_json(socket.gethostname(), axis, device))) == 1
     problem = None if one_host and dist.get_backend(axis.group) == "nccl" else "several hosts, or no NCCL"
     if first_problem(problem, everyone, device) is not None:
@@ -112,7 +113,7 @@ class Gather:
         self._exchange.send(self._x, *_order(self._axis, len(x), ours_first=True))
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Yield (slice of the gathered rows, tensor of these rows), each as soon as the rows have arrived."""
+        """Yield (slice of the gathered rows, tensor of these rows) as soon as these rows have arrived."""
         for ranks in _order(self._axis, len(self._x), ours_first=True, coming=True):
             rows = _rows(ranks, len(self._x))
             if ranks == range(self._axis.index, self._axis.index + 1):
@@ -123,7 +124,7 @@ class Gather:
 
     def whole(self, *, keep: bool = False) -> torch.Tensor:
         """Return the gathered tensor [ranks x rows, columns]. The second exchange after this one overwrites the tensor.
-        keep: return a copy instead, which is not overwritten."""
+        keep: whether to return a copy, which is not overwritten."""
         self._fill(range(self._axis.size))
         return self._whole.clone() if keep else self._whole
 
@@ -135,7 +136,7 @@ class Gather:
 
 
 class Scatter:
-    """A reduce-scatter of [ranks x rows, columns]: each rank gets the sum of its own rows."""
+    """A reduce-scatter of [ranks x rows, columns], from which each rank gets the sum of its own rows."""
 
     def __init__(self, rows: int, columns: int, like: torch.Tensor, through: Peers):
         self._rows, self._axis, self._like = rows, through.axis, like
@@ -171,8 +172,8 @@ def _rows(ranks: range, rows: int) -> Rows:
 def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> tuple[range, ...]:
     """Return the groups of ranks whose blocks are multiplied together, in the order of sending.
 
-    ours_first: begin with this rank's group; otherwise end with this rank's group. coming: instead return the order in
-    which blocks arrive.
+    ours_first: whether this rank's group is first instead of last. coming: whether to return the order in which blocks
+    arrive instead.
 
     >>> axis = Axis("tp", tuple(range(4)), 1)
     >>> _order(axis, 2048, ours_first=True)
@@ -208,10 +209,10 @@ class MessagePeers:
         return _MessageExchange(self.axis, like.new_empty((self.axis.size, rows, columns)))
 
     def join(self) -> None:
-        """Nothing to do: sends are complete when the receives of the other ranks are complete."""
+        """Do nothing, because sends are complete when the receives of the other ranks are complete."""
 
     def replay(self, count: int) -> None:
-        """Nothing to do: messages have no numbers."""
+        """Do nothing, because messages have no numbers."""
 
 
 class _MessageExchange:
@@ -253,8 +254,8 @@ class MappedPeers:
 
         buffer 0: n blocks | buffer 1: n blocks | ... BUFFERS in all | marks [BUFFERS, n], int32
 
-    There is one mark for each buffer and source rank: the number of the last exchange for which this source wrote its
-    block to this buffer. The first exchange allocates the memory, and a larger exchange reallocates the memory. Because
+    Each buffer has one mark per source rank, which is the number of the last exchange for which this source wrote its
+    block to the buffer. The first exchange allocates the memory, and a larger exchange reallocates the memory. Because
     the host is the bottleneck, all arguments of an exchange except its number are cached and reused by the next
     exchange with the same buffer.
     """
@@ -295,14 +296,15 @@ class MappedPeers:
     def replay(self, count: int) -> None:
         if self._memory is None:
             return
-        # Reset the marks: this rank's stream has waited for every block, and no rank writes before the all-reduce
-        # below. Marks are int32, so the count wraps around.
+        # The marks can be reset, because this rank's stream has waited for every block, and no rank writes before the
+        # all-reduce below. Marks are int32, so the count wraps around.
         marks = self._memory[self._mark(self.axis.index, 0, 0) - self._begins[self.axis.index] :].view(torch.int32)
         marks.fill_((count + 2**31) % 2**32 - 2**31)
         dist.all_reduce(self._meeting, group=self.axis.group)
 
     def write(self, blocks: torch.Tensor, turns: tuple[range, ...], number: int, size: int) -> None:
-        """Copy `blocks` to the ranks of `turns` and set this rank's marks there. size: number of bytes in a block."""
+        """Copy `blocks` to the ranks of `turns`, and set this rank's marks on those ranks. size: number of bytes in a
+        block."""
         per_rank = blocks.nbytes > size
         key = (number % BUFFERS, turns, size, per_rank)
         if key not in self._descriptors:
@@ -346,8 +348,8 @@ class MappedPeers:
             )
 
     def map(self, size: int, device: torch.device) -> str | None:
-        """Allocate and map memory for blocks of `size` bytes, on all ranks of the axis together. Return why this has
-        failed on any rank, or None."""
+        """Allocate and map memory for blocks of `size` bytes, on all ranks of the axis together. Return the reason if
+        this fails on any rank, otherwise None."""
         import torch.distributed._symmetric_memory as symmetric
 
         assert self.axis.group is not None
@@ -366,7 +368,7 @@ class MappedPeers:
             self._handle = symmetric.rendezvous(self._memory, self.axis.group)
         except RuntimeError as error:
             problem = first_line(error)
-        problem = first_problem(problem, self.axis, device)  # also a barrier: the marks of all ranks are zero now
+        problem = first_problem(problem, self.axis, device)  # also a barrier, so all ranks' marks are zero
         if problem is None:
             self._begins = [int(begin) for begin in self._handle.buffer_ptrs]
             self._meeting = torch.zeros(1, device=device)

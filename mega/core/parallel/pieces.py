@@ -9,8 +9,8 @@ host has launched the next GEMM. If blocks are smaller, the blocks of several ra
 
 BUFFERS = 4
 """Number of buffers, each for one exchange at a time. At most two exchanges are in flight, so when a rank begins
-exchange k + 4, its stream has waited for all blocks of exchange k + 2. All ranks have therefore begun exchange k + 2,
-and have finished exchange k."""
+exchange k + 4, its stream has waited for all blocks of exchange k + 2. All ranks have therefore begun exchange k + 2
+and finished exchange k."""
 
 
 def together(ranks: int, rows: int) -> int:

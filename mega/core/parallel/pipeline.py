@@ -1,7 +1,7 @@
-"""Execute a pipeline plan: run its compute steps, and move activations and gradients between stages. This module does
-not depend on the schedule or the model.
+"""Execute a pipeline plan, which runs compute steps and moves activations and gradients between stages. This module
+does not depend on the schedule or the model.
 
-A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is the tuple of tensors (activations or their
+A stage is a callable `stage(batch, *cargo) -> StageOutput`. The cargo is the tuple of tensors (activations or their
 gradients) that one stage sends to another. The stage declares the shapes and dtypes of these tensors, so the number of
 tensors may differ between model families. Loss terms may come from any stage.
 """
@@ -42,7 +42,7 @@ class StageOutput:
     terms: Terms = field(default_factory=dict)
     """Losses at which the backward pass begins, by name."""
     metrics: Terms = field(default_factory=dict)
-    """Values that are only reported, by name."""
+    """Metrics, which are only reported, by name."""
     outputs: torch.Tensor | None = None
     """The outputs of the last stage (logits), if they were requested."""
     auxiliary: Terms = field(default_factory=dict)
@@ -52,8 +52,7 @@ class StageOutput:
 class Stage(Protocol):
     """One chunk of the model on one rank.
 
-    terms: name of each loss of the model, on any stage -> the factor by which the mean of the loss enters the step's
-    total loss.
+    terms: name of each loss of the model, on any stage -> the coefficient of its mean in the step's total loss.
     metrics: names of the values that are only reported.
     """
 
@@ -63,10 +62,9 @@ class Stage(Protocol):
     metrics: tuple[str, ...]
 
     def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Return the weights of each loss term, by name. The sum of its weights is the term's divisor.
-
-        The weights are needed before the first forward pass. Their sum must equal the sum of the `Term.weight` values
-        that the stages return, because the former divides gradients and the latter divides the reported losses.
+        """Return the weights of each loss term, by name. The sum of a term's weights is its divisor. The weights are
+        needed before the first forward pass. Their sum divides gradients, and the sum of the stages' `Term.weight`
+        values divides reported losses, so both sums must be equal.
         """
 
     def __call__(
@@ -75,7 +73,7 @@ class Stage(Protocol):
         """Run the forward pass of one microbatch.
 
         scales: float64 [terms], factors by which the totals are multiplied before the backward pass; None if the
-        factors are not known. A stage that has already applied the factor of a term returns the term with a `root`.
+        factors are unknown. A stage that has already applied the factor of a term returns the term with a `root`.
         """
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -99,14 +97,14 @@ class Pipeline:
     ) -> torch.Tensor:
         """Execute `plan` over the microbatches.
 
-        Returns float64 [microbatches, names, 2], the sums of this rank: total and weight of every term, then of every
-        metric. scales: float64 [terms] for each microbatch, factors by which its totals are multiplied before the
-        backward pass; None for a forward plan.
+        Returns float64 [microbatches, names, 2], this rank's total and weight of every term, then of every metric.
+        scales: for each microbatch, float64 [terms], the factors of its totals in the backward pass; None for a forward
+        plan.
         """
         return _Step(self, plan, batches, scales, grads).play()
 
     def outputs(self, plan: Plan, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Execute a forward plan. Returns the outputs of the last stage for every microbatch; an empty list on other
+        """Execute a forward plan. Return the outputs of every microbatch on the last stage, and an empty list on other
         stages."""
         assert plan.kind == "forward"
         step = _Step(self, plan, batches, None, None, wants_outputs=True)
@@ -119,8 +117,8 @@ class Pipeline:
 
 
 def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
-    """Return float64 [names, 2]: the totals and weights of an output's terms and metrics; zeros for terms and metrics
-    of other stages."""
+    """Return the totals and weights of an output's terms and metrics, float64 [names, 2], with zeros for those of other
+    stages."""
     sums = {
         name: torch.stack([term.total.detach(), term.weight]).double()
         for kind in (output.terms, output.metrics, output.auxiliary)
@@ -133,7 +131,7 @@ def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
 
 
 class _Step:
-    """The state of one execution of a plan: tensors in flight, inputs and outputs of microbatches, and sums."""
+    """The state of one execution of a plan, namely tensors in flight, inputs and outputs of microbatches, and sums."""
 
     def __init__(
         self,
@@ -250,7 +248,7 @@ class _Step:
         for transfer in act.recvs:
             self._receive(transfer)
         # The host runs ahead of the device, so without a limit it would keep the sent tensors of the whole step alive.
-        # The oldest sends have already been received, so waiting for these sends costs nothing.
+        # Waiting for the oldest sends takes no time, because they have already been received.
         while len(self.sent) > MAX_SENDS:
             wait_for(self.sent.popleft()[0])
 

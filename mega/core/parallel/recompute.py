@@ -1,7 +1,8 @@
-"""Activation recomputation: save only the input of some blocks, and run these blocks again in the backward pass.
+"""Activation recomputation, which saves only the input of some blocks and runs these blocks again in the backward pass.
 
-Dropout is a function of element positions, so no random state has to be restored. With `share`, tensor ranks that hold
-the same input each save a part of the input and later gather all parts (Megatron's distributed saved activations).
+Dropout is a function of element positions, so no random state has to be restored. With `share`, each of the tensor
+ranks that hold the same input saves a shard of it, and the shards are gathered later (Megatron's distributed saved
+activations).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from mega.core.parallel.mesh import Axis
 
 
 def _own_part(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of this rank's part of `x`, because a view would keep the whole tensor alive."""
+    """Return a copy of this rank's shard of `x`, because a view would keep the whole tensor alive."""
     return local_shard(x, axis).clone()
 
 
 def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, share: Axis | None = None) -> torch.Tensor:
-    """Return run(x), saving only x [tokens, h] for the backward pass. With `share`, each rank of that axis saves a part
-    of x."""
+    """Return run(x), saving only x [tokens, h] for the backward pass. With `share`, each rank of that axis saves a
+    shard of x."""
     if share is None or share.size == 1:
         return recompute(run, x)
     part = conjugate(x, share, _own_part, all_gather)

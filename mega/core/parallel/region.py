@@ -1,4 +1,4 @@
-"""A tensor-parallel region: the ranks that share the work of a layer, and how they exchange tokens.
+"""A tensor-parallel region, that is, the ranks that share the work of a layer, and their exchange of tokens.
 
 column linear   enters the region: every rank has all tokens and computes its own outputs
 row linear      leaves the region: the partial sums of the ranks are added up
@@ -18,8 +18,7 @@ class Region:
 
     sequence: whether to use sequence parallelism, in which each rank has only its own tokens outside of regions; must
     be False if there is only one rank.
-    transport: object that exchanges blocks of tokens while the GEMMs run; None to use collectives before or after the
-    GEMMs.
+    transport: object that exchanges blocks of tokens while the GEMMs run. None: collectives before or after the GEMMs.
     """
 
     axis: Axis = SINGLE

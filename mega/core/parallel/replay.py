@@ -1,8 +1,8 @@
 """Run the forward and backward pass of a microbatch as one CUDA graph, which is captured once and then replayed for the
 later microbatches.
 
-The host takes about 2 ms to launch the kernels of a block, and a device that finishes a block sooner is idle. A graph
-needs only one launch.
+The host takes about 2 ms to launch the kernels of a block. A device that finishes a block sooner would be idle, whereas
+a graph needs only one launch.
 
     the first step             runs without a graph: kernels are compiled and chosen, exchanges allocate their memory;
                                the same for the first step whose batch has different optional tensors
@@ -10,8 +10,8 @@ needs only one launch.
     a step's last microbatch   runs without a graph under data parallelism, because buckets start their reduction as
                                soon as their gradients are complete
 
-This module supports only pipelines of one stage and one chunk, because otherwise each microbatch in flight would need
-its own graph memory. This module does not depend on the model.
+This module supports only pipelines of one stage and one chunk, because with several, each microbatch in flight would
+need separate graph memory. This module does not depend on the model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReplayedPipeline(Pipeline):
     Batches with different optional tensors have separate graphs, which share their memory.
 
     peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: function that captures a
-    graph; default: a `Recorder`.
+    graph. None: a `Recorder`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ReplayedPipeline(Pipeline):
             if grads is not None:
                 self._compiled.update(names)
             return super().run(plan, batches, scales, grads)
-        # Hooks do not run in a replay. So first wait for all weights, and finally mark all gradients as complete.
+        # Hooks do not run in a replay, so first wait for all weights, and finally mark all gradients as complete.
         grads.wait_param_gather()
         sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
         eager = eager_microbatches(grads.data_ranks, len(batches))
@@ -109,7 +109,7 @@ class _Recorded:
         peers: Peers | None,
         record: Callable[[Callable[[], None]], Replayable],
     ):
-        # The graph uses fixed addresses, so inputs are copied to these buffers, and the sums have a buffer, too.
+        # The graph uses fixed addresses, so inputs are copied to these buffers, and the sums also have a buffer.
         self._batch = batch.map(torch.clone)
         self._scale, self._peers = scale.clone(), peers
         names = (*stage.terms, *stage.metrics)

@@ -5,7 +5,7 @@
     memory.mark(number)                           a rank that reads this mark can read all earlier writes
     memory.wait(rank, number)                     wait until a rank's mark is `number` or more
 
-Marks are used because a message through a socket must wake a thread of the other process, which takes longer than a
+Marks are used instead of sockets, because a message must wake a thread of the other process, which takes longer than a
 small decoding step. This module does not interpret the bytes.
 """
 
@@ -39,7 +39,7 @@ PAUSES = (5e-5, 1e-3)
 """The short and the longer pause between polls, in seconds."""
 
 LOOK = 0.25
-"""Seconds between two checks of whether the other process is still running."""
+"""Seconds between two checks that the other process is still running."""
 
 PATIENCE = 600.0
 """Timeout in seconds of a wait for a process that is still running."""
@@ -80,7 +80,7 @@ class SharedMemory:
         self.bytes, self._marks = view[:size], view[self._first :].cast("q")
 
     def mark(self, number: int) -> None:
-        """Set this rank's mark to `number`, after this rank has written, or read, the data with this number."""
+        """Set this rank's mark to `number`. Call this method after writing or reading the data with this number."""
         _fence()
         self._marks[self.axis.index * LINE // 8] = number
 
@@ -128,7 +128,8 @@ def is_dead(pid: object) -> bool:
 
 
 def _create_file(size: int) -> str:
-    """Create a file of `size` allocated bytes and return its path; the empty string if no folder has enough space."""
+    """Create a file of `size` allocated bytes, and return its path, or the empty string if no folder has enough
+    space."""
     for folder in FOLDERS:
         with contextlib.suppress(OSError):
             number, path = tempfile.mkstemp(prefix="mega-shared-", dir=folder)

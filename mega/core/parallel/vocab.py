@@ -1,4 +1,4 @@
-"""The vocabulary sharded over the tensor axis: look-up, logits and cross entropy, without gathering logits.
+"""Look-up, logits and cross entropy with a vocabulary that is sharded over the tensor axis, without gathering logits.
 
 Rank r owns the ids [r n, (r + 1) n), where n is the padded vocabulary size divided by the number of ranks. The padding
 rows at the end do not belong to tokens. Their logits are minus infinity, so their probability and gradient are 0.
@@ -60,7 +60,7 @@ def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 class VocabEmbedding(nn.Module):
     """The token embedding: ids [tokens] -> rows [tokens, h]; under sequence parallelism only this rank's tokens.
 
-    sum_ranks: function that sums the rows over ranks in place, without a gradient; default: the region's collective.
+    sum_ranks: function that sums the rows over ranks in place, without a gradient. None: the region's collective.
     """
 
     def __init__(self, factory: ParameterFactory, tensor: Tensor, region: Region):
@@ -80,7 +80,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LogitShape(NamedTuple):
-    """A function applied to each logit: divide by `divisor`, then limit to +-softcap with tanh."""
+    """A function applied to each logit, which divides by `divisor` and then limits to +-softcap with tanh."""
 
     divisor: float = 1.0
     softcap: float | None = None
@@ -130,7 +130,7 @@ class TrainedLogits:
         return gather_from_region(self._local, self._axis)[:, : self._weight.segments[0].shard.whole[0]]
 
     def nll(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return the negative log-likelihood of labels, as `cross_entropy` does."""
+        """Return the negative log-likelihood of labels, as in `cross_entropy`."""
         args = self._local, labels, self._weight, self._axis, None
         return _CrossEntropy.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -191,8 +191,7 @@ class _WithGradient(torch.autograd.Function):
     """The negative log-likelihood on one rank, together with its gradient.
 
     The forward pass overwrites the logits with `scale` times the gradient. The outputs are the negative
-    log-likelihoods, which are not differentiable, and an empty tensor, which is the root at which the backward pass
-    begins.
+    log-likelihoods, which are not differentiable, and an empty tensor, at which the backward pass begins.
     """
 
     @staticmethod
@@ -246,13 +245,13 @@ def token_loss(
     scale: torch.Tensor | None = None,
     shape: LogitShape = UNSHAPED,
 ) -> Term:
-    """Return the negative log-likelihood of labels, weighted by `weights` [tokens], as a total and a weight.
+    """Return the negative log-likelihood of labels, weighted by `weights` [tokens], as a `Term`.
 
     scale: the factor of the total before its backward pass; None if unknown. If `scale` is given and one rank has
     the whole vocabulary, one pass over the logits computes the loss and its gradient. Other arguments: as in
     `cross_entropy`.
     """
-    # With a sharded vocabulary the gradient needs sums over ranks first, so the loss and its gradient need two passes.
+    # With a sharded vocabulary, the gradient depends on sums over ranks, so the loss and its gradient need two passes.
     if scale is None or region.size > 1:
         nll = cross_entropy(x, labels, weight, region, bias, shape)
         weights = weights.to(nll.dtype)
@@ -303,10 +302,8 @@ class TokenScores(NamedTuple):
 def score_labels(
     x: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, ops: Ops, *, greedy: bool = False
 ) -> TokenScores:
-    """Score labels int64 [tokens] under logits x [tokens, ids of this rank]; the result is the same on every rank of
-    the axis.
-
-    vocab: number of ids without padding. Logits are not gathered: ranks exchange a few numbers per token.
+    """Score labels int64 [tokens] under logits x [tokens, ids of this rank]. The result is the same on every rank of
+    the axis. vocab: number of ids without padding. Logits are not gathered; ranks exchange a few numbers per token.
     """
     first = axis.index * x.shape[1]
     local_vocab = min(max(vocab - first, 0), x.shape[1])

@@ -1,4 +1,4 @@
-"""A parameter that records which logical tensors it holds and where its gradient is accumulated.
+"""A parameter that records its logical tensors and the tensor in which its gradient is accumulated.
 
 Layers may fuse logical tensors (query, key and value; gate and up) by stacking them along dim 0:
 
@@ -42,7 +42,7 @@ class Weight(nn.Parameter):
     segments: tuple[Segment, ...]
     ops: Ops
     uses: int
-    """The number of gradients in one backward pass (2 for a tied embedding on one stage)."""
+    """The number of gradients per backward pass (2 for a tied embedding on one stage)."""
     main_grad: torch.Tensor | None
     """The accumulated gradient, shaped like the weight; None if autograd handles the gradient."""
     on_main_grad: Callable[[Weight], None] | None
@@ -50,7 +50,7 @@ class Weight(nn.Parameter):
     on_grad_ready: Callable[[Weight], None] | None
     """Called each time a gradient has been added to `main_grad`."""
     on_wgrad: Callable[[Weight, Any, torch.Tensor], None] | None
-    """Defers a wgrad GEMM; None if GEMMs run immediately."""
+    """Function that defers a wgrad GEMM; None if GEMMs run immediately."""
 
     def __new__(cls, data: torch.Tensor, segments: tuple[Segment, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
@@ -60,7 +60,7 @@ class Weight(nn.Parameter):
         return weight
 
     def add_wgrad(self, grad: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Add the gradient of y = x W^T to `main_grad`; if there is no `main_grad`, return the gradient.
+        """Add the gradient of y = x W^T to `main_grad`, or return the gradient if `main_grad` is not set.
 
         grad: [n, out], as prepared by `ops.matmuls`. x: [n, in].
         """
@@ -77,8 +77,8 @@ class Weight(nn.Parameter):
         return None
 
     def accumulate_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add a whole gradient, of any dtype, to `main_grad`. If there is no `main_grad`, return the gradient in the
-        weight's dtype."""
+        """Add a whole gradient, of any dtype, to `main_grad`, or return it in the weight's dtype if `main_grad` is not
+        set."""
         if not self.requires_grad:
             return None
         main_grad = self.open_main_grad()
@@ -89,7 +89,7 @@ class Weight(nn.Parameter):
         return None
 
     def add_rows(self, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add the gradient of a look-up: grad [n, h] of the rows with indices `rows` [n]."""
+        """Add the gradient of a look-up, grad [n, h], for the rows with indices `rows` [n]."""
         if not self.requires_grad:
             return None
         main_grad = self.open_main_grad()
@@ -130,7 +130,7 @@ class ParameterFactory:
 
     @property
     def exact(self) -> ParameterFactory:
-        """This factory, but with GEMMs in the compute dtype (no fp8), for the head."""
+        """A copy of this factory with GEMMs in the compute dtype (no fp8), for the head."""
         return replace(self, ops=replace(self.ops, matmuls=self.ops.matmuls.exact()))
 
     def __call__(self, *tensors: Tensor) -> Weight:

@@ -1,10 +1,10 @@
-"""Apply a function to whole matrices of which each rank holds only rows, columns or a span of a bucket.
+"""Apply a function to whole matrices, of which each rank stores only rows, columns or a span of a bucket.
 
     parts of a bucket's matrices  --to owner ranks-->  whole matrices  --function-->  --back-->  parts
 
-Each matrix has one owner among the ranks that hold the bucket, so the ranks divide the matrices among themselves. If
-several ranks hold the same part, one of them sends the part. A matrix is assembled before the function is applied, so
-the result does not depend on the sharding.
+Each matrix has one owner among the ranks that hold the bucket, so the matrices are divided among these ranks. If
+several ranks hold the same part, one of them sends it. A matrix is assembled before the function is applied, so the
+result does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _plan(bucket: Bucket) -> _Plan:
             holders[block].append(rank)
     elements = [sum(prod(block.size) for block in holders if block.matrix == number) for number in range(len(names))]
     assert elements == [prod(shapes[name]) for name in names], f"{axis.name}: holds no whole matrices"
-    # (sender, owner) -> blocks. An owner that holds a block sends this block to itself.
-    # Otherwise the sender depends on the matrix, so that the ranks share the work.
+    # (sender, owner) -> blocks. An owner that holds a block sends the block to itself. For other blocks, the sender
+    # depends on the matrix, so that the ranks share the work.
     table: dict[tuple[int, int], list[Rectangle]] = defaultdict(list)
     for block, ranks in holders.items():
         owner = owners[block.matrix]
