@@ -196,7 +196,7 @@ class GradBuffer:
     """The gradients of one rank's stages, accumulated over microbatches and reduced as soon as they are complete.
 
     zero: the ZeRO stage, over each bucket's data axis (Rajbhandari et al. 2020):
-        0 every rank holds all gradients and updates all weights
+        0  every rank holds all gradients and updates all weights
         1  each rank owns, and updates, its span of each bucket
         2  as 1, and gradients are reduced and freed after every microbatch, so only this rank's spans stay allocated
         3  as 2, and the weights of a unit are gathered while the previous unit runs, and freed after use

@@ -28,20 +28,20 @@ from mega.core.processes.roll_call import RollCall, in_time
 from mega.core.processes.world import MEETING_FILE, World, cores, world_from_env
 
 _CALLS: list[RollCall] = []
-"""Contains the roll call of this process while the process is in a process group; otherwise empty."""
+"""The roll call of this process, or an empty list if the process is not in a process group."""
 
 
 def connect(
     kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10, phase_timeout_minutes: float | None = None
 ) -> tuple[World, Device, Groups]:
-    """Join the process group as the rank that the environment names.
+    """Join the process group as the rank that the environment variables specify.
 
     phase_timeout_minutes: maximum time for which ranks that answer may keep other ranks waiting in a long phase. After
     this time, or after timeout_minutes in any other phase, the roll call ends the run, so the timeout of exchanges is
-    the sum of both times. If phase_timeout_minutes is None, only the timeout of exchanges, 1.25 timeout_minutes,
-    applies to ranks that answer. A single rank has no group, and every axis has size 1. Errors: ValueError if the
-    device is absent, the backend does not support it, or the environment has no rendezvous address; OSError, naming the
-    missing ranks, if some ranks do not join.
+    the sum of both times. None: only the timeout of exchanges, 1.25 timeout_minutes, applies to ranks that answer. A
+    single rank has no group, and every axis has size 1. Errors: ValueError if the device is absent, the backend does
+    not support it, or the environment has no rendezvous address; OSError, naming the missing ranks, if some ranks do
+    not join.
     """
     world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
     device = Device.choose(kind, world.local_rank, backend)
@@ -57,7 +57,8 @@ def connect(
             _check_interfaces()
         flight.record()  # before any group exists
         store = meet(world, timeout_minutes)
-        # Answer before the process group exists, so that ranks that fail to build it do not keep the others waiting.
+        # Answer before the process group exists, so that a rank that fails to build the group does not keep the others
+        # waiting.
         _answer_others(store, world, timeout_minutes, phase_timeout_minutes)
         choose_interface(store, world)
         with _naming_interface():
@@ -109,13 +110,13 @@ def _answer_others(store: dist.Store, world: World, minutes: float, phase_minute
 
 
 def keep_asking(lost: Callable[[str], None] | None = None) -> None:
-    """Make this rank regularly ask the other ranks whether they are alive (`RollCall.keep_asking`)."""
+    """Make this rank check regularly that the other ranks are alive (`RollCall.keep_asking`)."""
     for call in _CALLS:
         call.keep_asking(lost)
 
 
 def silent_ranks(seconds: float) -> list[int]:
-    """Return the ranks that do not answer within `seconds`; empty if the store does not answer."""
+    """Return the ranks that do not answer within `seconds`, or an empty list if the store does not answer."""
     for call in _CALLS:
         with contextlib.suppress(Exception):
             return in_time(partial(call.questions.silent, seconds), 2 * seconds)
@@ -123,7 +124,7 @@ def silent_ranks(seconds: float) -> list[int]:
 
 
 def end_together(rank: int, timeout_minutes: float) -> None:
-    """On rank 0, after its work, check that every other rank has ended or answers, because a launcher would wait
+    """Check on rank 0, after its work, that every other rank has ended or answers, because a launcher would wait
     forever for a stopped rank. Errors: TimeoutError naming the rank."""
     for call in _CALLS if rank == 0 else ():
         silent = silent_ranks(60 * timeout_minutes)
@@ -132,8 +133,8 @@ def end_together(rank: int, timeout_minutes: float) -> None:
 
 
 def threads(ranks: int) -> int:
-    """Return the number of CPU threads for each of `ranks` ranks on this host: OMP_NUM_THREADS, otherwise the rank's
-    share of the cores."""
+    """Return the number of CPU threads for each of `ranks` ranks on this host, which is OMP_NUM_THREADS or else a
+    rank's share of the cores."""
     variable = os.environ.get("OMP_NUM_THREADS", "")
     return int(variable) if variable.isdecimal() and int(variable) else max(1, cores() // ranks)
 

@@ -12,8 +12,8 @@
     4 the others exit with the same exit code        a later rank prints only what is new; rank 0, which may host the
                                                      store, exits last
 
-These phases must not block a rank: a rank prints its own report if the store is lost, or does not answer within LIMIT
-seconds. With MEGA_DEBUG=1 every rank prints its own traceback immediately. A single rank does not import torch.
+These phases must not block a rank, so a rank prints its own report if the store is lost or does not answer within LIMIT
+seconds. With MEGA_DEBUG=1, every rank prints its own traceback immediately. A single rank does not import torch.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ GRACE = 2.0
 """Seconds within which ranks with the same fault report that fault."""
 
 COMING = 5 * GRACE
-"""Like `GRACE`, but before the rendezvous is complete; longer, because each rank first imports torch from a shared
-disk."""
+"""The value of `GRACE` before the rendezvous is complete. It is longer, because each rank first imports torch from a
+shared disk."""
 
 LIMIT = 10 * GRACE
 """Timeout in seconds for all phases together, because the store of a stopped or disconnected host neither answers nor
@@ -58,14 +58,14 @@ ANSWER = 4 * GRACE
 
 _PEER_IS_GONE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError"),
-    "Connection was likely closed",  # the store's connection, lost with its host
+    "Connection was likely closed",  # the connection to the store, whose host is lost
 )
 
 
 @dataclass(frozen=True)
 class ExitReport:
-    """The reason why a rank ends, and the rank's exit code. kind: "line", "trace", "diverged", "verdict" (about all
-    ranks), or "consequence" (of the end of another rank)."""
+    """The reason why a rank ends, and the rank's exit code. kind: "line" (a message), "trace" (a traceback),
+    "diverged", "verdict" (about all ranks), or "consequence" (of the end of another rank)."""
 
     code: int
     text: str
@@ -78,8 +78,8 @@ class ExitReport:
 
 
 def report_of(error: BaseException) -> ExitReport:
-    """Make the report of an exception, with exit code 2 for a mistake of the user, otherwise 1. If the error is caused
-    neither by the user nor by the machine, the report has a traceback.
+    """Return the report of an exception, with exit code 2 for a user error, otherwise 1. If neither the user nor the
+    machine caused the error, the report has a traceback.
 
     >>> report_of(ValueError("--lr -1: must be positive"))
     ExitReport(code=2, text='--lr -1: must be positive', kind='line')
@@ -94,7 +94,7 @@ def report_of(error: BaseException) -> ExitReport:
         kind = "diverged" if isinstance(error, FloatingPointError) else "line"
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else kind)
     if type(error).__name__ == "OutOfMemoryError" or _CPU_IS_FULL in str(error):
-        # Leave out figures of this process at the end of torch's message, and a source line at its beginning on a CPU.
+        # Omit the figures of this process at the end of torch's message, and on a CPU the source line at its beginning.
         text = ". ".join(str(error)[max(0, str(error).find(_CPU_IS_FULL)) :].split(". ")[:2])
         return ExitReport(
             code, f"{text}; mega memory-estimate shows what a run needs, and MEGA_DEBUG=1 shows where it was"
@@ -124,11 +124,11 @@ class Explains(Protocol):
 
 
 _EXPLANATIONS: list[Explains] = []
-"""Contains the explainer of this process while there is a process group; otherwise empty."""
+"""The explainer of this process, or an empty list if the process is not in a process group."""
 
 
 def explain_exchanges_by(group: Explains | None) -> None:
-    """Set the object that explains failed exchanges; None if there is no process group."""
+    """Set the object that explains failed exchanges, or None without a process group."""
     _EXPLANATIONS[:] = [] if group is None else [group]
 
 
@@ -142,7 +142,7 @@ def explain_loss(error: RuntimeError) -> str:
 
 
 def explain_timeout(error: RuntimeError) -> str | None:
-    """Return the message about an exchange that timed out; None for any other error."""
+    """Return the message about an exchange that timed out, or None for any other error."""
     if not _EXPLANATIONS or not _TIMED_OUT.search(str(error)):
         return None
     try:
@@ -153,8 +153,8 @@ def explain_timeout(error: RuntimeError) -> str | None:
 
 
 def report_exit(report: ExitReport, *, together: bool = True) -> int:
-    """Print a report to stderr unless another rank prints it, and return the exit code. This must be the last call of a
-    rank. together: whether the ranks agree through their store which of them prints.
+    """Print a report to stderr unless another rank prints it, and return the exit code. A rank must not do anything
+    after this call. together: whether the ranks agree through their store which of them prints.
     """
     try:
         world = world_from_env()
@@ -213,7 +213,7 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int, hosts: Mapping[i
 
 
 def _report_in_time(report: ExitReport, world: World) -> int | None:
-    """Report together with the other ranks, and return the common exit code; None if the store does not answer in
+    """Report together with the other ranks, and return the common exit code, or None if the store does not answer in
     time."""
     stopped, answered, codes = threading.Event(), threading.Event(), list[int]()
 
@@ -237,8 +237,8 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
 
 
 def _report_together(report: ExitReport, world: World, stopped: threading.Event, answered: threading.Event) -> int:
-    """Perform phases 1 to 4. stopped: set when a SIGTERM shows that the launcher has detected the failure. answered:
-    set at the store's first answer.
+    """Perform phases 1 to 4. stopped: event that is set when a SIGTERM shows that the launcher has detected the
+    failure. answered: event that this function sets at the store's first answer.
     Errors: any error of the store."""
     import torch.distributed as dist
 
@@ -277,7 +277,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
     if report.kind != "consequence" and not any(text in report.text for text in verdict["texts"]):
         write_error(format_exits({world.rank: report}, world.size))
     store.add("left", 1)
-    if _hosting(world):  # the store ends with this rank, and later ranks need it
+    if _hosting(world):  # later ranks need the store, which ends with this rank
         _wait(lambda: stopped.is_set() or store.add("left", 0) >= world.size, COMING)
     elif world.rank == 0:
         _wait(lambda: store.add("left", 0) >= store.add("count", 0), GRACE)
@@ -285,8 +285,8 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
 
 
 def _of_host(world: World, reported: str) -> str:
-    """On a run with several hosts, return a message for the log of this host: what its first rank was doing when the
-    run ended."""
+    """Return a message for the log of this host about what its first rank was doing when the run ended, or an empty
+    string on a single host."""
     if world.size == world.local_size or not reported:
         return ""
     return f"mega: rank {world.rank}, on host {socket.gethostname()}, was at: {ACTIVITY}\n"
@@ -298,7 +298,7 @@ def _is_text(name: str) -> bool:
 
 
 def write_error(text: str) -> None:
-    """Write to stderr; if that fails, discard the text."""
+    """Write to stderr, or discard the text if stderr cannot be written."""
     try:
         sys.stderr.write(printable(text, sys.stderr.encoding))
         sys.stderr.flush()
@@ -307,7 +307,7 @@ def write_error(text: str) -> None:
 
 
 def printable(line: str, encoding: str | None) -> str:
-    """Replace characters that the encoding cannot represent, as in a path that is not UTF-8, with escapes.
+    """Escape characters that the encoding cannot represent, as in a path that is not UTF-8.
 
     >>> printable("runs/\\udcff", "utf-8")
     'runs/\\\\udcff'
@@ -322,7 +322,7 @@ def _have_met() -> bool:
 
 
 def _store(world: World) -> Store:
-    """Return the store of the process group; before the group exists, the store of the rendezvous."""
+    """Return the store of the process group, or the store of the rendezvous before the group exists."""
     import torch.distributed as dist
 
     from mega.core.processes.rendezvous import attempt_store, open_store, reach
@@ -344,7 +344,7 @@ def _hosting(world: World) -> bool:
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait, for `seconds` at most, until `done()` is true, and return the last result of `done()`."""
+    """Wait until `done()` is true, for at most `seconds`, and return the last result of `done()`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

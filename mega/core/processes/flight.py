@@ -1,5 +1,5 @@
-"""Find the collective in which ranks wait, and the ranks that have called it, with the flight recorder of torch's
-process groups. Each rank reports its own newest calls (position.py); this module combines all reports into one message.
+"""Finds the collective in which ranks wait, and the ranks that have called it, with the flight recorder of torch's
+process groups. Each rank reports its newest calls (position.py), and this module combines all reports into one message.
 
 The recorder is a ring buffer of the newest exchanges of each group; NCCL and gloo add an entry at each call.
 """
@@ -15,13 +15,13 @@ from typing import NamedTuple, TypedDict
 from mega.core.words import name_ranks
 
 SIZE = "TORCH_FR_BUFFER_SIZE"
-"""Environment variable: the size of the ring buffer; torch's default depends on its version."""
+"""Environment variable for the size of the ring buffer. The default depends on torch's version."""
 
 EXCHANGES = 200
 
 
 class RecordedExchange(TypedDict, total=False):
-    """The fields of one entry of a dump that are read here."""
+    """The fields of a dump's entry that this module reads."""
 
     process_group: list[str]
     pg_id: int
@@ -32,7 +32,7 @@ class RecordedExchange(TypedDict, total=False):
 
 
 class Dump(TypedDict, total=False):
-    """The fields of a dump of the recorder that are read here. pg_status: keyed by the number of a group."""
+    """The fields of a recorder's dump that this module reads. pg_status: number of a group -> its status."""
 
     entries: list[RecordedExchange]
     pg_status: dict[str, dict[str, int | str]]
@@ -44,7 +44,7 @@ class CalledExchange(NamedTuple):
     group: str
     """The ranks of the group, or its name."""
     number: int
-    """Sequence number in the group."""
+    """Sequence number of the exchange in the group."""
     what: str
     """Name of the collective, and the sizes of its inputs."""
     done: int = -1
@@ -52,12 +52,12 @@ class CalledExchange(NamedTuple):
 
 
 def record() -> None:
-    """Turn the recorder on. Must be called before process groups are created."""
+    """Turn the recorder on. Call this function before process groups are created."""
     os.environ.setdefault(SIZE, str(EXCHANGES))
 
 
 def own_exchanges() -> tuple[CalledExchange, ...]:
-    """Return the newest exchange of this process in each group; () if the recorder has no entries."""
+    """Return the newest exchange of this process in each group, or () if the recorder has no entries."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
         return ()
@@ -89,7 +89,7 @@ def newest(dump: Dump) -> list[CalledExchange]:
 
 
 def missing(exchanges: Mapping[int, tuple[CalledExchange, ...]], silent: tuple[int, ...] = ()) -> str:
-    """Return a message about the exchange that only some ranks have called; "" if no rank is behind.
+    """Return a message about the exchange that only some ranks have called, or "" if no rank is behind.
 
     exchanges: rank -> its newest exchanges, for each rank that answers. silent: the ranks that do not answer.
 

@@ -1,4 +1,4 @@
-"""Start the ranks of a job on several hosts, and restart them after a failure; spare hosts replace lost hosts.
+"""Starts the ranks of a job on several hosts, and restarts them after a failure. Spare hosts replace lost hosts.
 
 Each host runs the same command once, which starts --nproc ranks whenever the leader orders a start.
 
@@ -12,7 +12,7 @@ Each host runs the same command once, which starts --nproc ranks whenever the le
     6 a lost leader        its hosts join the next leader in a list that all hosts have, and send it the count of
                            restarts
 
-leader.py implements the leader. This module does not restore the memory of a lost host.
+leader.py implements the leader. This module does not restore the data in a lost host's memory.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ from mega.core.processes.wire import Wire
 from mega.core.processes.world import LAUNCHER_FILE
 
 ORDERS = frozenset({"start", "stop", "finish", "move"})
-"""Orders of a leader. Each order also ends the ranks that are running."""
+"""Orders that a leader sends. Each order also ends the ranks that are running."""
 
 FAITHFUL = 2.0
 """Seconds for which a host tries to reach its old leader before it joins another leader."""
 
 
 def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job) -> int:
-    """Run a job on `hosts` hosts of `nproc` ranks each; this host is one of them or a spare. Returns the exit code.
+    """Run a job on `hosts` hosts of `nproc` ranks each, where this host is one of them or a spare. Return the exit
+    code.
 
-    minutes: time to wait for hosts. Errors: OSError if no leader is reached; ValueError if the leader refuses this
+    minutes: time to wait for hosts. Errors: OSError if no leader can be reached; ValueError if the leader refuses this
         host.
     """
     first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -71,8 +72,7 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
         host = Supervisor(size, job, folder, leader.port)
 
         def look() -> None:
-            """Listen on MASTER_ADDR once its name resolves to this host, which may take a while for a Kubernetes
-            pod."""
+            """Listen on MASTER_ADDR if its name resolves to this host, which may take a while for a Kubernetes pod."""
             if elsewhere is not None and is_own(first[0]) and (first_server := _bound(first[1])) is not None:
                 listen_first(leader, first_server)
 
@@ -88,8 +88,8 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
 
 
 def _listen(first: Place) -> socket.socket:
-    """Return the listening socket of this host's leader: on MASTER_PORT if MASTER_ADDR is this host and the port is
-    free, otherwise on any free port."""
+    """Return the listening socket of this host's leader. Its port is MASTER_PORT if MASTER_ADDR is this host and the
+    port is free, otherwise any free port."""
     for port in (first[1], 0) if is_own(first[0]) else (0,):
         if (server := _bound(port)) is not None:
             return server
@@ -97,7 +97,7 @@ def _listen(first: Place) -> socket.socket:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """Return a socket that listens on `port`; None if the port is in use, for example by another launcher on this
+    """Return a socket that listens on `port`, or None if the port is in use, for example by another launcher on this
     machine."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,15 +122,16 @@ class Supervisor:
         self._bell, self._ring = multiprocessing.Pipe(duplex=False)
         """A pipe to which one byte is written per order, so that a wait for ranks can also wait for orders."""
         self._moved: dict[str, Any] | None = None
-        """While this host moves to another leader, the state of the leader that ordered the move."""
+        """The state of the leader that ordered this host to move to another leader, while the host moves."""
         self._seat: int | None = None
         self._attempted = -1
         self._restarts: Restarts | None = None
         self._final: int | None = None
-        """The exit code, once the ranks of this host have ended in a way that forbids a restart."""
+        """The exit code after the ranks of this host have ended in a way that forbids a restart, otherwise None."""
 
     def join(self, place: Place, seconds: float, look: Callable[[], None] = lambda: None) -> None:
-        """Join a leader. look: called before each retry. Errors: OSError if no leader answers in time."""
+        """Join a leader. look: function that is called before each retry. Errors: OSError if no leader answers in
+        time."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -216,7 +217,7 @@ class Supervisor:
                 self._attempt(**order["start"])
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
-        """Perform phases 2 and 3: run the ranks of this host and report how the ranks ended."""
+        """Perform phases 2 and 3, that is, run the ranks of this host and report how they ended."""
         self._seat, self._restarts = seat, Restarts.from_message(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
             # This host has missed an attempt, in which other hosts may have saved newer copies.
@@ -242,7 +243,7 @@ class Supervisor:
         self._wire.send({"ended": asdict(ending), "meet": _free_port()})
 
     def _rejoin(self) -> None:
-        """Phase 6: try the old leader again, then all other leaders, including the leader on this host. Errors:
+        """Perform phase 6: try the old leader again, then all other leaders, including the leader on this host. Errors:
         OSError."""
         former, leaders = self._leader, [place for place in self._leaders if place != self._leader]
         at_once, patiently = [(place, 0.0) for place in leaders], [(place, FAITHFUL) for place in leaders]

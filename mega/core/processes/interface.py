@@ -1,4 +1,4 @@
-"""Choose the network interface through which gloo reaches the ranks of other hosts.
+"""Chooses the network interface through which gloo reaches the ranks of other hosts.
 
 torch uses the address of the host's name, which on many systems is a loopback address (127.0.1.1 on Debian), so ranks
 on other hosts would connect to themselves. This module chooses the interface of the route to MASTER_ADDR. On the host
@@ -30,7 +30,8 @@ _ADDRESS_OF = 0x8915
 
 
 def choose_interface(store: Store, world: World) -> None:
-    """Set GLOO_SOCKET_IFNAME. With several hosts, all ranks must call this. store: the store of the rendezvous."""
+    """Set GLOO_SOCKET_IFNAME. With several hosts, all ranks must call this function. store: the store of the
+    rendezvous."""
     if VARIABLE in os.environ or world.size == world.local_size:
         return
     address = own_address(os.environ["MASTER_ADDR"])
@@ -46,7 +47,7 @@ def choose_interface(store: Store, world: World) -> None:
 
 
 def own_address(other: str) -> str:
-    """Return this host's source address for packets to the host `other`; "" if the name cannot be resolved."""
+    """Return this host's source address for packets to the host `other`, or "" if the name cannot be resolved."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, target in socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as connection:
@@ -61,7 +62,7 @@ def is_own(name: str) -> bool:
     >>> is_own("localhost"), is_own("127.0.1.1"), is_own("192.0.2.1")
     (True, True, False)
     """
-    address = own_address(name)  # the result for an address of this host is the same address
+    address = own_address(name)  # an address of this host is returned unchanged
     with contextlib.suppress(OSError, UnicodeError):
         addresses = {str(target[0]) for *_, target in socket.getaddrinfo(name, 1)} if address else set()
         return address in addresses or any(map(_is_loopback, addresses))  # the source for 127.0.1.1 is 127.0.0.1
@@ -79,7 +80,7 @@ def own_addresses() -> set[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this address; None if the system does not report it.
+    """Return the name of the interface with this address, or None if the system does not report the name.
 
     >>> interface_of("127.0.0.1") in ("lo", "lo0", None)
     True

@@ -1,4 +1,4 @@
-"""Start local ranks for one job, and supervise them until the job ends.
+"""Starts local ranks for one job, and supervises them until the job ends.
 
     launch       run a function on N new local ranks; a failure of one rank ends all ranks
     run_ranks    run a function on the ranks of a launcher or, without a launcher, on new local ranks
@@ -63,7 +63,8 @@ _REPORTED = (1, 2)
 """Exit codes of ranks that have reported their error."""
 
 _UNKNOWN = 255
-"""Exit code of all ranks after their fork server has died, because their own codes can no longer be read."""
+"""Exit code of all ranks after their fork server has died, because the ranks' actual exit codes can no longer be
+read."""
 
 INTERRUPTED = 254
 """Exit code of a rank that Ctrl-C interrupted immediately, for example before the first step. Its peers cannot
@@ -85,22 +86,22 @@ class Ending:
     """The common result of the ranks of one host."""
 
     code: int
-    """The exit code: 0; 128 + the signal that killed a rank or asked all ranks to stop; or the code of the first rank
-    that failed."""
+    """The exit code, which is 0, 128 + the signal that killed a rank or stopped all ranks, or the code of the first
+    rank that failed."""
     reason: str = ""
     """A one-line message with the reason."""
     cause: bool = False
-    """Whether `reason` is the original error, not a consequence of another rank's end."""
+    """Whether `reason` is the original error rather than a consequence of another rank's end."""
     here: bool = False
     """Whether `reason` is about a rank of this host."""
     final: bool = False
-    """Whether the ranks must not be restarted, because they would fail again or were asked to stop."""
+    """Whether the ranks must not be restarted, because they would fail again or received a signal to stop."""
 
 
 def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
-    `target` must be importable by name. When a rank fails, the other ranks are terminated; the job's exit code is that
+    `target` must be importable by name. When a rank fails, the other ranks are terminated. The job's exit code is that
     of the first rank that failed, or 128 + signal if this rank was killed. Signals of STOPPING are forwarded to every
     rank; a second SIGINT kills all ranks.
     """
@@ -124,9 +125,9 @@ def run_attempt(
     bell: Connection | None = None,
     patience: float = 5.0,
 ) -> Ending | None:
-    """Run `target(*args)` on new local ranks, one for each environment, and wait until they have ended. Returns None if
-    `bell` had data to read before the ranks ended. patience: seconds that the other ranks have to end after a rank has
-    failed.
+    """Run `target(*args)` on new local ranks, one for each environment, and wait until they have ended. Return the
+    common result, or None if `bell` had data to read before the ranks ended. patience: seconds that the other ranks
+    have to end after a rank has failed.
     """
     heeded, server = handled_signals(), fork_server(module_of(target))
     prefix = environments[0][LAUNCHER_FILE]
@@ -139,7 +140,7 @@ def run_attempt(
             process.start()
         return _supervise(ranks, _Endings(prefix, min(patience, PATIENCE)), bell)
     finally:
-        with delayed_signals():  # an interrupt here would leave behind ranks that multiprocessing waits for at exit
+        with delayed_signals():  # after an interrupt here, multiprocessing would wait for the ranks at exit
             end_ranks(ranks, patience)
         for path in glob.glob(glob.escape(prefix) + "*"):
             with contextlib.suppress(OSError):
@@ -156,8 +157,9 @@ def run_ranks(
     """Run `target(*args)` on the tp x pp = `size` ranks of an inference run, and return the exit code.
 
     If a launcher has started the ranks, each rank calls this function. Otherwise this function starts local ranks, or
-    runs `target` in this process if `size` is 1. nproc: the value of --nproc. first: called before local ranks start,
-    so that a mistake is reported once. Errors: those of `first`; ValueError if the number of ranks is not `size`.
+    runs `target` in this process if `size` is 1. nproc: the value of --nproc. first: function that is called before
+    local ranks start, so that a user error is reported once. Errors: those of `first`; ValueError if the number of
+    ranks is not `size`.
     """
     world = world_from_env()
     alone = world.source == "alone"
@@ -171,7 +173,7 @@ def run_ranks(
 
 
 def fork_server(*modules: str) -> ForkServerContext:
-    """Start the server from which ranks are forked, if it is not already running. The server ignores signals sent to
+    """Start the server from which ranks are forked, unless it is already running. The server ignores signals sent to
     the whole job, because the launcher reads the exit codes of ranks through the server.
 
     modules: modules that the server imports once for all ranks. Errors: ValueError.
@@ -206,7 +208,7 @@ def launcher_folder() -> str:
     """Return the folder for the socket of this process's fork server and the store of its ranks. The folder is removed
     when the process ends.
 
-    If the process and all its ranks are killed, the next launcher removes the folder, because it is no longer locked.
+    If the process and all its ranks are killed, the folder is no longer locked, and the next launcher removes it.
     """
     folder = multiprocessing.util.get_temp_dir()
     if not os.path.exists(os.path.join(folder, _MARK)):
@@ -228,7 +230,8 @@ def lock_folder(folder: str) -> None:
 
 
 def _remove_abandoned(place: str) -> None:
-    """Remove the folders of dead launchers of this host. Errors are ignored, because nothing depends on the removal."""
+    """Remove the folders of launchers that have died on this host. Errors are ignored, because nothing depends on the
+    removal."""
     for mark in glob.glob(os.path.join(glob.escape(place), "*", _MARK)):
         with contextlib.suppress(OSError, UnicodeDecodeError), open(mark, opener=_open_at_once) as file:
             folder = os.path.dirname(mark)
@@ -240,7 +243,7 @@ def _remove_abandoned(place: str) -> None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without following a link and without waiting for the writer of a pipe."""
+    """Open a file without following symbolic links and without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -280,7 +283,7 @@ def _rank(
 
 
 def _follow_parent() -> None:
-    """End this rank when its launcher has died for any reason, and remove the launcher's folders."""
+    """End this rank when its launcher dies for any reason, and remove the launcher's folders."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -291,8 +294,8 @@ def _follow_parent() -> None:
 
 
 def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | None) -> Ending | None:
-    """Wait until all ranks have succeeded, one has failed, or `bell` has data to read. After a forwarded signal `bell`
-    is ignored, so that the ranks save even if other hosts have ended.
+    """Wait until all ranks have succeeded, one has failed, or `bell` has data to read. After a signal has been
+    forwarded, `bell` is ignored, so that the ranks save even if other hosts have ended.
 
     A rank that fails reports its error itself (exit_reports.py). This process reports a killed rank before the rank's
     peers report a broken exchange. The peers have PATIENCE seconds to report their own errors.
@@ -319,10 +322,10 @@ def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | N
 
 
 class _Endings:
-    """The endings of one host's ranks so far, from which `ending` derives a common result.
+    """The results of one host's ranks so far, from which `ending` derives a common result.
 
     prefix: the value of LAUNCHER_FILE. A file with this prefix reports a killed rank to the other ranks, because a rank
-    whose device waits for the killed rank would not detect the loss. patience: seconds that the other ranks have for
+    whose device waits for the killed rank would not detect the loss. patience: seconds for the other ranks to write
     their reports.
     """
 
@@ -353,7 +356,7 @@ class _Endings:
     def ending(self, stop_signal: int) -> Ending:
         """Return the common result of the ranks of this host.
 
-        stop_signal: the signal that this process has forwarded, or 0. After a signal every ending is final, and a
+        stop_signal: the signal that this process has forwarded, or 0. After a signal, every result is final, and a
         failure that is only a consequence has the exit code of the signal."""
         if self._interrupted and not self.failed:
             return Ending(INTERRUPTED, "interrupted", final=True)
@@ -375,7 +378,8 @@ class _Endings:
 
 
 def _server_ending() -> str | None:
-    """Describe how the fork server ended; None while the server runs, or if the system does not report its end."""
+    """Return a description of how the fork server ended, or None if the server is running or the system does not report
+    its end."""
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or not hasattr(os, "waitid"):
@@ -392,7 +396,7 @@ def _server_ending() -> str | None:
 
 
 def _ending(code: int) -> str:
-    """Describe the end of a process from its exit code, which is negative after a signal.
+    """Describe how a process ended from its exit code, which is negative after a signal.
 
     >>> _ending(-11), _ending(7)
     ('was killed by SIGSEGV', 'ended with exit code 7')
@@ -438,7 +442,7 @@ def _kill(ranks: list[BaseProcess]) -> None:
 
 def end_ranks(ranks: list[BaseProcess], patience: float = 5.0) -> None:
     """Terminate the ranks that are still running. SIGTERM is repeated, because a run treats the first SIGTERM as a
-    request to save and stop. After `patience` seconds the ranks are killed."""
+    request to save and stop. The ranks are killed after `patience` seconds."""
     deadline = time.monotonic() + patience
     ranks = [process for process in ranks if process.pid is not None]  # a signal may arrive while ranks start
     while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:

@@ -1,7 +1,8 @@
-"""The leader of several hosts: it accepts hosts, assigns ranks to them, and decides how to continue after an attempt.
+"""The leader of several hosts, which accepts hosts, assigns ranks to them, and decides how to continue after an
+attempt.
 
 Every host runs a leader that listens for hosts, so that another leader can take over when the current one is lost. Only
-one leader has members. A leader does not start processes; the launcher of each host starts them (hosts.py).
+one leader has members. Processes are started by the launcher of each host (hosts.py), not by the leader.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from mega.core.processes.restarts import Restarts, at_launch, exit_code
 from mega.core.processes.wire import BEAT, Wire
 
 ENDING = 30.0
-"""Seconds within which a host must end its ranks; after this time the host counts as lost."""
+"""Seconds within which a host must end its ranks before it counts as lost."""
 
 REPORTING = 1.0
-"""Seconds that ranks of other hosts have to report their errors and end, when the run ends with a failure."""
+"""Seconds for the ranks of other hosts to report their errors and end, after the run has failed."""
 
 LEAVING = 3.0
-"""Seconds that the other hosts have to read the order to finish."""
+"""Seconds for the other hosts to read the order to finish."""
 
 SHOWN = 5
 """Maximum number of differences that a message lists."""
@@ -45,14 +46,14 @@ member was lost."""
 
 @dataclass(frozen=True)
 class Size:
-    """The values that must be equal on all hosts of a run."""
+    """The settings that must be equal on all hosts of a run."""
 
     hosts: int
     """Number of hosts that run ranks."""
     nproc: int
     """Ranks per host."""
     minutes: float
-    """Minutes to wait for hosts."""
+    """Maximum time to wait for hosts, in minutes."""
     limit: int
     """Maximum number of consecutive restarts."""
     version: str
@@ -74,7 +75,7 @@ class _Member:
     seat: int | None
     """The host's index among the hosts that run ranks; a surviving host keeps its index. None for a spare."""
     running: bool = False
-    """Whether the host's ranks have started, and the host has not yet reported their end."""
+    """Whether the host's ranks have started and have not yet been reported as ended."""
     spare: bool = False
     """Whether the host has been informed that it is a spare."""
 
@@ -91,7 +92,7 @@ class Leader:
     """
 
     def __init__(self, server: socket.socket, size: Size, saved: Callable[[], tuple[int, int]], first: Place | None):
-        """first: MASTER_ADDR and MASTER_PORT if this leader does not listen on this address, otherwise None."""
+        """first: (MASTER_ADDR, MASTER_PORT) if this leader does not listen on this address, otherwise None."""
         self._server, self._size, self._saved, self._first = server, size, saved, first
         self.port: int = server.getsockname()[1]
         self._called = time.monotonic()
@@ -101,7 +102,7 @@ class Leader:
         self._reason = ""
         """The reason why the previous attempt ended."""
         self._endings: list[tuple[str, Ending]] | None = None
-        """The tuple (host name, ending) of the current attempt; None between attempts."""
+        """Tuples (host name, ending) of the hosts that have ended in the current attempt; None between attempts."""
         self._since = time.monotonic()
         """The time at which the members began to wait or were ordered to end their ranks."""
         self._launched = time.monotonic()
@@ -109,7 +110,7 @@ class Leader:
         """The time at which hosts with running ranks will be ordered to end them."""
         self._stopping = self._over = self._takes_over = False
         self._reach = ""
-        """An address at which another host has reached this host."""
+        """An address at which another host has connected to this host."""
 
     def start(self) -> Leader:
         threading.Thread(target=_accept, args=(self._server, self._events), name="accept", daemon=True).start()
@@ -146,14 +147,14 @@ class Leader:
                 self._ended(member.name, Ending(**message["ended"]))
 
     def _called_by(self, wire: Wire, port: int, runs: bool) -> None:
-        """Answer another leader. runs: whether that leader's ranks run; if so, the members of this leader move to that
-        leader."""
+        """Answer another leader. runs: whether that leader's ranks are running. If so, this leader's members move to
+        that leader."""
         wire.send({"come": bool(self._members) and not runs})
         if runs and self._endings is None:
             self._move((wire.there, port))
 
     def _join(self, wire: Wire, size: dict[str, Any], known: dict[str, Any], **found: Any) -> None:
-        """Phase 1: accept a host. known: the state from the host's former leader, if there was one."""
+        """Perform phase 1: accept a host. known: the state from the host's former leader, if any."""
         leader_size = asdict(self._size)
         differ = _differ(size.get("alike", {}), leader_size["alike"]) or _differ(size, leader_size)
         if differ:
@@ -183,15 +184,15 @@ class Leader:
             _spare(self._members[wire], self._restarts, self._size.hosts)
 
     def _gone(self, member: _Member) -> None:
-        """Phase 4: handle the loss of a member."""
+        """Perform phase 4: handle the loss of a member."""
         del self._members[member.wire]
         if member.running:
             self._ended(member.name, Ending(1, f"host {member.name} was lost", cause=True))
         _send_leaders(self._members.values(), self._reach)
 
     def _ended(self, name: str, ending: Ending) -> None:
-        """Phase 3: record that the ranks of a host have ended. After a signal to stop, the leader does not end the
-        ranks of other hosts, because all ranks save and stop together."""
+        """Perform phase 3: record that the ranks of a host have ended. After a signal to stop, the leader does not end
+        the ranks of other hosts, because all ranks save and stop together."""
         assert self._endings is not None
         self._endings.append((name, ending))
         stops_by_signal = any(each.final and each.code in STOPPED for _, each in self._endings)
@@ -228,7 +229,7 @@ class Leader:
             self._call_first()
 
     def _decide(self, endings: list[tuple[str, Ending]]) -> None:
-        """Phase 5: finish the job, or prepare the next attempt."""
+        """Perform phase 5: finish the job, or prepare the next attempt."""
         self._endings, self._stop_at, self._stopping, self._since = None, None, False, time.monotonic()
         failed = [(name, ending) for name, ending in endings if ending.code]
         final = [ending for _, ending in failed if ending.final]
@@ -249,7 +250,7 @@ class Leader:
                 member.wire.send({"said": line})
 
     def _start(self) -> None:
-        """Phase 2: assign seats, then order all hosts to start."""
+        """Perform phase 2: assign seats, then order all hosts to start."""
         restarts = self._first_restarts()
         if restarts is None:
             return
@@ -276,7 +277,7 @@ class Leader:
                 _spare(member, restarts, self._size.hosts)
 
     def _first_restarts(self) -> Restarts | None:
-        """Return the state of restarts for the next attempt; None if the job has ended."""
+        """Return the state of restarts for the next attempt, or None if the job has ended."""
         if self._restarts is None:
             return at_launch(self._size.limit, self._saved()[0], self._launched)
         if not self._takes_over:
@@ -288,15 +289,15 @@ class Leader:
         return following
 
     def _move(self, place: Place) -> None:
-        """Order all members to join another leader, with the state of this leader."""
+        """Order all members to join another leader, and send them the state of this leader."""
         restarts = None if self._restarts is None else self._restarts.to_message()
         state = {"restarts": restarts, "failed": self._takes_over, "reason": self._reason}
         for member in self._members.values():
             member.wire.send({"move": place, "known": state})
 
     def _call_first(self) -> None:
-        """Contact the leader at MASTER_ADDR, in case a host listens there again. If the ranks of this leader run, the
-        members of that leader move to this leader; otherwise all members of this leader move to that leader."""
+        """Contact the leader at MASTER_ADDR, in case a host listens there again. If this leader's ranks are running,
+        that leader's members move to this leader. Otherwise this leader's members move to that leader."""
         first = self._first
         if first is not None and self._members and time.monotonic() > self._called + CALL:
             if _is_to_come(first, self.port, self._endings is not None):
@@ -338,8 +339,8 @@ def listen_first(leader: Leader, server: socket.socket) -> None:
 
 
 def outlast(leader: Leader, seconds: float) -> None:
-    """Wait, at most `seconds`, until no other member runs ranks. If this leader ended earlier, those members would join
-    another leader and restart a run that was asked to stop."""
+    """Wait, at most `seconds`, until no other member runs ranks. If this leader ended earlier, other members would join
+    another leader and restart a run that should stop."""
     deadline = time.monotonic() + seconds
     while any(member.running and not member.listens_here(leader.port) for member in list(leader._members.values())):
         if time.monotonic() > deadline:

@@ -1,8 +1,9 @@
-"""The gloo backend for a process with many groups: all its groups share one device, so one thread.
+"""A gloo backend for a process with many groups, all of which share one device and therefore one thread.
 
-torch opens a gloo device for every group. The thread of a device wakes a hundred times a second, even while its group
-is idle. A pool of ranks keeps the groups of all layouts that it has run. The pools of the tests had 2,500 such threads,
-which woke 85,000 times a second; 540 of them took 0.3 of a core. This module knows no layout and no rendezvous.
+torch opens a gloo device for every group. The thread of a device wakes up a hundred times per second, even if its group
+is idle. A pool of ranks keeps the groups of all layouts that have run in it. The pools of the tests had 2,500 such
+threads, which woke up 85,000 times per second; 540 of them used 0.3 of a core. This module does not depend on layouts
+or on the rendezvous.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from datetime import timedelta
 import torch.distributed as dist
 
 NAME = "gloo_one_device"
-"""The name under which torch knows the backend."""
+"""The name of the backend in torch."""
 
 _DEVICES: dict[str, list[object]] = {}
-"""The devices of this process, by the value of GLOO_SOCKET_IFNAME. They stay open until the process ends."""
+"""The devices of this process, by the value of GLOO_SOCKET_IFNAME. Devices stay open until the process ends."""
 
 
 def gloo_on_one_device() -> str:
-    """Make the backend known to torch, and return its name for `dist.new_group`."""
+    """Register the backend with torch, and return its name for `dist.new_group`."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, devices=["cpu", "cuda"])
     return NAME
 
 
 def _group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Create a group as torch does for "gloo", but on the devices that the process has."""
+    """Create a group as torch does for "gloo", but reuse the devices of this process."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces not in _DEVICES:
         names = [name for name in interfaces.split(",") if name]

@@ -28,8 +28,8 @@ class Pool:
     """Up to `size` local gloo ranks that run until `close`.
 
     Jobs are functions `job(groups, rank, *args)`, importable by name; a job on `world` ranks has a process group of
-    exactly these ranks. A job that fails on any rank ends all ranks (the others may be stuck in a collective); the next
-    job starts new ranks.
+    exactly these ranks. If a job fails on any rank, all ranks end, because other ranks may be blocked in a collective.
+    The next job starts new ranks.
     """
 
     def __init__(self, size: int):
@@ -43,9 +43,9 @@ class Pool:
     def run(
         self, job: Callable[..., Result], *args: object, world: int | None = None, timeout: float = 300.0
     ) -> list[Result]:
-        """Run `job` on ranks 0 ... world - 1; returns their results in order.
+        """Run `job` on ranks 0 to world - 1, and return the ranks' results in order.
 
-        Errors: RuntimeError with the traceback of the first rank that failed, or with the ranks that never answered.
+        Errors: RuntimeError with the traceback of the first rank that failed, or the ranks that did not answer.
         """
         world = self.size if world is None else world
         assert 1 <= world <= self.size, (world, self.size)
@@ -104,7 +104,7 @@ class Pool:
                 target=_pool_rank, args=(child_end, self.size), name=f"pool rank {rank}", daemon=True
             )
             process.start()
-            child_end.close()  # so that the parent reads an end of file when the rank dies
+            child_end.close()  # so that the parent reads an end-of-file when the rank dies
             self._ranks.append(process)
             self._pipes.append(parent_end)
 

@@ -1,8 +1,8 @@
 """The current position of a rank in the code, and messages about ranks that keep other ranks waiting. This module does
 not depend on the store.
 
-A rank waits if its main thread is in an exchange, or waits for its device, which may be in an exchange. Any other rank
-that answers is working, so the waiting ranks wait for that rank.
+A rank waits if its main thread is in an exchange, or waits for a device that may be in an exchange. Any other rank that
+answers is still working, so the waiting ranks wait for that rank.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Position:
     doing: str = ""
     """The phase and its progress, for messages."""
     place: str = "elsewhere"
-    """The innermost line of mega's source that the main thread executes, or that the saving thread executes while the
-    main thread waits for that thread; "elsewhere" outside of mega's source."""
+    """The innermost line of mega's source that the main thread executes, or the saving thread if the main thread waits
+    for it; "elsewhere" outside of mega's source."""
     waits: bool = True
     """Whether the rank waits for other ranks."""
     background: str = ""
@@ -59,7 +59,7 @@ class Position:
 
 
 def own_position(failed_at: str | None = None) -> Position:
-    """Return the position of this process. failed_at: the line at which an exchange of the main thread has failed."""
+    """Return the position of this process. failed_at: the line at which an exchange on the main thread has failed."""
     frames, doing, phase = sys._current_frames(), str(ACTIVITY), ACTIVITY.phase
     main = _walk(frames.get(threading.main_thread().ident or 0))
     writer = _walk(frames.get(ACTIVITY.writer)) if ACTIVITY.writer is not None else None
@@ -72,7 +72,7 @@ def own_position(failed_at: str | None = None) -> Position:
 
 
 def own_place(frame: FrameType) -> str | None:
-    """Return the current line of a frame, such as `mega/core/data/batches.py:80 (take)`; None outside of mega's
+    """Return the current line of a frame, such as `mega/core/data/batches.py:80 (take)`, or None outside of mega's
     source."""
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(_SOURCE / "mega"):
@@ -118,7 +118,7 @@ def store_silence(minutes: float) -> str:
 
 
 def standstill(positions: Mapping[int, Position], limit: str, hosts: Mapping[int, str] | None = None) -> str:
-    """Return the message to print if all ranks answer but some have waited longer than the limit.
+    """Return the message for the case that all ranks answer but some have waited longer than the limit.
 
     >>> waits, sync = Position("training", "training, step 3", "a.py:1 (f)"), Position("saving", "saving", "b.py:2 (g)")
     >>> standstill({0: waits, 1: waits}, "1 minute (--timeout-minutes)")

@@ -1,4 +1,5 @@
-"""The messages that running ranks exchange through their store: questions, answers, ranks that left, and the verdict.
+"""The messages that running ranks exchange through their store, namely questions, answers, ranks that left, and the
+verdict.
 
     question/N  answer/N/RANK    questions are numbered in order; an answer is a `Position`
     host/RANK                    name and addresses of the rank's host, if there are several hosts
@@ -7,7 +8,7 @@
     failed                       the first such rank and its report, as a message
     verdict                      why all ranks end; the first rank to write it decides
 
-Each call may block forever if the store's host has stopped; roll_call.py limits the time.
+Each call may block forever if the store's host has stopped, so roll_call.py limits the time of calls.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class Questions:
     """One rank's access to the messages.
 
-    position: a function that returns the position of the rank's main thread. look: seconds between two polls of a rank.
+    position: function that returns the position of the rank's main thread. look: seconds between two polls by a rank.
     """
 
     def __init__(self, store: Store, rank: int, world: int, position: Callable[[], Position], look: float):
@@ -38,13 +39,13 @@ class Questions:
         self._store.set(f"host/{self._rank}", json.dumps([host, sorted(addresses)]))
 
     def host(self, rank: int) -> str | None:
-        """Return the name of the rank's host; None if the rank has not written the name, as on a single host."""
+        """Return the name of the rank's host, or None if the rank has not written the name, as on a single host."""
         key = f"host/{rank}"
         return json.loads(self._store.get(key))[0] if self._store.check([key]) else None
 
     def hosts(self, keep: Callable[[list[str]], bool] = lambda addresses: True) -> dict[int, str]:
-        """Return the name of each rank's host, by rank, for hosts whose addresses satisfy `keep`; empty on a single
-        host."""
+        """Return rank -> name of the rank's host, for hosts whose addresses satisfy `keep`. The dict is empty on a
+        single host."""
         keys = {rank: f"host/{rank}" for rank in range(self._world)}
         hosts = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         return {rank: name for rank, (name, addresses) in hosts.items() if keep(addresses)}
@@ -66,7 +67,7 @@ class Questions:
         the verdict.
 
         stop: function that returns whether the ranks that have answered are enough. answers: whether to answer
-        questions while waiting, so that ranks can ask each other; if another rank has just asked, this rank uses the
+        questions while waiting, so that ranks can ask each other. If another rank has just asked, this rank uses the
         answers to that question.
         """
         # Ranks that suspect a fault at the same moment share one question, which limits the load of the store.
@@ -106,8 +107,8 @@ class Questions:
         self._store.compare_set("failed", "", _ended(self._rank, report))
 
     def failure(self) -> str:
-        """Return a message with the report of the first rank that has ended because of its own error; "" if none
-        has."""
+        """Return a message with the report of the first rank that has ended because of its own error, or "" without
+        such a rank."""
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
 
     def absent(self, answered: Collection[int]) -> tuple[list[int], str]:
@@ -122,9 +123,9 @@ class Questions:
         return silent, ended
 
     def lost(self, text: str, seconds: float) -> list[int]:
-        """Return the ranks that are lost after a connection broke: ranks that neither answer nor end because of the
-        same loss. Ranks of the host whose address is in the error message `text` are asked first. Also record that this
-        rank has left."""
+        """Return the ranks that are lost after a connection broke, which neither answer nor end because of the same
+        loss. Ranks of the host whose address is in the error message `text` are asked first. Also record that this rank
+        has left."""
         self.leave()
         peers = set(range(self._world)) - {self._rank}
         at_address = set(self.hosts(lambda addresses: any(f"[{address}]" in text for address in addresses)))
@@ -137,11 +138,11 @@ class Questions:
         return []
 
     def verdict(self) -> str:
-        """Return the verdict; "" if no rank has written a verdict."""
+        """Return the verdict, or "" if no rank has written a verdict."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else ""
 
     def judge(self, line: Callable[[], str]) -> str:
-        """Write the verdict unless another rank has already written one, and return the verdict that counts."""
+        """Write the verdict unless another rank has already written one, and return the verdict in the store."""
         return self.verdict() or self._store.compare_set("verdict", "", line()).decode()
 
 

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: the store that they share, and the check that all of them have joined.
+"""The rendezvous of ranks, which provides their shared store and checks that all of them have joined.
 
     1 a store                     a file, for ranks of `launch`; the agent's store, under torchrun; otherwise a store
                                   that rank 0 hosts
@@ -13,8 +13,8 @@
 
 All later keys have a prefix that is unique to this rendezvous, so ranks never read keys of another rendezvous in the
 same store. No rank waits longer than --timeout-minutes; after that time, all ranks report the same message with the
-missing ranks. A rank that was killed writes nothing, so only its launcher can end the others early. This module does
-not depend on process groups.
+missing ranks. A rank that was killed does not write its failure, so only its launcher can end the other ranks early.
+This module does not depend on process groups.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _HOSTED: list[dist.Store] = []
 
 
 _UNREACHABLE: list[OSError] = []
-"""The error if this process could not reach its store, kept so that exit reports do not wait for the store again."""
+"""The error if this process could not reach its store. It is kept so that exit reports do not wait for the store
+again."""
 
 
 class StoreLost(ConnectionError):
@@ -65,17 +66,19 @@ class RankFailed(ConnectionError):
 
 
 _FAILED = "failed"
-"""Key of the failure of the first rank that failed before it had joined: its number, its host, and the reason."""
+"""Key of the failure of the first rank that failed before it had joined. The value contains the rank, its host and the
+reason."""
 
 
 def publish_failure(store: dist.Store, rank: int, reason: str) -> None:
-    """Write that a rank failed before all ranks had joined, so that waiting ranks end. store: see `attempt_store`."""
+    """Record in the store that a rank failed before all ranks had joined, so that waiting ranks end. store: see
+    `attempt_store`."""
     line = (reason.rstrip().splitlines() or [""])[-1]
     store.compare_set(_FAILED, "", json.dumps([rank, socket.gethostname(), line]))
 
 
 def _failure(store: dist.Store) -> RankFailed | None:
-    """Return the failure that a rank has written, as an error of the ranks that wait for it."""
+    """Return the failure that a rank has written, as an exception for the ranks that wait for that rank."""
     if _restarts_left() or (failure := _read(store, _FAILED)) is None:
         return None
     rank, host, line = failure
@@ -83,13 +86,15 @@ def _failure(store: dist.Store) -> RankFailed | None:
 
 
 def _restarts_left() -> bool:
-    """Whether torchrun will restart all ranks after a failure. Ranks must then ignore written failures: the agents of
-    torchrun end them, and the agent of each host has its own count, so the failure may be of an earlier attempt."""
+    """Whether torchrun will restart all ranks after a failure. Ranks must then ignore written failures, because
+    torchrun's agents end the ranks. Each host's agent counts attempts separately, so the failure may be from an earlier
+    attempt."""
     return restart_count() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
 
 
 def attempt_store(store: dist.Store) -> dist.Store:
-    """Return the part of a launcher's store that this attempt uses. The store of a file is new for each attempt."""
+    """Return the store for this attempt, with a key prefix if the launcher's store outlives attempts. A file store is
+    new for each attempt."""
     return store if MEETING_FILE in os.environ else dist.PrefixStore(str(restart_count()), store)
 
 
@@ -126,7 +131,7 @@ def _meet(store: dist.Store, attempt: dist.Store, world: World, minutes: float, 
             store.set(f"here/{acknowledged['name']}/{world.rank}", token)
         if _read(store, f"enter/{world.rank}")[0] != token:
             raise ValueError(f"RANK {world.rank}: another process has come as this rank; each needs its own number")
-        # 5 the decision. A rank may fail because of it, so read failures first
+        # 5 the decision. Read failures first, because a rank may fail because of the decision
         failure = _failure(attempt)
         if acknowledged and (word := _read(store, f"word/{acknowledged['name']}")) is not None:
             break
@@ -148,14 +153,14 @@ def _meet(store: dist.Store, attempt: dist.Store, world: World, minutes: float, 
 
 
 class _Host:
-    """Phases 3 and 5 of the rendezvous, which only rank 0 performs."""
+    """Performs phases 3 and 5 of the rendezvous, on rank 0 only."""
 
     def __init__(self, store: dist.Store, world: World):
         self._store, self._world, self._name = store, world, uuid.uuid4().hex
         self._entries: dict[int, list[Any]] = {}
 
     def look(self) -> None:
-        """Update the list of tokens; when all ranks have acknowledged the list, write the decision."""
+        """Update the list of tokens, and write the decision when all ranks have acknowledged the list."""
         store, world, name = self._store, self._world, self._name
         entries = {rank: entry for rank in range(world.size) if (entry := _read(store, f"enter/{rank}")) is not None}
         if entries != self._entries:
@@ -200,7 +205,7 @@ def hosts_store(world: World) -> bool:
 
 
 def _connect(address: str, port: int, hosting: bool, deadline: float) -> dist.Store:
-    """Open a TCPStore on a thread, because torch waits forever for the answer of a listener that is not a store."""
+    """Open a TCPStore on a thread, because torch would wait forever for a listener that is not a store."""
     patience = min(HANDSHAKE, max(1.0, deadline - time.monotonic()))
     results: queue.Queue[dist.Store | Exception] = queue.Queue()
 
@@ -273,7 +278,7 @@ def duration(minutes: float) -> str:
 
 
 def _read(store: dist.Store, key: str) -> Any:
-    """Return the JSON value under `key`; None if the value is absent or only partly written."""
+    """Return the JSON value under `key`, or None if the value is absent or only partly written."""
     with contextlib.suppress(ValueError):
         return json.loads(_text(store, key) or "")
     return None

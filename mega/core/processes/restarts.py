@@ -1,4 +1,4 @@
-"""Restarts of ranks after a failure, on one host; hosts.py does the same for several hosts.
+"""Restarts of ranks after a failure on one host. hosts.py implements restarts on several hosts.
 
     1 an attempt        all ranks run until all have succeeded, or one has failed (launch.run_attempt)
     2 its ending        final for a mistake of the user, a loss that is not finite, or a signal to stop; otherwise maybe
@@ -6,12 +6,12 @@
     3 restarts          counted since the newest saved step, so --max-restarts limits restarts without progress
     4 the next attempt  the same job, which resumes from the newest save
 
-torch's elastic agent is not used, although its rendezvous supports spare hosts. The agent restarts after any exit code
-other than 0, so it would repeat a mistake in a flag --max-restarts times. It counts all restarts of a long run, not
-only restarts without progress. At a SIGTERM it kills ranks after 30 s and exits with 1, and it does not forward SIGUSR1
-and SIGHUP, so a run would be lost after a scheduler's warning. Each host would write its own table of failures, where
-exit_reports writes one line. The agent would not save time either, because the fork server, which has imported torch,
-runs as long as the launcher, so that restarted ranks import nothing.
+torch's elastic agent is not used, although its rendezvous supports spare hosts. The agent restarts after any nonzero
+exit code, so it would repeat an invalid flag --max-restarts times. It counts all restarts of a long run, not only
+restarts without progress. At a SIGTERM it kills ranks after 30 s and exits with 1, and it does not forward SIGUSR1 and
+SIGHUP, so a run would be lost after a scheduler's warning. Each host would print a table of failures, where
+exit_reports prints one line. The agent would not save time either, because restarted ranks are forked from a server
+that has already imported torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mega.core.processes.signals import handled_signals
 from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER, RESTART_COUNT
 
 PATIENCE = 0.2
-"""Seconds that ranks have to end after a peer has failed, before the ranks are killed."""
+"""Seconds for ranks to end after a peer has failed, before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Job:
     target: Callable[..., int | None]
     """The main function of a rank."""
     args: Callable[[bool], tuple[object, ...]]
-    """Returns the arguments of `target`, given whether a step from which to resume was saved since the launch."""
+    """Function that returns the arguments of `target`, given whether a step was saved since the launch."""
     saved: Callable[[], int]
-    """Returns the newest saved step, or 0."""
+    """Function that returns the newest saved step, or 0."""
     memory: bool = False
     """Whether the ranks need a folder in memory."""
     alike: Mapping[str, str] = field(default_factory=dict)
-    """Name for the user -> a value that must be equal on all hosts."""
+    """Name shown in messages -> a value that must be equal on all hosts."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Restarts:
     saved: int = 0
     """The newest saved step at the newest restart."""
     best: int = 0
-    """The newest step that was saved, or that peers had in memory, at any restart."""
+    """The newest step that was saved or held in peers' memory at any restart."""
     number: int = 0
     """Number of restarts since the launch."""
     without_progress: int = 0
@@ -71,8 +71,8 @@ class Restarts:
     """time.monotonic() of this host at the launch."""
 
     def after(self, saved: int, held: int = 0) -> Restarts | None:
-        """Return the state for the next attempt; None if the limit is reached. saved: the newest saved step. held: the
-        newest step in the memory of peers.
+        """Return the state for the next attempt, or None if the limit is reached. saved: the newest saved step. held:
+        the newest step in the memory of peers.
 
         >>> one = Restarts(limit=1).after(10)
         >>> one.without_progress, one.after(10), one.after(20).without_progress
@@ -120,7 +120,7 @@ def at_launch(limit: int, saved: int, launched: float) -> Restarts:
 
 
 def note_step(folder: Path, step: int) -> None:
-    """Record, on a rank, that this host's memory holds the copies of a step."""
+    """Record that this host's memory holds the copies of a step. Called on a rank."""
     temporary = folder / "step.new"
     temporary.write_text(str(step))
     temporary.rename(folder / "step")
@@ -134,7 +134,7 @@ def noted_step(folder: Path | None) -> int:
 
 
 class Stopped(Exception):
-    """A signal asked this process to stop while it had no running ranks."""
+    """Raised if a signal requests this process to stop while it has no running ranks."""
 
     def __init__(self, number: int):
         self.code = 128 + number
@@ -175,7 +175,7 @@ def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Raise Stopped if a signal arrives while no ranks run to which the signal can be forwarded."""
+    """Raise Stopped if a signal arrives while no ranks are running that could receive the signal."""
 
     def stop(number: int, _: object) -> None:
         for each in handlers:  # a second signal must not interrupt the cleanup

@@ -13,10 +13,11 @@ store.
     6 the verdict                the first rank to decide writes to the store which rank is at fault; all ranks end with
                                  that message
 
-So the timeouts of exchanges matter only if this thread or the store has failed. The main thread of a server may not
-move for a long time, because it waits for requests. So the ranks of a server ask regularly (`keep_asking`), and a rank
-that has not answered for --timeout-minutes is lost. The store itself may not answer, if its rank or host was stopped or
-disconnected, so every call to the store has a time limit. This module depends neither on collectives nor on training.
+The timeouts of exchanges therefore matter only if this thread or the store has failed. The main thread of a server may
+not move for a long time, because it waits for requests. The ranks of a server therefore ask regularly (`keep_asking`),
+and a rank that has not answered for --timeout-minutes is lost. Every call to the store has a time limit, because the
+store does not answer if its rank or host was stopped or disconnected. This module depends neither on collectives nor on
+training.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOK = 0.5
-"""Seconds between two polls of the store by a rank; longer in a large world, to limit the load of the store, and
-shorter for a short timeout."""
+"""Seconds between two polls of the store by a rank. The interval is longer in a large world, to limit the load of the
+store, and shorter for a short timeout."""
 
 ANSWER = 20.0
 """Seconds within which a living rank answers, even on a very busy machine; at most a third of the timeout."""
@@ -66,8 +67,9 @@ LEAVING = 2.0
 """Time limit, in seconds, for recording in the store that a rank has left."""
 
 FAILED = 3 * GRACE
-"""Seconds after which a rank that waits ends if another rank has failed; at most a quarter of the timeout. Longer than
-GRACE, within which ranks report their own errors, and than the launcher of local ranks needs to end them."""
+"""Seconds after which a waiting rank ends if another rank has failed; at most a quarter of the timeout. This is longer
+than GRACE, within which ranks report their own errors, and longer than the launcher of local ranks needs to end
+them."""
 
 PEERS = 4.0
 """Seconds within which ranks answer after a connection has broken."""
@@ -91,10 +93,9 @@ class RollCall:
         host: tuple[str, Collection[str]] | None = None,
     ):
         """
-        hosted: whether rank 0 hosts the store, rather than a launcher's agent.
-        remote: whether the store is on a network and may be silent; False for a file.
-        phase_minutes: time limit of phases that may take long; None for no limit on ranks that answer.
-        host: name and addresses of this host, if there are several hosts.
+        hosted: whether rank 0 hosts the store, rather than a launcher's agent. remote: whether the store is on a
+        network and may stop answering; False for a file. phase_minutes: time limit of phases that may take long; None
+        for no limit on ranks that answer. host: name and addresses of this host, if there are several hosts.
         """
         self.minutes, self._hosted, self._remote = minutes, hosted, remote
         self._rank, self._world, self._host = rank, world, host
@@ -106,15 +107,15 @@ class RollCall:
         self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._first: dict[int, str] = {}
-        """Maps rank 0 to the name of its host. The name is cached, because the store cannot be read when that host has
+        """Rank 0 -> the name of its host. The name is cached, because the store cannot be read after that host has
         stopped."""
         self._interval: float | None = None
         self._lost: Callable[[str], None] | None = None
-        """A callback that is called with the reason instead of ending this process."""
+        """Function that is called with the reason instead of ending this process."""
         self._store_is_silent = False
         self._reported = ""
         self._ending = threading.Lock()
-        """A lock that the thread that reports first acquires and never releases."""
+        """A lock that the first thread to report acquires and never releases."""
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -123,13 +124,13 @@ class RollCall:
 
     def close(self, report: str = "") -> None:
         """Stop answering, and record in the store that this rank has left. report: the report of a rank that ends
-        because of its own error, so that ranks that wait for it do not assume that it was stopped."""
+        because of its own error, from which waiting ranks can tell that it was not stopped."""
         self._closed.set()
         with contextlib.suppress(Exception):  # the store is lost, or silent
             in_time(lambda: self.questions.end(report) if report else self.questions.leave(), LEAVING)
 
     def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
-        """Ask all ranks regularly from now on, even while this rank's main thread moves.
+        """Start to ask all ranks regularly, even while this rank's main thread moves.
 
         lost: called once, on the watchdog thread, with the message about ranks that have not answered or were killed;
         if None, print the message and end the process.
@@ -157,7 +158,7 @@ class RollCall:
         return line
 
     def explain_loss(self, error: BaseException) -> str | None:
-        """Return a message that names the rank whose connection broke; None if the store does not answer.
+        """Return a message that names the rank whose connection broke, or None if the store does not answer.
 
         If the connection to the store breaks as well, rank 0 is lost, unless the store belongs to a launcher.
         """
@@ -180,7 +181,8 @@ class RollCall:
     # -- the thread
 
     def _watch(self) -> None:
-        """The main loop of the thread: answer questions, and ask all ranks if this rank's main thread has not moved."""
+        """Run the thread's main loop, which answers questions, and asks all ranks if this rank's main thread has not
+        moved."""
         try:
             if self._host is not None:
                 name, addresses = self._host
@@ -222,7 +224,7 @@ class RollCall:
         return self.questions.judge(lambda: failure) if failure else self.questions.verdict()
 
     def _suspect(self, seconds: float, since: float = math.inf) -> float:
-        """Ask all ranks, and end the run if some ranks are silent for `seconds`, or if the main thread waits for too
+        """Ask all ranks, and end the run if some ranks do not answer for `seconds`, or if the main thread waits for too
         long.
 
         since: the time at which this rank's main thread reached its position, or math.inf to ignore the position.
@@ -256,9 +258,9 @@ class RollCall:
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
         """Write the verdict, or return the verdict of another rank. positions: rank -> position, for the ranks that
-        answered. The verdict is about silent ranks if there are any, or is the report of such a rank if all of them
-        have ended because of their own errors; otherwise, if `limit` is given, about ranks for which other ranks wait;
-        otherwise the result is the verdict of another rank or "". Errors: TimeoutError.
+        answered. The verdict is about the ranks that do not answer, or is the report of such a rank if all of them have
+        ended because of their own errors. If all ranks answer, the verdict is about the ranks for which others wait if
+        `limit` is given; otherwise the result is another rank's verdict or "". Errors: TimeoutError.
         """
 
         def judge() -> str:
@@ -282,7 +284,8 @@ class RollCall:
             if self._lost is not None:
                 self._lost(line)
                 return
-            # os._exit, because the main thread may wait forever. Ranks agree in their store which of them prints.
+            # Use os._exit, because the main thread may wait forever. Ranks agree through their store which of them
+            # prints.
             os._exit(report_exit(ExitReport(1, line, "verdict"), together=not self._store_is_silent))
 
     def _in_time(self, act: Callable[[], Result], seconds: float) -> Result:

@@ -1,8 +1,8 @@
-"""Write scripts for Slurm, torchrun and mpirun, and manifests for Kubernetes, that start a run on several hosts.
+"""Writes scripts for Slurm, torchrun and mpirun, and manifests for Kubernetes, that start a run on several hosts.
 
 With --max-restarts in the command, the scheduler starts one process per host, which starts and restarts the ranks of
-that host (hosts.py). Otherwise the scheduler starts each rank, and each rank has its own log. This module only creates
-text. It does not start processes or read files.
+that host (hosts.py). Otherwise the scheduler starts each rank, and each rank has its own log. This module only
+generates text. It does not start processes or read files.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _FIRST = '"${MASTER_ADDR:?the name of the first host}"'
 
 
 def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run: Options) -> list[str]:
-    """Return the arguments of `mega` for each process. run: the options parsed from `words`, including files that these
-    options name.
+    """Return the arguments of `mega` for each process. run: the options parsed from `words` and from the files named in
+    them.
 
     Errors: ValueError for options that `kind` does not support.
     """
@@ -86,8 +86,8 @@ _RULES = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     {"action": "FailJob", "onExitCodes": {"containerName": "pytorch", "operator": "In", "values": [1, 2]}},
 ]
-"""A host that Kubernetes evicts does not count as a failure; an exit code of 1 (the launcher gave up) or 2 (a mistake
-of the user) ends the job. Kubeflow's ExitCode ends the job for all codes below 128."""
+"""A host that Kubernetes evicts does not count as a failure. An exit code of 1 (the launcher gave up) or 2 (a user
+error) ends the job. Kubeflow's ExitCode ends the job for all codes below 128."""
 
 _LABEL = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
 """Matches valid names of Kubernetes services."""
@@ -102,7 +102,7 @@ _ONLY = {
 
 
 def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """Return a batch script. Slurm signals the job before its time limit; the job then saves and is requeued."""
+    """Return a batch script. Slurm signals the job before its time limit, and the job then saves and is requeued."""
     tasks = 1 if restarts else options.nproc
     heads = {
         "job-name": options.name,
@@ -139,7 +139,7 @@ def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str
 
 
 def _torchrun(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """Return a script to be run on each host; torchrun's own agent restarts the ranks."""
+    """Return a script to run on each host. torchrun's own agent restarts the ranks."""
     if options.spares:
         hosts = f"{options.hosts}:{options.hosts + options.spares}"
         raise ValueError(f"--spares {options.spares}: torchrun would run on {hosts} hosts; valid kinds: slurm, jobset")

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: which signals a process handles, and when a repeated signal requests an immediate
+"""Signals that request a run to stop: which signals a process handles, and when a repeated signal requests an immediate
 end.
 
 This module depends neither on how a run stops (training/stop.py) nor on how ranks are started.
@@ -12,21 +12,21 @@ import time
 from collections.abc import Iterable, Iterator
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a run to stop: Ctrl-C, a scheduler, SLURM's warning before the time limit (--signal=USR1@120), and
-the closing of the terminal."""
+"""Signals that request a run to stop, from Ctrl-C, a scheduler, SLURM's warning before the time limit
+(--signal=USR1@120), and the closing of the terminal."""
 
 SAME_SIGNAL_SECONDS = 2.0
-"""Seconds within which a signal that arrives again is the same request, delivered twice."""
+"""Seconds within which a repeated signal counts as the same request, delivered twice."""
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals of STOPPING that this process handles; SIGHUP is left out if it is ignored, as under
+    """Return the signals of STOPPING that this process handles; SIGHUP is excluded if it is ignored, as under
     `nohup`."""
     return tuple(each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
 
 
 def restore_signals(heeded: Iterable[signal.Signals]) -> None:
-    """In a new rank, handle these signals again, because the rank's fork server ignores them."""
+    """Handle these signals again in a new rank, because the rank's fork server ignores them."""
     for number in heeded:
         signal.signal(number, _interrupt if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -40,7 +40,7 @@ def _interrupt(number: int, _: object) -> None:
 
 @contextlib.contextmanager
 def delayed_signals() -> Iterator[None]:
-    """Delay signals until the end of the block; then raise the first signal that arrived."""
+    """Delay signals until the end of the block, and then raise the first signal that arrived."""
     pending = list[int]()
     handlers = {number: signal.signal(number, lambda got, _: pending.append(got)) for number in handled_signals()}
     try:
@@ -63,7 +63,7 @@ class RepeatedSignal:
         """The newest signal; 0 before the first signal."""
 
     def repeats(self, number: int) -> bool:
-        """Record a signal; return whether the user requests an immediate end, without waiting for the stop to
+        """Record a signal, and return whether the user requests an immediate end, without waiting for the stop to
         complete."""
         arrival, self.number = time.monotonic(), number
         if self._first is None:

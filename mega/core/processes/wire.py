@@ -17,7 +17,7 @@ BEAT = 2.0
 """Seconds between two heartbeats."""
 
 SILENT = 15.0
-"""Seconds without a message or heartbeat after which the other end counts as lost."""
+"""Seconds without a message or heartbeat after which the connection counts as lost."""
 
 _LONGEST = 1 << 20
 """Maximum number of characters in a line."""
@@ -26,9 +26,9 @@ _LONGEST = 1 << 20
 class Wire:
     """One end of a connection between two hosts.
 
-    heard: called with each message, on the wire's reader thread. lost: called once when the other end has closed the
-    connection, or was silent for SILENT seconds. here, there: addresses of the two ends, which stay valid after a loss.
-    Errors: OSError if the other end has already closed the connection.
+    heard: function that is called with each message, on the wire's reader thread. lost: function that is called once,
+    when the other end has closed the connection or sent nothing for SILENT seconds. here, there: addresses of the two
+    ends, which stay valid after a loss. Errors: OSError if the other end has already closed the connection.
     """
 
     def __init__(self, connection: socket.socket):
@@ -81,7 +81,7 @@ class Wire:
         lost()
 
     def _beat(self) -> None:
-        """Send heartbeats ({}), and close the connection if the other end is silent."""
+        """Send heartbeats ({}), and close the connection if the other end sends nothing."""
         while not self._closed.wait(BEAT):
             self.send({})
             if time.monotonic() > self._heard_at + SILENT:

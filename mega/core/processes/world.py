@@ -1,10 +1,10 @@
-"""Read the world size, rank and rendezvous address from the launcher's environment variables. This module does not
+"""Reads the world size, rank and rendezvous address from the launcher's environment variables. This module does not
 import torch.
 
 These variables are WORLD_SIZE, RANK and others for torchrun, OMPI_COMM_WORLD_* (Open MPI) or PMI_* (MPICH, Intel MPI,
-Cray) for mpirun, and SLURM_* for a bare `srun`. Without such variables there is one process, which may start local
-ranks with `--nproc`. If launchers are nested, the inner launcher has precedence. It is an error if an outer launcher
-gives a different rank for a world of the same size.
+Cray) for mpirun, and SLURM_* for a bare `srun`. Without such variables, there is one process, which may start local
+ranks with `--nproc`. If launchers are nested, the inner launcher has precedence. An outer launcher must not give a
+different rank for a world of the same size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEETING_FILE = "MEGA_MEETING_FILE"
 """Environment variable: the file of the store, for ranks that --nproc started."""
 
 MEMORY_FOLDER = "MEGA_PEER_MEMORY"
-"""Environment variable: the folder in this host's memory that outlives the ranks of an attempt."""
+"""Environment variable: the folder in this host's memory that persists after the ranks of an attempt have ended."""
 
 LAUNCHED = "MEGA_LAUNCHED"
 """Environment variable: time.monotonic() of this host at the launch of a run with restarts."""
@@ -40,7 +40,7 @@ _STARTED_HERE = (MEETING_FILE, "TORCHELASTIC_RUN_ID")
 
 
 def restart_count() -> int:
-    """Return how often --max-restarts or torchrun has restarted the ranks."""
+    """Return the number of times that --max-restarts or torchrun has restarted the ranks."""
     return int(os.environ.get(RESTART_COUNT) or 0)
 
 
@@ -57,8 +57,8 @@ class World:
 
 
 class _Launcher(NamedTuple):
-    """Names of the variables of a launcher. If there are several names for a local value, the first name that is set
-    counts."""
+    """Names of a launcher's variables. If there are several names for a local value, the first name that is set is
+    used."""
 
     source: Source
     rank: str
@@ -137,7 +137,7 @@ def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
         launchers = launchers[:1]
     for launcher in launchers:
         if launcher.source == "slurm":
-            # A shell inside an allocation has SLURM_NTASKS but no SLURM_PROCID: only srun's own tasks are ranks.
+            # A shell inside an allocation has SLURM_NTASKS but no SLURM_PROCID, and only srun's own tasks are ranks.
             if launcher.rank in environ and not batch_tasks(environ):
                 yield _Stated(launcher, _slurm_world(environ))
             continue
@@ -150,7 +150,7 @@ def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
 
 
 def _world(environ: Mapping[str, str], launcher: _Launcher, size_name: str = "") -> World:
-    """Return the rank that the variables of `launcher` give. Errors: ValueError naming a variable."""
+    """Return the rank according to the variables of `launcher`. Errors: ValueError naming a variable."""
     size_name = size_name or launcher.size
     size = _number(environ, size_name, least=1)
     rank = _number(environ, launcher.rank, below=(size, size_name))
@@ -175,7 +175,7 @@ def _slurm_world(environ: Mapping[str, str]) -> World:
 
 
 def batch_tasks(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that this process could start if it is a SLURM batch script itself; otherwise 0.
+    """Return the number of tasks that this process could start if it is a SLURM batch script, otherwise 0.
 
     SLURM sets the variables of task 0 for the batch script. A task of srun also has the variables of its step.
 
@@ -192,8 +192,8 @@ def batch_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, launchers: list[_Launcher]) -> bool:
-    """Whether only one of `launcher`'s two variables is set, and another launcher sets both rank and size, one of which
-    equals it. The variable was then exported by a script."""
+    """Whether only one of `launcher`'s two variables is set, and it equals the same variable of another launcher that
+    sets both. The variable was then exported by a script."""
     partial = (environ.get(launcher.rank), environ.get(launcher.size))
     pairs = [(environ.get(other.rank), environ.get(other.size)) for other in launchers if other is not launcher]
     return any(None not in pair and (partial[0] == pair[0] or partial[1] == pair[1]) for pair in pairs)
@@ -210,7 +210,8 @@ def _contradict(inner: _Stated, outer: _Stated) -> bool:
 
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process prints messages for all ranks. May be called before the launcher's variables are checked."""
+    """Whether this process prints messages for all ranks. This function may be called before the launcher's variables
+    are checked."""
     return next((environ[launcher.rank] for launcher in _LAUNCHERS if launcher.rank in environ), "0") == "0"
 
 
@@ -326,11 +327,11 @@ def _number(
 
 
 def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks of a run: `dry` in a dry run (`--world`); otherwise the launcher's number, `--nproc`
-    or 1.
+    """Return the number of ranks of a run, which is `dry` in a dry run (`--world`), otherwise the launcher's number,
+    `--nproc` or 1.
 
     Errors: ValueError in a batch script of SLURM that has several tasks and starts one process, because the other tasks
-        would idle.
+    would be idle.
 
     >>> ranks(world_from_env({}), nproc=4)
     4
