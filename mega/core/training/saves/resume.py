@@ -97,6 +97,9 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
             report(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
             return None
         return ResumePoint(checkpoint, weights_only=options.finetune)
+    if run.runtime.dry_run and url_of(options.load) is None and not Path(options.load).exists():
+        report(f"--load {options.load}: does not exist here, so the run is not compared with it")  # on another machine
+        return None
     weights = open_weights(options.load, report, exchange)
     if weights.foreign and not options.finetune and form_at(weights.path).verb == "reshard":
         report(
@@ -148,8 +151,7 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
     Errors: ValueError naming the option that differs, or the tensor that is missing or damaged.
     """
     checkpoint, run = point.checkpoint, state.run
-    _check_beginning(run, point)
-    _same_model(run, point)
+    check_resumable(run, point, whole=whole)
     new_keys = {f"{kind}/{name}" for kind in ("weights", "master") for name in new_tensors(run, point)}
     adapters = architecture(run.model).adapters
     if adapters is not None:
@@ -160,8 +162,6 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
         as_named = digest.startswith(SAMPLED)
         base.read([piece if as_named else _truest(piece, base) for piece in state.frozen_pieces()], cast=True)
         state.base = describe(base, digest)
-    if not point.weights_only:
-        _same_task(run, checkpoint)
     if adapters is not None and point.base is None:
         return  # the adapters are new
     # Weights of a different dtype are rounded from the master weights, which have a higher precision.
@@ -172,7 +172,6 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
     masters = [piece for piece in optimizer_pieces if piece.key.startswith("master/") and piece.key not in new_keys]
     checkpoint.read([piece for piece in masters if piece.key in checkpoint.tensors], cast=True)
     if not point.weights_only and (whole or run.checkpoint.load_optim):
-        _same_rule(run, checkpoint)
         moments = [piece for piece in optimizer_pieces if not piece.key.startswith("master/")]
         missing = next((piece.key for piece in moments if piece.key not in checkpoint.tensors), None)
         if missing is not None:
@@ -184,9 +183,34 @@ def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> No
         if state.scaler is not None and (scaler := numbers_below(checkpoint.meta, "scaler")):
             state.scaler.restore(scaler)
     if not point.weights_only:
-        state.progress = Progress.from_meta(numbers_below(_stated(checkpoint, "progress")))
+        state.progress = progress_of(point)
         state.guard.restore(checkpoint.meta.get("guard"))
         state.dropout_rule = _dropout_rule(point)
+
+
+def check_resumable(run: RunConfig, point: ResumePoint, *, whole: bool = False) -> None:
+    """Check, without reading tensors, that the run may start from a checkpoint. whole: as in `restore`.
+
+    Errors: CheckpointError naming the option that differs.
+    """
+    checkpoint = point.checkpoint
+    _check_beginning(run, point)
+    _same_model(run, point)
+    if point.weights_only:
+        return
+    _same_task(run, checkpoint)
+    if whole or run.checkpoint.load_optim:
+        _same_rule(run, checkpoint)
+        _check_state(run, checkpoint)
+        _stated(checkpoint, "updates")
+    _stated(checkpoint, "progress")
+
+
+def progress_of(point: ResumePoint | None) -> Progress:
+    """Return the progress with which a run starts. Errors: CheckpointError if the checkpoint does not state it."""
+    if point is None or point.weights_only:
+        return Progress()
+    return Progress.from_meta(numbers_below(_stated(point.checkpoint, "progress")))
 
 
 def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
@@ -409,6 +433,14 @@ def _same_rule(run: RunConfig, checkpoint: StoredWeights) -> None:
             f"--optimizer {optimizer}: {checkpoint.path} holds the state of {stored}; give --optimizer {stored}, or "
             "--no-load-optim to start with none"
         )
+
+
+def _check_state(run: RunConfig, checkpoint: StoredWeights) -> None:
+    """Check that the checkpoint has optimizer state, if the optimizer has any. Errors: CheckpointError."""
+    stateless = run.optimizer.optimizer == "sgd" and not run.optimizer.sgd_momentum
+    kinds = {key.partition("/")[0] for key in checkpoint.tensors}
+    if not stateless and not kinds - {"weights", "master"}:
+        raise CheckpointError(f"{checkpoint.path}: holds no optimizer state; give --no-load-optim or --finetune")
 
 
 def _same_task(run: RunConfig, checkpoint: StoredWeights) -> None:

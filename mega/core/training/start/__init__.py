@@ -3,8 +3,9 @@
 inputs         checks and resolves a run once, and opens its tokenizer and data
 consistency    comparison of ranks
 equal          the values that must be equal on all ranks, and on all hosts of a run
+continuation   checks and messages about the checkpoint from which a run starts
 introduce      messages to the user before the first step
 untrained      a warning about control tokens that the base of adapters was never trained on
 rank           the start of a run on one rank
-dry_run        checks any layout, without ranks
+dry_run        checks any layout, and compares with the checkpoint, without ranks
 """

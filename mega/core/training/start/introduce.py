@@ -30,21 +30,12 @@ from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask, Kind
 from mega.core.ops.suite import Ops, attention_advice, attention_words
 from mega.core.processes.connect import threads
-from mega.core.training.saves.resume import (
-    ResumePoint,
-    differences,
-    new_tensors,
-    overlap_difference,
-    overlapped_before,
-)
+from mega.core.training.saves.resume import ResumePoint, overlapped_before
+from mega.core.training.start.continuation import differing, nothing_left
 from mega.core.training.start.inputs import Inputs
-from mega.core.training.start.untrained import untrained_tokens
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.wire import chosen_ops, tflops16
 from mega.core.words import count_words
-
-MOST_NAMES = 8
-"""Maximum number of tensors that a message lists."""
 
 
 def introduce(
@@ -72,22 +63,11 @@ def introduce(
         report(_outputs(run))
     if point is None:
         return
-    if point.weights_only:
-        report(f"weights from {point.checkpoint.path}; the optimizer and the steps begin afresh")
-    else:
-        report(f"resuming from {point.checkpoint.path} at step {state.progress.step if saved is None else saved}")
-    if new := new_tensors(run, point):
-        names = ", ".join(new if len(new) <= MOST_NAMES else [*new[:3], f"and {len(new) - 3} more"])
-        report(f"not in the checkpoint, begin at their initial values: {names}")
-    if not point.weights_only:
-        for line in differences(run, point, inputs.datasets, state.mesh, state.device.threads):
-            report(line)
-        if difference := overlap_difference(run, point, state.overlaps):
-            report(difference)
-    if state.mesh.rank == 0 and (words := untrained_tokens(run, inputs.tokenizer, point.base or point.checkpoint)):
-        report(words)
+    step = state.progress.step if saved is None else saved
+    for line in differing(inputs, point, state.mesh, state.device.threads, state.overlaps, step):
+        report(line)
     if state.progress.step >= steps:
-        report(f"nothing is left to train: the run ends with step {steps}")
+        report(nothing_left(steps))
 
 
 def expert_axes(run: RunConfig) -> list[str]:

@@ -16,9 +16,8 @@ from pathlib import Path
 from mega.core.activity import ACTIVITY
 from mega.core.architecture import parameters
 from mega.core.checkpoint.own.together import JsonExchange, alone, together
-from mega.core.config.resolve import last_step, profiled_steps
+from mega.core.config.resolve import profiled_steps
 from mega.core.config.run import RunConfig
-from mega.core.data.dataset import Dataset
 from mega.core.device import Device, restored_settings
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import gather_json
@@ -31,7 +30,6 @@ from mega.core.training.guards.inject import injector
 from mega.core.training.guards.stragglers import StepClock, Stragglers
 from mega.core.training.judge import Judge
 from mega.core.training.kinds import kind_of
-from mega.core.training.kinds.pretraining import datasets, former_blends
 from mega.core.training.kinds.task import Task
 from mega.core.training.loop import Training
 from mega.core.training.metrics.meters import Meters
@@ -42,7 +40,7 @@ from mega.core.training.probes import Probes
 from mega.core.training.routines import routines
 from mega.core.training.sampling import Sampler
 from mega.core.training.saves.memory import PeerCopies, peer_copies
-from mega.core.training.saves.place import check_no_newer, check_shared, lock
+from mega.core.training.saves.place import check_shared, lock
 from mega.core.training.saves.resume import (
     ResumePoint,
     check_corpora,
@@ -52,14 +50,14 @@ from mega.core.training.saves.resume import (
     sidecar_files,
 )
 from mega.core.training.saves.saver import Saver
-from mega.core.training.schedules import Schedules, check_end, resumed_schedules
+from mega.core.training.schedules import Schedules
 from mega.core.training.start.consistency import check_consistent, comparable
+from mega.core.training.start.continuation import planned, with_former_blends
 from mega.core.training.start.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.start.introduce import introduce
-from mega.core.training.state import Progress, TrainState
+from mega.core.training.state import TrainState
 from mega.core.training.stop import StopSignal, ignore_signals
 from mega.core.training.wire import build_mesh, build_state
-from mega.core.untrusted import below
 from mega.core.words import count_words
 
 
@@ -198,18 +196,12 @@ def begin(
         with report_if_slow("loading weights", quiet=quiet):
             together(partial(restore, state, point), exchange)  # an error on one rank is raised on all ranks
         check_corpora(run, point, inputs.datasets)
-    inputs = _with_former_blends(inputs, point, report)
+    inputs = with_former_blends(inputs, point, report)
     kind.begin(state, inputs.datasets, point)
     saved, copies = state.progress.step, peer_copies(state)
     if copies is not None and copies.restore(saved):
         report(f"resuming from the hosts' memory at step {state.progress.step}; the newest save has {saved}")
-    steps = last_step(run, state.progress.step, state.progress.consumed)
-    if not evaluated.skip_train:
-        check_no_newer(run, state.progress.step, exchange)
-        _check_length(run, inputs.datasets.train, state.progress, steps)
-    schedules = _schedules(run, point)
-    if not evaluated.skip_train and (line := check_end(run, schedules.lr, state.progress, steps)):
-        report(line)
+    steps, schedules = planned(inputs, point, state.progress, report, exchange)
     task = kind.task(run, inputs.datasets, inputs.tokenizer, mesh)
     return StartedRun(inputs, state, task, schedules, point, saved, copies, steps)
 
@@ -260,23 +252,6 @@ def _watched(
     return Judge(state, Guard(run.guards, state.guard), saver, meters, report), StepClock(state), stragglers, profiler
 
 
-def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Callable[[str], None]) -> Inputs:
-    """If the blend of corpora has changed since the checkpoint, reopen the datasets so that each corpus continues at
-    its position."""
-    run = inputs.run
-    if point is None or point.weights_only or run.finetuning.task != "lm" or inputs.datasets.train is None:
-        return inputs
-    phases = former_blends(run, point.checkpoint.meta)
-    if not phases or run.data.mock_data or run.data.chat_data:
-        return inputs
-    if run.data.retro is not None:
-        raise ValueError("--data-path: is another blend than the run's so far, which --retro excludes")
-    if phases[-1].until == below(point.checkpoint.meta, "progress")["consumed"]:
-        report(f"the blend changes at sample {phases[-1].until:,}; each corpus continues where it was")
-    with ACTIVITY.during("building caches"):
-        return dataclasses.replace(inputs, datasets=datasets(run, inputs.tokenizer, phases))
-
-
 def _stop(state: TrainState) -> StopSignal:
     run, mesh = state.run, state.mesh
     stop = StopSignal(
@@ -288,12 +263,6 @@ def _stop(state: TrainState) -> StopSignal:
     )
     stop.outlook.place = run.checkpoint.save
     return stop
-
-
-def _schedules(run: RunConfig, point: ResumePoint | None) -> Schedules:
-    if point is None or point.weights_only or not run.checkpoint.load_optim:
-        return Schedules.of(run)
-    return resumed_schedules(run, point.checkpoint.meta, str(point.checkpoint.path))
 
 
 def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: Callable[[str], None]) -> Sampler | None:
@@ -325,18 +294,3 @@ def _meters(
         still_s=60 * run.runtime.timeout_minutes,
         lines=lines,
     )
-
-
-def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, steps: int) -> None:
-    """Check that the data suffice up to the last step, if the batch size has changed since the checkpoint. Errors:
-    ValueError."""
-    batch = run.batch
-    if dataset is None or run.data.order == "cyclic" or batch.samples is not None:
-        return
-    end = progress.consumed + (steps - progress.step) * batch.global_batch
-    if end > len(dataset) and progress.step < steps:
-        raise ValueError(
-            f"--global-batch {batch.global_batch}: the checkpoint has consumed {progress.consumed} samples in "
-            f"{progress.step} steps, so --steps {steps} ends with sample {end}, but the data were laid out "
-            f"for {len(dataset)}; give --samples {end} instead of --steps"
-        )
