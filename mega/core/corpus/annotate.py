@@ -15,7 +15,8 @@ from mega.core.corpus.scorers import Scorer, ScorerOptions, cleaned, make_scorer
 
 _TOGETHER = 256
 PART_BYTES_ASKED = 1 << 17
-"""Bytes of text per part if a server scores the texts. After an interruption, at most one part is sent again."""
+"""Number of bytes of text per part if a server scores the texts. After an interruption, at most one part is sent to the
+server again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +27,17 @@ class Annotate:
     scorer: str
     """The scorer, as in `ScorerOptions.scorer`."""
     key: str = "text"
-    """Key of the text."""
+    """JSON key of the text."""
     score_key: str = "score"
     """Key under which the scores are stored."""
     most_bytes: int = 20480
-    """Maximum number of bytes of a text that are scored."""
+    """Maximum number of bytes of a text to score."""
     how: ScorerOptions = field(metadata={"setting": False})
     """Connection settings of a server. The scores do not depend on these settings."""
 
     @property
     def part_bytes(self) -> int | None:
-        """Bytes of text per part, or None for the default."""
+        """Number of bytes of text per part; None selects the default."""
         return PART_BYTES_ASKED if self.how.is_server else None
 
     @property

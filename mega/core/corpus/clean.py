@@ -84,7 +84,7 @@ class Clean:
 
     name: ClassVar[str] = "clean"
     key: str = "text"
-    """Key of the text."""
+    """JSON key of the text."""
     tasks: tuple[CleanTask, ...] = DEFAULT_TASKS
     """Tasks, in the order in which they are applied."""
     language: str = "en"
@@ -96,7 +96,8 @@ class Clean:
     min_tokens: int = 128
     """Minimum number of tokens in a document, including the end-of-document token."""
     tokenizer: tuple[tuple[str, Any], ...] = ()
-    """Names and values of the options in the tokenizer section. If empty, every four bytes count as a token."""
+    """Names and values of the options in the tokenizer section. If empty, the number of tokens is estimated as a
+    quarter of the number of bytes."""
     as_megatron: bool = False
     """Whether to skip the tasks of cleanup_fix_dataset.py that follow ftfy_fix_text, as Megatron-LM's script does."""
 

@@ -41,7 +41,7 @@ class Decontaminate:
     name: ClassVar[str] = "decontaminate"
     stages: ClassVar[int] = 1
     key: str = "text"
-    """Key of the text."""
+    """JSON key of the text."""
     tasks: tuple[tuple[str, str], ...] = ()
     """Names and files of the benchmarks."""
     shortest: int = 8

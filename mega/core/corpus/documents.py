@@ -41,7 +41,7 @@ class CorpusDocument:
     """One line of the input.
 
     line: bytes of the line, without the line end
-    key: key of the text
+    key: JSON key of the text
     plain: whether the line is the text itself, not JSON
     part: name of the input part that contains the line
     index: index of the document in the part, from 0; blank lines are not counted
@@ -71,7 +71,7 @@ class CorpusDocument:
 
     @property
     def shown(self) -> str:
-        """The text for display, or the whole line if the document has no text."""
+        """The text to display, or the whole line if the document has no text."""
         try:
             return self.text
         except ValueError:
@@ -135,7 +135,7 @@ def as_line(fields: Mapping[str, object]) -> bytes:
         line = orjson.dumps(fields)
     except TypeError:
         line = b"null"
-    if b"null" in line:  # the document may have None or NaN, or an integer exceeds 64 bits
+    if b"null" in line:  # the document may contain None, NaN, or an integer of more than 64 bits
         line = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     return line
 
@@ -248,8 +248,8 @@ Check = Callable[[CorpusDocument], None]
 
 
 def check_of(step: CorpusStep | SurveyStep) -> Check:
-    """Return the method `check` of a step, or a default check. By default, a document is a JSON object, which must have
-    a text if the step has a key."""
+    """Return the step's `check` method, or a default check, which requires a JSON object and, if the step has a key, a
+    text."""
     check: Check | None = getattr(step, "check", None)
     if check is not None:
         return check

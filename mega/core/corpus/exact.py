@@ -21,7 +21,7 @@ class ExactDuplicates:
 
     name: ClassVar[str] = "exact-duplicates"
     stages: ClassVar[int] = 1
-    key: str = "text"  # Key of the text
+    key: str = "text"  # JSON key of the text
     paragraphs: bool = False  # Whether to cut out repeated lines instead of dropping repeated documents
     least: int = 60  # Minimum length in characters of a line to compare, and of a document to keep after cutting
 

@@ -1,5 +1,5 @@
 """Manages the output folder of a step: its files, its lock, the record of the work, and files left by an interrupted
-call.
+run.
 
     OUT/00000-000000.jsonl ...    kept documents of each part; no file if no document is kept
     OUT/.00000-000000.json ...    counts of a finished part; removed when all parts are done
@@ -34,8 +34,8 @@ SURVEY = ".survey"
 _WORK = ".work.json"
 _MOST_BYTES = 1 << 28
 _LOCK_SECONDS = 20.0
-"""Maximum number of seconds that a call waits for the workers of a killed call to exit. On a busy machine, workers take
-several seconds to exit."""
+"""Maximum time in seconds to wait for the workers of a killed run to exit. On a busy machine, workers take several
+seconds to exit."""
 _PART_NAME = re.compile(r"\.?\d{5}-\d{6}\.")
 
 Packing = Literal["none", "gz", "zst"]
@@ -181,8 +181,8 @@ def _is_step_file(path: Path) -> bool:
 
 
 def _prepare_folder(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
-    """Record this work in the folder, and return the files in the folder. Files of other work are removed with
-    --overwrite, or if that work has no results.
+    """Record this work in the folder, and return the files in the folder. Files of other work are removed if
+    --overwrite is given or the other work has no results.
 
     Errors: ValueError if files of other work may not be removed.
     """
@@ -253,7 +253,7 @@ def join_parts(folder: Path, output: Path) -> None:
 
 
 def remove_leftovers(options: RunOptions) -> None:
-    """Remove the temporary files of a call that was killed after its output was complete."""
+    """Remove the temporary files of a run that was killed after its output was complete."""
     if not options.one_file:
         locks = options.folder.glob(".lock-*")
         hidden = [*locks, *(path for path in options.folder.glob(".*") if _is_step_file(path) and path.name != RECORD)]

@@ -85,7 +85,7 @@ def _fasttext(model: str) -> Detector:
         labels = predict(" ".join(sample_of(text).split()))[0]
         return _language(labels[0]) if len(labels) else ""
 
-    # The threshold is below any probability. With a threshold of 0, fastText would leave out very unlikely languages.
+    # The threshold is negative, because fastText omits very unlikely languages if the threshold is 0.
     return detect, {_language(label) for label in predict("a word", k=1 << 16, threshold=-1.0)[0]}
 
 

@@ -68,7 +68,7 @@ class _WordHashes(dict[str, int]):
 @dataclass(frozen=True)
 class WordShingles:
     """Shingles that are runs of `size` words in lower case. A shorter text has one shingle, and a text without words
-    has none."""
+    has no shingles."""
 
     permutations: int = 120
     size: int = 5

@@ -52,7 +52,7 @@ class NearDuplicates:
 
     name: ClassVar[str] = "near-duplicates"
     stages: ClassVar[int] = 2
-    key: str = "text"  # Key of the text
+    key: str = "text"  # JSON key of the text
     threshold: float = 0.8  # Minimum overlap of duplicates
     bands: int = 20  # Number of bands in a signature
     rows: int = 6  # Number of permutations in a band
@@ -71,8 +71,8 @@ class NearDuplicates:
         return WordShingles(self.bands * self.rows, self.shingle_words)
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Return the survey of a stage: stage 0 computes the keys of all bands, and stage 1 the shingles of documents
-        in pairs."""
+        """Return the survey of a stage: stage 0 computes the keys of all bands, and stage 1 computes the shingles of
+        documents in pairs."""
         self.shingling.load()
         return self._keys if stage == 0 else partial(self._shingles, folder)
 

@@ -6,10 +6,9 @@ depend on the number of processes.
     3 write     each part is read and its output is written; a step without a survey has only this phase
     4 finish    the counts of all parts are summed, and the parts are joined if the output is one file
 
-Files are written atomically: first the lines of a part, then its counts. Repeating an interrupted call resumes its
-work; a call with other inputs or settings is refused. Several shards write into one folder. A step with a survey must
-be called twice per shard, because the second call needs the notes of all shards. This module does not depend on
-particular steps.
+Files are written atomically: first the lines of a part, then its counts. Repeating an interrupted run resumes its work;
+a run with other inputs or settings is refused. Several shards write into one folder. A step with a survey must be run
+twice per shard, because the second run needs the notes of all shards. This module does not depend on particular steps.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ _CONCLUDED = "concluded.json"
 
 
 class StepOutcome(NamedTuple):
-    """The result of one call."""
+    """The result of `process`."""
 
     counts: StepCounts  # Counts of the documents
     complete: bool = True  # Whether all shards are done
-    repeated: bool = False  # Whether an earlier call did all the work and this call wrote nothing
-    surveyed: bool = False  # Whether only the survey is done; call again when all shards are surveyed
+    repeated: bool = False  # Whether an earlier run did all the work and this run wrote nothing
+    surveyed: bool = False  # Whether only the survey is done; run again when all shards are surveyed
 
 
 def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions) -> StepOutcome:
@@ -127,8 +126,8 @@ def _check_form(paths: Sequence[Path], options: RunOptions) -> None:
 
 
 def accepted_identities(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> list[str]:
-    """Return the hash of this work, and hashes of other unfinished work that this call can resume. A call with
-    --on-error skip can resume work that stopped at a bad line."""
+    """Return the hash of this work, and hashes of other unfinished work that this run can resume. A run with --on-error
+    skip can resume work that stopped at a bad line."""
     identity = _identity(step, paths, options)
     return (
         [identity]
@@ -305,8 +304,7 @@ def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOpt
         write_record(mark, {"documents": counts.documents})
     if not all((notes_folder / f"shard-{i + 1}-of-{count}.json").is_file() for i in range(count)):
         return
-    # Several shards may find at the same time that all shards are surveyed. The first shard that gets the lock
-    # concludes the stage.
+    # Several shards may reach this line at the same time. The first shard that gets the lock concludes the stage.
     with open(notes_folder / "lock", "wb") as lock:
         if wait_for_lock(lock.fileno()) and not (notes_folder / _CONCLUDED).is_file():
             for stale in [*folder.glob("*.tmp"), *notes_folder.glob("*.tmp")]:

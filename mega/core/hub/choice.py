@@ -81,8 +81,7 @@ def _rows(files: Collection[str], part: str | None) -> list[str]:
             f"has no rows in {part}; valid after the colon: {', '.join((*splits, 'a pattern of its files'))}"
         )
     tables = [file for file in selected if file.endswith((".parquet", ".arrow"))]
-    # A data set with one folder per configuration (languages, subsets) has no default configuration, so the user must
-    # choose one.
+    # If there is one folder per configuration (language, subset), the user must choose, because there is no default.
     folders = {file.partition("/")[0] for file in selected if "/" in file} - {"data"}
     if part is None and len(folders) > 1 and len(selected) == sum("/" in file for file in selected):
         raise ValueError(f"has several parts; choose one by a colon: {', '.join(sorted(folders)[:12])}")

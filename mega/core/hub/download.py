@@ -211,7 +211,7 @@ def _alone(part: Path) -> Iterator[BufferedRandom]:
         with part.open("ab+") as stream:
             while not locked_alone(stream.fileno()):
                 time.sleep(PAUSE)
-            if os.fstat(stream.fileno()).st_nlink:  # 0 if another process has removed the file
+            if os.fstat(stream.fileno()).st_nlink:  # st_nlink is 0 if another process has removed the file
                 yield stream
                 return
 

@@ -121,8 +121,7 @@ class Dequantised:
 
     def _scale(self, name: str, box: Box) -> torch.Tensor:
         """Return the scale of each element of the rectangle `box`, in fp32."""
-        # The box may begin and end within blocks, so the scales of all overlapping blocks are read, repeated and
-        # sliced.
+        # The box may cut through blocks, so the scales of all overlapping blocks are read, repeated and sliced.
         block = (*(1 for _ in box.size[:-2]), *self._block)
         first = tuple(start // each for start, each in zip(box.start, block, strict=True))
         last = tuple(-(-(a + n) // each) for a, n, each in zip(box.start, box.size, block, strict=True))

@@ -357,7 +357,7 @@ def _write_shards(folder: Path, source: Source) -> int:
     shards: list[list[Piece]] = [[]]
     room = SHARD_BYTES
     for name, (shape, dtype) in source.tensors.items():
-        piece = planned(name, shape, (0,) * len(shape), shape, dtype)  # allocates no memory: `fetch` reads each block
+        piece = planned(name, shape, (0,) * len(shape), shape, dtype)  # a meta tensor; `fetch` reads each block
         if piece.bytes > room and shards[-1]:
             shards.append([])
             room = SHARD_BYTES

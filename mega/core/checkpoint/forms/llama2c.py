@@ -79,7 +79,7 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
         numbers = struct.unpack_from("<7i", head, 8)
         if version != 1:
             raise CheckpointError(f"{path}: version {version} of llama2.c's format (valid: 0, 1; 2 is quantised)")
-    tied = numbers[5] > 0 if version == 0 else head[36] == 1  # version 0 negates the vocabulary size if untied
+    tied = numbers[5] > 0 if version == 0 else head[36] == 1  # in version 0, a negative size means untied
     params: dict[str, int] = dict(zip(SIZES, (*numbers[:5], abs(numbers[5]), numbers[6]), strict=True))
     for key, value in params.items():
         if not 0 < value < 1 << 30:

@@ -244,8 +244,7 @@ def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, 
 
     Return None if fragment and rectangle do not overlap.
     """
-    # `source_ranges` keeps the target's order of dims until the read, so that one loop can restrict the ranges of both
-    # tensors.
+    # `source_ranges` keeps the target's order of dims until the read, so that one loop can restrict both ranges.
     index, source_ranges = (
         [],
         list(reversed(fragment.source_span.ranges) if fragment.transposed else fragment.source_span.ranges),

@@ -73,7 +73,7 @@ def model_from_params(params: Mapping[str, object], where: str) -> ModelConfig:
     only(params, "tied_embeddings", (False, True, None), where)
     hidden, heads = whole_in(params, "dim", where), whole_in(params, "n_heads", where)
     window = None if params.get("sliding_window") is None else whole_in(params, "sliding_window", where)
-    if window is None and params.get("rope_theta") is None:  # 1e4 in old versions of mistral-inference, 1e6 in new
+    if window is None and params.get("rope_theta") is None:  # default: 1e4 in old mistral-inference, 1e6 in new
         raise CheckpointError(f"{where}: rope_theta: must be there where sliding_window is not; readers differ on it")
     return ModelConfig(
         family="llama",

@@ -142,7 +142,7 @@ class Scan:
                 memo[argument] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
                 memoized = memo[argument]
-                if memoized.items is not None:  # a tuple's hash is not cached
+                if memoized.items is not None:  # hashing a tuple again costs the same, because its hash is not cached
                     self._charge(memoized.size)
                 stack.append(memoized)
             elif name in _EMPTY:

@@ -32,10 +32,10 @@ class ReadBack:
     """The amount of data that was compared."""
 
     tensors: int  # number of tensors in the mega checkpoint
-    elements: int  # number of elements of those tensors
+    elements: int  # number of elements in the mega checkpoint
     rounded: int = 0  # tensors that the other format stores with lower precision, compared after rounding
     quantised: int = 0  # tensors that the other format stores in blocks, compared with a bound for each element
-    error: float = 0.0  # |difference| / |weights| of these tensors together
+    error: float = 0.0  # |difference| / |weights| over all tensors stored in blocks
 
     def __str__(self) -> str:
         rounded = f", {self.rounded:,} of them rounded to the file's types" if self.rounded else ""

@@ -82,7 +82,7 @@ def write_container(
     description: plain values to store in `__metadata__` together with the list of rectangles. If None, `__metadata__`
     contains only `"format": "pt"`, which other tools expect.
     """
-    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # keeps every entry aligned
+    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # aligns every entry
     names = _entry_names(ordered)
     header = _header(names, ordered, description)
     *offsets, size = accumulate((piece.bytes for piece in ordered), initial=len(header))

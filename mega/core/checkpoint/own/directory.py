@@ -67,7 +67,7 @@ class SaveReport:
     """The size and duration of one rank's save."""
 
     bytes: int  # total size of this rank's containers
-    seconds: float  # time until all ranks had finished
+    seconds: float  # duration until all ranks had finished
 
 
 class CheckpointStore(TrustedSteps):
@@ -219,7 +219,7 @@ class CheckpointStore(TrustedSteps):
         if final.exists():
             shutil.rmtree(previous, ignore_errors=True)
             os.rename(final, previous)
-        os.rename(working, final)  # publishes the step; everything that needs disk space was written before
+        os.rename(working, final)  # publishes the step; all data has been written to disk before
         os.rename(pointer, self.directory / POINTER)
         sync_directory(self.directory)
         shutil.rmtree(previous, ignore_errors=True)

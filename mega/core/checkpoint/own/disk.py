@@ -54,8 +54,7 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
             except BaseException as error:
                 faults.append(error)
 
-    # Daemon threads are used instead of an executor, because a process that ends in an error would wait for an
-    # executor's threads.
+    # An executor is not used, because a process that ends in an error would wait for the executor's threads.
     count = min(WORKERS, len(jobs)) if size > BLOCK else 1
     threads = [threading.Thread(target=work, name="checkpoint-block", daemon=True) for _ in range(count - 1)]
     for thread in threads:

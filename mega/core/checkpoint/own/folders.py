@@ -46,7 +46,7 @@ def filled_folder(save: Path, fill: Callable[[Path], int], size: int) -> int:
             result = fill(working)
             (working / LOCK).unlink()
             sync_directory(working)
-            working.rename(save)  # replaces an empty folder of the same name
+            working.rename(save)  # an empty folder of the same name is replaced
     except OSError as error:
         free = f"; {shutil.disk_usage(save.parent).free} bytes are free" if save.parent.exists() else ""
         raise OSError(f"{save}: was not written: {error.strerror or error} ({size} bytes to write){free}") from error

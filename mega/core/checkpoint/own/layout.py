@@ -33,9 +33,9 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
     not divisible into the layout.
     """
     logical = {}
-    for tensor in inventory(model):  # also ends the loop early if a malicious config has too many layers
+    for tensor in inventory(model):  # stops early if a malicious config has too many layers
         if f"weights/{tensor.name}" not in tensors:
-            if not tensor.trainable:  # absent in a checkpoint of adapters
+            if not tensor.trainable:  # a checkpoint of adapters lacks this tensor
                 continue
             raise CheckpointError(f"weights/{tensor.name}: the model has it, the checkpoint does not")
         logical[tensor.name] = tensor

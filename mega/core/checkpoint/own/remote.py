@@ -181,7 +181,7 @@ class RemoteStore(RemoteSteps, CheckpointStore):
             self._put(working / name, step)
         for path in sidecars:
             self._files.rm_file(self._at(step, path.name))
-        self._put(working / SEAL, step)  # publishes the checkpoint
+        self._put(working / SEAL, step)  # the seal publishes the checkpoint
         self._files.pipe_file(f"{self._root}/{POINTER}", f"{self.path(step).name}\n".encode())
         shutil.rmtree(working)
 

@@ -57,7 +57,7 @@ def reshard(
         files,
         _with_layout(source, layout),
         fetch=fetch,
-        check=ledger.close,  # before the checkpoint is published
+        check=ledger.close,  # called before the checkpoint is published
         attachments=source.attachments,
     )
     elements = sum(ledger.expected.values())

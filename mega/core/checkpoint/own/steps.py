@@ -132,7 +132,7 @@ class StepFolder:
                 try:
                     os.rename(entry.path, final)
                 except FileNotFoundError:
-                    continue  # another rank already renamed it
+                    continue  # another rank has renamed the checkpoint
 
 
 def remove_leftover(path: Path) -> None:

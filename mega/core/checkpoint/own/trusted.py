@@ -33,7 +33,7 @@ class _View(TypedDict):
 
     steps: list[int]  # published steps
     pointer: bool  # whether the pointer file exists
-    suspects: dict[str, list[str]]  # suspect step -> the hash of its manifest, the reason
+    suspects: dict[str, list[str]]  # suspect step -> (hash of its manifest, reason)
     fault: str  # why the verdicts could not be read, or ""
 
 

@@ -105,7 +105,7 @@ gpt2 = HubFamily(
         "resid_pdrop": Dropouts(("embd_pdrop",), 0.1),
         "tie_word_embeddings": flag("tied", True),
         "scale_attn_weights": ScoreScale(),
-        "reorder_and_upcast_attn": Only((False, True, None)),  # the same computation in a different precision
+        "reorder_and_upcast_attn": Only((False, True, None)),  # changes only the precision of attention
         "add_cross_attention": NULL,
     },
     names={

@@ -95,7 +95,7 @@ class RopeKeys:
         for name, value in rope.items():
             if name not in (*common_keys, *NUMBERS[str(kind)]) and value is not None:
                 raise CheckpointError(f"{where}: {name} {value!r}: is not a key of rope_type {stated_kind!r}")
-        if kind in ("default", "dynamic"):  # no effect within max_position_embeddings
+        if kind in ("default", "dynamic"):  # dynamic scaling has no effect within max_position_embeddings
             return {}
         if kind == "linear":
             return {"rope_interpolation": number_in(rope, "factor", where)}
@@ -163,7 +163,7 @@ def _longrope(rope: Config, positions: int, original: int, where: str) -> Values
     elif rope.get("factor") is not None:
         factor = number_in(rope, "factor", where)
         magnitude = _longrope_magnitude(factor, original)
-    else:  # computed for the file's number of positions, which a run may change
+    else:  # uses the file's number of positions, which a run may change
         magnitude = _longrope_magnitude(positions / original, original)
     return {
         "rope_short_factors": _factors(rope, "short_factor", where),

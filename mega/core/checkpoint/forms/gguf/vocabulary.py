@@ -190,8 +190,7 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
         raise CheckpointError(f"{where}: holds no {PREFIX}scores for its {len(ids)} tokens")
     plain = {piece: number for piece, number in ids.items() if kinds[number] == NORMAL}
     merges: list[tuple[float, int, int, str]] = []
-    # Every pair of tokens whose concatenation is a token is a merge; llama.cpp merges the pair with the highest score
-    # first.
+    # Every pair of tokens whose concatenation is a token is a merge. The pair with the highest score is merged first.
     for piece, number in plain.items():
         for cut in range(1, len(piece)):
             left_piece, right_piece = piece[:cut], piece[cut:]

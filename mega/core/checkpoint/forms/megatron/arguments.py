@@ -61,7 +61,7 @@ def vocabulary(
         return tokens, (f"{note}: {CUT}",) if tokens < rows else ()
     hints = [f"args.vocab_size is {unpadded:,}"] if type(unpadded) is int and 0 < unpadded < rows else []
     if (pieces := folder / "vocab.json").is_file():
-        with contextlib.suppress(CheckpointError):  # a vocab.json that is not a JSON object
+        with contextlib.suppress(CheckpointError):  # vocab.json may not be a JSON object
             hints.append(f"{pieces} has {len(read_json(pieces)):,} pieces")
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
@@ -277,7 +277,7 @@ def arguments_of(
         "apply_query_key_layer_scaling": False,
         "make_vocab_size_divisible_by": model.input.vocab_multiple,
         "padded_vocab_size": model.input.rows(tp),
-        "true_vocab_size": model.input.vocab,  # Megatron's loaders ignore this argument, mega's loader reads it
+        "true_vocab_size": model.input.vocab,  # ignored by Megatron's loaders, read by mega's loader
         "tokenizer_type": tokenizer or TOKENIZER,
         "data_parallel_random_init": False,
         "tensor_model_parallel_size": tp,

@@ -135,7 +135,7 @@ class StoredChunk:
     box: Box  # the rectangle, in coordinates of the stored tensor
     file: str  # name of the file that contains the rectangle
     offset: int  # position of the rectangle's first byte in the file
-    length: int  # number of bytes
+    length: int  # number of bytes of the rectangle
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class DistributedSource:
         filled = 0
         for chunk in self._chunks[stored]:
             if shared := chunk.box.intersection(box):
-                loaded = self._load(stored, chunk)  # cached: several tensors are slices of one rank's buffer
+                loaded = self._load(stored, chunk)  # cached, because several tensors are slices of one buffer
                 if loaded.dtype != tensor.dtype:
                     raise CheckpointError(
                         f"{self._folder / chunk.file}: {stored}: is {loaded.dtype} at {chunk.box.start}, elsewhere "
@@ -276,7 +276,7 @@ class DistributedSource:
                 size = path.stat().st_size
                 self._mapped[chunk.file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
             mapped = self._mapped[chunk.file][chunk.offset + begin :][: data.numel()]
-            if torch.equal(mapped, data.flatten()):  # not equal if a slice of a larger tensor was stored
+            if torch.equal(mapped, data.flatten()):  # False if a slice of a larger tensor was stored
                 data = mapped.view(data.shape)
         return CheckedChunk(data, tensor.dtype)
 

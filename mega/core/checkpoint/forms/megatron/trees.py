@@ -89,8 +89,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
     ep, experts = _expert_ranks(folder)
     ranks, tp, pp = _ranks(folder, ep)
     tensors, state, chunks, content = _read_ranks(ranks, options.optimizer, experts if ep > 1 else None)
-    # Either all ranks or no rank must have optimizer state, because a run cannot resume with moments for only some
-    # parameters.
+    # All ranks or no rank must have optimizer state: a run cannot resume with moments for only some parameters.
     if state.ranks not in (0, len(ranks)):
         raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
     arguments = content.get("args")
