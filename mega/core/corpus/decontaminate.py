@@ -59,7 +59,7 @@ class Decontaminate:
     save: str = ""
     """File to which the n-grams and their counts are written; "" writes no file."""
     load: str = ""
-    """File of n-grams and counts to use instead of the n-grams of `tasks`; "" for none."""
+    """File of n-grams and counts to use instead of the n-grams of `tasks`; "" if not used."""
     as_megatron: bool = False
     """Whether every document gets a split_id and offsets refer to the lower-cased text, as in Megatron-LM."""
 

@@ -92,7 +92,7 @@ class RunOptions:
 
 
 def check_output(paths: Sequence[Path], options: RunOptions) -> None:
-    """Check the output options. Errors: ValueError naming the wrong flag."""
+    """Check the output options. Errors: ValueError naming the invalid flag."""
     index, count = options.shard
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: must be at least 1")

@@ -143,8 +143,8 @@ def word_codes(words: Sequence[str]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class CharShingles:
-    """Shingles as in Megatron-LM: signatures use windows of five bytes, and overlap uses windows of five characters
-    without the last window."""
+    """Shingles as in Megatron-LM: signatures are computed from windows of five bytes, and the overlap from windows of
+    five characters without the last window."""
 
     permutations: int = 100
     seed: int = 1234

@@ -188,7 +188,7 @@ def _unpacked_parts(
     kind: Kind = "arrow" if piece.kind == "arrow" else "packed lines"
     source = SourcePiece(piece.path, kind, piece.first, piece.last, before)
     number, lines, begin = 0, 0, before
-    part_blocks: list[LineBlock] = []  # sent to the worker, which cannot read from the middle of a compressed file
+    part_blocks: list[LineBlock] = []  # sent, because a worker cannot read from the middle of a compressed file
 
     def part(end: int) -> InputPart:
         return InputPart(

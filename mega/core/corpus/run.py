@@ -1,7 +1,7 @@
 """Applies a step to files, part by part, in any number of processes. Runs can be resumed, and the output bytes do not
 depend on the number of processes.
 
-    1 survey    only for steps that must see all documents first: each part is read, and notes are stored
+    1 survey    only for steps that must read all documents first: each part is read, and notes are stored
     2 conclude  the step reads the notes of all parts, and decides which documents are dropped
     3 write     each part is read and its output is written; a step without a survey has only this phase
     4 finish    the counts of all parts are summed, and the parts are joined if the output is one file

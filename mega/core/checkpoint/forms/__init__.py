@@ -7,7 +7,7 @@ mapping     tables that map elements in both directions, and the check that no e
 read_back   compares a conversion with its source
 huggingface Hugging Face's folders; families/ and bert: config.json and tensor names; peft: adapters
 block_scaled fp8 weights with one scale per block, as in DeepSeek's checkpoints
-meta        Llama in Meta's release format; mistral: Mistral's; llama2c: llama2.c's files, mapped to Meta's names
+meta        Llama in Meta's release format; mistral: Mistral's release format; llama2c: llama2.c's files
 fairseq     Megatron-11b
 gguf        llama.cpp's files
 megatron/   Megatron-LM's checkpoints, with optimizer state

@@ -31,7 +31,7 @@ class BertType:
     placement: Literal["post", "pre"]
     """Whether norms follow or precede each branch."""
     prefix: str
-    """Prefix of every stored name except those of heads. Names in a model without heads have no prefix."""
+    """Prefix of all stored names except the names of heads. In a model without heads, names have no prefix."""
     heads: Mapping[str, str]
     """The project's module of a head -> transformers' module."""
     repeated: Mapping[str, str]

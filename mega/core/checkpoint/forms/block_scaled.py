@@ -23,7 +23,7 @@ from mega.core.ops.fp8 import FORWARD
 from mega.core.untrusted import Json
 
 SCALE = "_scale_inv"
-"""Suffix that turns a weight's name into the name of its scale."""
+"""Suffix to append to a weight's name to get the name of its scale."""
 
 READ = torch.bfloat16
 """The dtype of dequantised weights if the folder has no other matrices."""
@@ -36,7 +36,7 @@ def dequantised(source: Source, quantization: object, where: str) -> Source:
     `quantization_config`.
 
     quantization: the `quantization_config`. Errors: CheckpointError naming an unsupported key, or a tensor whose scale
-    is missing or does not fit.
+    is missing or invalid.
     """
     if not quantization:
         if scaled := next((name for name, (_, dtype) in source.tensors.items() if dtype == FORWARD), None):

@@ -20,8 +20,8 @@ END = "eos_token_id"
 
 
 def trained(checkpoint: StoredWeights) -> bool:
-    """Whether a mega run has trained the weights. Without such training, the chat settings of an imported model are
-    exported unchanged."""
+    """Whether a mega run has trained the weights. If not, the chat settings of an imported model are exported
+    unchanged."""
     return checkpoint.step > 0
 
 

@@ -14,7 +14,7 @@ from mega.core.files import whole_file
 
 
 def companions_of(form: Form, folder: Path) -> dict[str, Path]:
-    """Return file name -> path for the files in `folder` that are to be stored with the weights. Errors:
+    """Return a dict: file name -> path, for the files in `folder` that are to be stored with the weights. Errors:
     CheckpointError naming a path that is not a regular file."""
     if (generated := form.attached(folder)) is not None:
         return generated

@@ -322,7 +322,7 @@ def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens
 
 def _config(names: Names, own: ExportSource, tokens: SpecialTokens) -> dict[str, Json]:
     """Return the content of config.json, including `tokens`. The stored config.json is used if it still describes the
-    model; otherwise a new one is made.
+    model; otherwise a new config.json is created.
 
     The config.json of a released model may name a dtype that differs from the dtype of the weights. After training,
     config.json must name the actual dtype, because transformers converts the weights to the named dtype.

@@ -90,8 +90,8 @@ class Table:
     """Source tensors whose elements may be used more than once."""
 
     def tensors(self, sources: Tensors) -> Tensors:
-        """Return name -> (shape, dtype) for the tensors that are assembled from `sources`. Errors: CheckpointError
-        naming a missing source."""
+        """Return a dict: name -> (shape, dtype), for the tensors that are assembled from `sources`. Errors:
+        CheckpointError naming a missing source."""
         for target in self.targets:
             if (source := target.fragments[0].source) not in sources:
                 raise CheckpointError(f"{source}: is missing ({target.name} is made of it)")

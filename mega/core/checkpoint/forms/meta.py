@@ -212,8 +212,8 @@ def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> Mode
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The most common width of the feed-forward matrices in one file. A matrix of a different width is then detected as
-    an error."""
+    """The most common width of the feed-forward matrices in one file, so that any other width is detected as an
+    error."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()

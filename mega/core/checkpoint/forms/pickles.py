@@ -45,7 +45,7 @@ def _argument(value: object) -> object:
 
 
 _VALUES = ("argparse", "datetime", "enum", "pathlib", "signal")
-"""Modules of Python whose objects occur among stored command-line arguments."""
+"""Python modules whose objects occur among stored command-line arguments."""
 
 _BY_NAME = ("__builtin__.getattr", "builtins.getattr")
 """The function with which Python up to 3.11.3 pickles a member of an enum. Its arguments are the class, which is

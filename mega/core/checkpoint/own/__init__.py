@@ -9,7 +9,7 @@ store       opens a path or URL given by the user; steps: the steps of a run
 reader      reads one published checkpoint in any layout
 retention   decides which checkpoints are kept
 trusted     finds a step that a run may trust; verdicts: whether a saved step is good
-together    raises an error of any rank on all ranks
+together    raises an error on all ranks if it occurs on any rank
 model       the model section of a checkpoint; base: the base of adapters
 plain_state checks the state of a run that is not stored as tensors (step, seeds, ...)
 layout      plans which rectangles each rank of a layout writes

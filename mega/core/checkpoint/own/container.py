@@ -1,5 +1,5 @@
 """Read and write one rank's file, which is a safetensors container. This module does not use the safetensors library,
-because it hashes bytes before they are written.
+because it must hash bytes before writing them.
 
 The safetensors format is 8 bytes of header length (little endian), a JSON header, and raw row-major bytes without gaps.
 Any safetensors reader can open the file. The header's `__metadata__` records which rectangle of which logical tensor

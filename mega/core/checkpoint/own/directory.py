@@ -56,7 +56,7 @@ class SaveError(OSError):
     """Raised if a save failed, with the reason in the message. Nothing was published, and every earlier checkpoint is
     intact.
 
-    elsewhere: whether the failure was on another rank, whose error has the details.
+    elsewhere: whether the failure was on another rank, whose error contains the details.
     """
 
     elsewhere = False

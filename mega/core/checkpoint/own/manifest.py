@@ -3,7 +3,7 @@ state.
 
 The manifest is a JSON file that is written last. The hash of the manifest is stored in `manifest.json.sha256`, the
 seal, in the format of `sha256sum -c`. The manifest is not trusted: reading it checks each field's type and range,
-refuses file names that lead out of the directory, and requires that rectangles tile their tensors and their files
+refuses file names outside the directory, and requires that rectangles tile their tensors and their files
 exactly.
 """
 
@@ -27,7 +27,7 @@ from mega.core.untrusted import Json
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHTS_ONLY = "weights-only"
-"""Name of a copy of the seal. If this file exists, the checkpoint's optimizer state was removed on purpose."""
+"""Name of a copy of the seal. If this file exists, the checkpoint's optimizer state was removed intentionally."""
 STATE_FILE = re.compile(r"rank-\d{5}\.state\.safetensors")
 LIMIT = 256 << 20
 """Maximum size of a manifest or sidecar in bytes. A trillion-parameter run on 1024 ranks needs about a tenth of this
@@ -138,7 +138,7 @@ def write_sidecar(path: Path, containers: Mapping[str, Container]) -> None:
 
 
 def read_sidecar(path: Path, rank: int) -> dict[str, Container]:
-    """Read a sidecar, and return file name -> container for the files that `rank` wrote."""
+    """Read a sidecar, and return a dict: file name -> container, for the files that `rank` wrote."""
     containers = _containers(parse_json(read_file(path, LIMIT), path), path)
     assert containers.keys() <= {rank_file(rank), state_file(rank)}, containers.keys()
     return containers

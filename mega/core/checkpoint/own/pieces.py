@@ -43,7 +43,7 @@ class CheckpointError(ValueError):
     """Raised if a checkpoint cannot be trusted, or does not fit the model or the request. The message names the file or
     the tensor.
 
-    elsewhere: whether the failure was on another rank, whose error has the details.
+    elsewhere: whether the failure was on another rank, whose error contains the details.
     """
 
     elsewhere = False

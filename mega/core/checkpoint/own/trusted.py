@@ -38,7 +38,7 @@ class _View(TypedDict):
 
 
 class TrustedSteps(StepFolder):
-    """The steps under a directory. All ranks choose the same step from them."""
+    """The steps under a directory, from which all ranks choose the same step."""
 
     def newest(self, *, verify: bool = True, report: Callable[[str], None] = lambda line: None) -> int | None:
         """The step number of the checkpoint that `find` returns on a single rank. Errors: as for `find`."""

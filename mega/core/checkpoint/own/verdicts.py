@@ -47,7 +47,7 @@ class StepVerdict:
     sound_steps: int = 0
     """Number of sound steps taken since the step was saved."""
     reason: str = ""
-    """The reason why the step is suspect, worded to follow "step N is passed over: "."""
+    """The reason why the step is suspect. Messages print the reason after "step N is passed over: "."""
     valid_loss: float | None = None
     """The validation loss at the step; None if the step was not validated. Retention keeps the step with the lowest
     validation loss."""

@@ -13,8 +13,8 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class AttentionMultiplier:
-    """The key for the multiplier of attention scores, the option `attention_scale`; default 1. For a model without this
-    option, head_dim ** -0.5 is written."""
+    """The key for the multiplier of attention scores (option `attention_scale`), by default 1. If the option is None,
+    head_dim ** -0.5 is written."""
 
     names = ()
 

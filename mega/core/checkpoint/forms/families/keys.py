@@ -1,6 +1,6 @@
 """Classes for the keys of config.json, which convert a key's value to options of a model and back.
 
-Each family gives the default of an absent key, which is that of transformers. This module does not depend on the model
+Each family defines the default for an absent key, as in transformers. This module does not depend on the model
 family or on files.
 """
 

@@ -88,7 +88,7 @@ class Window:
     others: tuple[str, ...] = ()
     """Additional keys that the rule reads."""
     local: bool = False
-    """Whether layers with a window have a separate RoPE base. The window is then kept even if it covers all
+    """Whether layers with a window have a separate RoPE base. If so, the window is kept even if it covers all
     positions."""
     masked_anyway: bool = False
     """Whether transformers applies the window according to `layer_types` even if `use_sliding_window` is false."""

@@ -121,7 +121,7 @@ STACKED = {
         for which in ("gate", "up")
     },
 }
-"""The names that `unstacked` gives to the matrices of a stack."""
+"""The names that `unstacked` assigns to the matrices of a stack."""
 
 _STACK = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 

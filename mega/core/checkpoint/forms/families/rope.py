@@ -48,13 +48,13 @@ class RopeKeys:
     partial: bool = False
     """Whether the family supports heads that are rotated only in part."""
     base_key: str = "rope_theta"
-    """Key of the base in old files."""
+    """Key of the RoPE base in old files."""
     fraction_key: str = "partial_rotary_factor"
-    """Key of the fraction in old files."""
+    """Key of the rotated fraction in old files."""
     kinds: tuple[str, ...] = KINDS
     """Values of `rope_type` that the family supports."""
     renamed: Mapping[str, str] = ()  # type: ignore[assignment]
-    """(alternative value of `rope_type`, equivalent value in `kinds`)"""
+    """Pairs of (alternative value of `rope_type`, equivalent value in `kinds`)."""
     original: int | None = None
     """Default of `original_max_position_embeddings`; None means the number of positions."""
 

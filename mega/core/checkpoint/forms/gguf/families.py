@@ -297,5 +297,5 @@ def table(family: GgufFamily, options: ModelConfig, names: Iterable[str] = ()) -
 
 
 def _heads(options: ModelConfig) -> Mapping[str, int]:
-    """Part of a module's name -> number of heads, for the modules whose rows are rotated."""
+    """Substring of a module's name -> number of heads, for the modules whose rows are rotated."""
     return {".q_proj.": options.heads, ".k_proj.": options.kv_heads}

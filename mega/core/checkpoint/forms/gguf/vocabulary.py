@@ -38,7 +38,7 @@ class TextRule(NamedTuple):
     digits: bool = False
     """Whether digits are first split off, each as a separate part."""
     whole: bool = False
-    """Whether a part of the text that is a token of the vocabulary becomes this token without merging."""
+    """Whether a part of the text that equals a token of the vocabulary is mapped to this token without merging."""
     normalizer: str | None = None
     """The Unicode normalization applied to the text, if any."""
 

@@ -44,7 +44,7 @@ def vocabulary(
     Megatron's arguments contain the padded size. The size before padding is certain only if `vocab_size` equals the
     padded size, because `vocab_size` may exclude an end-of-document token. Checkpoints written by mega contain
     `true_vocab_size`, which is the padded size if mega converted a checkpoint without this argument. If `folder`
-    contains a tokenizer, a message gives the tokenizer's size, but no rows are removed because of it.
+    contains a tokenizer, a message reports the tokenizer's size, but no rows are removed for this reason.
     rows: number of rows of the whole table. requested: --true-vocab-size. Errors: ValueError if the requested size is
     impossible.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from mega.core.checkpoint.forms.megatron.eras import TIED_COPY, WORDS
 
 GROUP_KEYS: dict[str, object] = {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
-"""Keys of a parameter group in addition to torch's keys. Megatron-core identifies groups by the first two of these
+"""Additional keys of a parameter group, beyond torch's keys. Megatron-core identifies groups by the first two of these
 keys."""
 
 KINDS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "master": "param"}

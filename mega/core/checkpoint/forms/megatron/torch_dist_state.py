@@ -112,7 +112,7 @@ KEYS = frozenset(KINDS.values())
 
 
 def model_dims(weights: Table) -> dict[str, int]:
-    """Return tensor name -> number of dims, which determines the parameter groups."""
+    """Return a dict: tensor name -> number of dims. The dims determine the parameter groups."""
     return {target.name: len(target.shape) for target in weights.targets}
 
 
