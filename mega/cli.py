@@ -211,7 +211,7 @@ RULES = {
     "float_parsing": "must be a number",
     "greater_than_equal": "must be at least {ge}",
 }
-"""Pydantic's type of an error -> the rule for our message. Newer versions of Typer check values with Pydantic."""
+"""Error type of Pydantic -> the rule to print in mega's message. Newer versions of Typer check values with Pydantic."""
 
 
 def _format_error(error: Any) -> str:

@@ -31,11 +31,11 @@ class RunEstimate:
     device: Hardware | None
     """The device for which the run was planned; None if no device is given."""
     found: SearchResult | None = None
-    """The best layouts; None without a search."""
+    """The best layouts; None if there was no search."""
     start: tuple[str, ...] = ()
-    """Command lines that start the run with the best layout; empty without a search."""
+    """Command lines that start the run with the best layout; empty if there was no search."""
     missing: tuple[str, ...] = ()
-    """Required flags that the user must add to the command lines in `start`; empty without a search."""
+    """Required flags that the user must add to the command lines in `start`; empty if there was no search."""
 
     @property
     def peak_gib(self) -> float:

@@ -51,7 +51,7 @@ class StepResult:
     """Result of a step, identical on every rank."""
 
     step: int
-    """Number of the step, from 1."""
+    """Index of the step, starting at 1."""
     loss: float
     """Mean loss over the global batch, before the update."""
     grad_norm: float
@@ -103,7 +103,7 @@ class Trainer:
         self.device: torch.device = device.torch
         """Device of this rank."""
         self.steps: int = self._begun.steps
-        """Number of the run's last step, given by the option `steps`."""
+        """Index of the run's last step, given by the option `steps`."""
         self._drawn = 0
         """Number of rows that `batch` has made in this step, summed over all replicas."""
         self._own_loss = False
@@ -247,7 +247,7 @@ class Trainer:
         """Update the weights with the gradients of `forward_backward`. lr: learning rate; by default that of the
         schedule, which counts each step as one global batch of the run.
 
-        Errors: ValueError if `forward_backward` was not called; as in `save`, for a background save.
+        Errors: ValueError if `forward_backward` was not called; those of `save`, for a background save.
         """
         self._check_open()
         if lr is not None and not (isinstance(lr, int | float) and 0 <= lr < math.inf):

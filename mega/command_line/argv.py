@@ -32,7 +32,7 @@ class Sets:
     values: int
     """Number of values that follow: 0, 1 or `MANY`."""
     constant: str | None = None
-    """If `values` is 0: the value that is set. If this is None, only the flag is emitted."""
+    """The value to set if `values` is 0; None emits only the flag."""
     gives_way: bool = False
     """Whether any other spelling of the same option overrides the constant or a renamed value."""
     renames: Mapping[str, str | None] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Setting(NamedTuple):
 
 
 class ReadLine(NamedTuple):
-    """A command line that was read."""
+    """A parsed command line."""
 
     settings: list[Setting]
     others: list[str]
@@ -450,8 +450,8 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
 
 
 def _agreed(spelled: Mapping[str, tuple[bool, list[str]]]) -> list[str]:
-    """The value on which all spellings of an option agree. Spellings that give way to others count only if all of them
-    do.
+    """The value on which all spellings of an option agree. A spelling that gives way to others counts only if there are
+    no others.
     Errors: ValueError."""
     firm = {spelling: values for spelling, (gives_way, values) in spelled.items() if not gives_way}
     candidates = firm or {spelling: values for spelling, (_, values) in spelled.items()}

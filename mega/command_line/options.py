@@ -1,10 +1,10 @@
 """Config sections as command-line options: the signature of a subcommand defines its configuration.
 
-A subcommand is a plain function. A parameter annotated `Options` becomes all options of a run, with `--model`; one
-annotated with another section becomes that section's options, and its name is their TOML table. Both add `--config` and
-`--print-config`. A parameter annotated `GivenOptions` receives the options that were given; all other parameters are
-passed to Typer unchanged. Only options that the user typed override presets and the TOML file. This module builds
-signatures, and does not depend on particular subcommands or options.
+A subcommand is a plain function. A parameter annotated `Options` becomes all options of a run, with `--model`; a
+parameter annotated with another section becomes that section's options, and its name becomes their TOML table. Both add
+`--config` and `--print-config`. A parameter annotated `GivenOptions` receives the options that were given; all other
+parameters are passed to Typer unchanged. Only options that the user typed override presets and the TOML file. This
+module builds signatures, and does not depend on particular subcommands or options.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ show."""
 
 
 class Reads(NamedTuple):
-    """In an `Annotated` with `Options`: all options are accepted, but help shows only those with this property."""
+    """Annotation of an `Options` parameter: all options are accepted, but help shows only those with this property."""
 
     property: str
 
 
 class Without(NamedTuple):
-    """In an `Annotated` with a section: names of options that the subcommand does not have."""
+    """Annotation of a section parameter: names of options that the subcommand does not have."""
 
     names: tuple[str, ...]
 
@@ -109,7 +109,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Translate `args` before Typer reads them, and print a note on stderr for every flag without effect."""
-        if ctx.resilient_parsing:  # a shell completes a line that is unfinished and may be invalid
+        if ctx.resilient_parsing:  # the line that a shell completes is unfinished and may be invalid
             return super().parse_args(ctx, args)
         if self.whole_line and args and not args[0].startswith("-"):
             args = ["--", *args]
@@ -219,7 +219,7 @@ def _own_flags(param: Any) -> Mapping[str, Meaning]:
 
 
 def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
-    """`function` with a signature for Typer, in which each config parameter is replaced by its options."""
+    """`function` with a signature for Typer, in which each config parameter is replaced with its options."""
     takes = _verb_parameters(function)
     parameters = list(takes.others)
     if takes.run is not None:

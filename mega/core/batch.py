@@ -1,6 +1,6 @@
 """The inputs of a model: the protocol of a batch, and one dataclass for each family.
 
-A batch contains tensors only: `data` reads the samples, and the model computes the loss.
+A batch contains only tensors. The package `data` reads the samples, and the model computes the loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Batch(Protocol):
 
     @property
     def samples(self) -> torch.Tensor:
-        """int64 [b], global sample numbers; sample number and column identify a token in every layout."""
+        """int64 [b], global sample indices; sample index and column identify a token in every layout."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -93,7 +93,7 @@ class DecoderBatch(_Tensors):
     positions: torch.Tensor
     """int64 [b, s], for position encodings."""
     samples: torch.Tensor
-    """int64 [b], global sample numbers."""
+    """int64 [b], global sample indices."""
     documents: torch.Tensor | None = None
     """int64 [b, whole row], index of each token's document within its row; None if attention may cross documents. The
     tensor covers the whole row on every context rank, because tokens attend to columns of other ranks."""
@@ -180,7 +180,7 @@ class MaskedBatch(_Tensors):
     class is unknown, or if another context rank holds the first token and computes the loss. For multiple choice: int64
     [questions], the index of the right row among the consecutive rows of a question."""
     samples: torch.Tensor
-    """int64 [b], global sample numbers."""
+    """int64 [b], global sample indices."""
     columns: torch.Tensor | None = None
     """int64 [s], the columns that this rank holds, ascending; None if the rank holds all."""
     predicted: torch.Tensor | None = None
@@ -234,7 +234,7 @@ class EncoderDecoderBatch(_Tensors):
     lengths: torch.Tensor
     """int64 [b], number of decoder tokens that are not padding."""
     samples: torch.Tensor
-    """int64 [b], global sample numbers."""
+    """int64 [b], global sample indices."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -165,7 +165,8 @@ def restored_settings() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        # Only after a change: the call imports torch's compiler, which takes seconds and creates a folder in TMPDIR.
+        # Called only after a change, because the call imports torch's compiler, which takes seconds and creates a
+        # folder in TMPDIR.
         if _deterministic_algorithms() != deterministic:
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         cudnn.deterministic, cudnn.benchmark = cudnn_settings

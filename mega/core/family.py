@@ -35,8 +35,8 @@ class ModelStage(Stage, Protocol):
     units: the units of the model that the stage holds. options: how the stage was built; a resumed run may replace the
         dropout rule.
     For ZeRO 3 a stage also has `with_full_params: UnshardHook | None`, which gathers the weights of a unit while that
-    unit runs. A stage whose layers need more columns of other context ranks than a batch contains also has
-    `split(batch, index, size)`.
+    unit runs. A stage whose layers need columns of other context ranks that are not in a batch also has `split(batch,
+    index, size)`.
     """
 
     units: tuple[Unit, ...]
@@ -67,7 +67,7 @@ class Synthetic(Protocol):
         ragged: bool = True,
         documents: bool = False,
     ) -> Batch:
-        """Return a batch that depends on the sample numbers alone."""
+        """Return a batch that depends only on the sample indices."""
 
 
 class Prompt(Protocol):
@@ -113,7 +113,7 @@ def family(model: ModelConfig) -> Family:
 def synthetic_batch(
     run: RunConfig, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
 ) -> Batch:
-    """Return a batch with the sizes of a resolved run; its content depends on the sample numbers alone. samples: int64
+    """Return a batch with the sizes of a resolved run; its content depends only on the sample indices. samples: int64
     [b]."""
     length, make = run.batch.seq_length, family(run.model).synthetic
     return make(run.model, length, samples, seed=seed, ragged=ragged, documents=documents, **_second_length(run))

@@ -45,7 +45,7 @@ def fingerprint(values: Mapping[str, object]) -> str:
 def sampled_digest(path: Path) -> str:
     """sha256 of a file's size and content; of a large file, only evenly spaced blocks are read.
 
-    The digest distinguishes files quickly, but does not see every changed byte. Errors: OSError.
+    The digest distinguishes files quickly, but does not detect every changed byte. Errors: OSError.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size}\n".encode())

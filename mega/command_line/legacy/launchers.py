@@ -56,7 +56,7 @@ def _of_torchrun(words: Sequence[str], here: Sequence[str], known: Collection[st
 
 
 def _of_deepspeed(words: Sequence[str], here: Sequence[str], known: Collection[str], result: Translation) -> list[str]:
-    """Without --num_gpus, DeepSpeed starts a rank on every GPU of a host."""
+    """Translate DeepSpeed's launcher, which without --num_gpus starts a rank on every GPU of a host."""
     options = options_of(words)
     nodes, count = options.pop("--num-nodes", "1"), options.pop("--num-gpus", "gpu")
     for flag, value in options.items():

@@ -138,7 +138,8 @@ def is_program(word: str, *, known: bool = False) -> bool:
 
 
 def _task(words: Sequence[str]) -> Program:
-    """The row of tasks/main.py or tools/retro/main.py. Errors: ValueError if no known --task is given."""
+    """The row for the --task of tasks/main.py or tools/retro/main.py. Errors: ValueError if no known --task is
+    given."""
     if _value(words, "--retro-tasks") is not None:
         return programs()["tools/retro/main.py"][0]
     task = _value(words, "--task")

@@ -94,7 +94,7 @@ def calibrate(out: str, kind: str, backend: str, timeout_minutes: float, repeats
 
 
 class Machine:
-    """Measurements on the device of one rank, and over the axis of all ranks."""
+    """Performs the measurements on the device of one rank, and over the axis of all ranks."""
 
     def __init__(self, world: World, device: Device, groups: Groups, repeats: int):
         self.world, self.device, self.groups, self.repeats = world, device, groups, repeats

@@ -31,7 +31,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Load:
-    """A load, which is a number of requests at one rate."""
+    """A load: a number of requests that arrive at one rate."""
 
     rate: float
     """Requests per second; 0 if all requests arrive simultaneously."""

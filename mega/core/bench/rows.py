@@ -1,5 +1,5 @@
-"""The named rows (benchmark runs) of `mega bench`, and the files of results. This module does not import torch, so an
-invalid row is refused without delay."""
+"""The named rows (benchmark runs) of `mega bench`, and result files. This module does not import torch, so that an
+invalid row is reported without delay."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Predict the speed of a server without a device: the engine's own scheduler, with predicted instead of computed steps.
 
-    SimulatedWorker   takes the place of an engine's worker: a step ends when the estimate says so
+    SimulatedWorker   takes the place of an engine's worker: a step ends after its estimated time
     speed             times of a request alone, of concurrent requests, and of requests that arrive at a rate
 
-Answers are tokens 0, and seconds are those of a simulated clock. This module does not depend on weights or devices.
+All answer tokens are 0, and times are those of a simulated clock. This module does not depend on weights or devices.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ServingSpeed:
 
     first: time to the first token in seconds, by prompt length, of a request alone. alone: result for one request.
     at_once: result for as many requests as the server can run concurrently. at_rate: result for requests that arrive at
-    random; None without a rate.
+    random; None if no rate is given.
     """
 
     first: dict[int, float]

@@ -180,7 +180,7 @@ def _needs(options: Options) -> Problems:
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
-        if value is False and entry.default is None:  # a derived switch that is off needs nothing
+        if value is False and entry.default is None:  # turning a derived option off has no requirements
             continue
         for other, valid in entry.option.needs.items():
             if is_set_to(options, other, valid):

@@ -118,7 +118,7 @@ class Option:
     another name of the value (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), otherwise the constant that the flag sets
     (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`). Several options may have the same spelling."""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other word that users type -> the flag ("--learning-rate" -> "--lr") or the value ("gpu" -> "cuda")."""
+    """Synonym that users may type -> the flag ("--learning-rate" -> "--lr") or the value ("gpu" -> "cuda")."""
     short: str | None = None
     """A one-letter flag such as "-o"."""
     metavar: str | None = None

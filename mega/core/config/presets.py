@@ -97,7 +97,7 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[s
 
 
 def _mixture(experts: int, chosen: int, width: int, normalize: bool = True) -> dict[str, object]:
-    """Return options of a mixture of experts in every layer. width: feed-forward width of one expert."""
+    """Return options for an MoE layer in every block. width: feed-forward width of one expert."""
     values = {"experts": experts, "experts_chosen": chosen, "expert_ffn": width, "router_normalize": normalize}
     return {**values, "rope_base": 1e6}
 

@@ -244,7 +244,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
     """Return whether a resolved run captures microbatches as CUDA graphs.
 
     Without --cuda-graph and --no-cuda-graph, the run captures graphs if graphs support its options and a block is so
-    small that the device would wait for the host. A mixture of experts is not captured, because the host computes the
+    small that the device would wait for the host. A model with experts is not captured, because the host computes the
     row counts of experts and the means over microbatches, and a graph does not replay work of the host. A run whose
     --inject damages the output of a layer is not captured either, because the damage is done by the host.
 
@@ -367,7 +367,7 @@ def batch_sizes(batch: BatchConfig) -> Iterator[int]:
 
 
 def rising_steps(batch: BatchConfig) -> Iterator[int]:
-    """Yield the number of samples in each step of the ramp-up; nothing without a ramp-up.
+    """Yield the number of samples in each step of the ramp-up; yield nothing if there is no ramp-up.
 
     >>> list(rising_steps(BatchConfig(seq_length=1, micro_batch=1, global_batch=6, rampup=(2, 2, 8), samples=100)))
     [2, 2, 4, 6]
@@ -425,7 +425,7 @@ def lengths(run: RunConfig) -> Lengths:
 
 
 def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
-    """Return the number of the last step of a resolved run that has completed `step` steps and consumed `consumed`
+    """Return the index of the last step of a resolved run that has completed `step` steps and consumed `consumed`
     samples.
 
     A run whose length is given in samples ends with the last whole batch, which depends on earlier batch sizes.

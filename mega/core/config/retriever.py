@@ -24,7 +24,7 @@ class RetrieverOptions(Section):
     retriever: bool = option(
         False,
         "let some layers attend to retrieved neighbours of each chunk of the text; the first of these layers "
-        "holds the neighbours' encoder",
+        "contains the neighbours' encoder",
         megatron={"--retro-add-retriever": True},
         families=DECODERS,
     )

@@ -307,7 +307,7 @@ class DenseOptions(Section):
     )
     mtp_layers: int = option(
         0,
-        "number of additional later tokens that training predicts, each with an additional layer in the head",
+        "number of additional future tokens to predict in training, each with an additional layer in the head",
         megatron="--mtp-num-layers",
         within=NOT_NEGATIVE,
         most=64,
@@ -494,7 +494,7 @@ class PrecisionOptions(Section):
     )
     fp8_scaling: Literal["tensor", "block"] = option(
         "tensor",
-        "what one scale covers with --fp8: a tensor (e4m3 forward, e5m2 for gradients), or a block of 1 x 128 elements "
+        "scope of one scale with --fp8: a tensor (e4m3 forward, e5m2 for gradients), or a block of 1 x 128 elements "
         "of an activation or gradient and of 128 x 128 of a weight (e4m3, as DeepSeek-V3)",
         megatron={"--fp8-recipe": {"delayed": "tensor", "tensorwise": "tensor", "blockwise": "block"}},
         on_resume="noted",
@@ -1845,7 +1845,7 @@ class RuntimeConfig(Section):
         },
     )
     dry_run: bool = option(
-        False, "check everything and build every stage without memory, but do not train", common=True
+        False, "check everything and build every stage without allocating memory, but do not train", common=True
     )
     world: int | None = option(None, "world size to check in a dry run", unit="ranks", common=True, within=COUNT)
     exit_interval: int | None = option(

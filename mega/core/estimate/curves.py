@@ -55,7 +55,7 @@ class Curve:
 
     def seconds(self, shape: tuple[float, ...], work: float, speed: float = 1.0) -> float:
         """Seconds for a shape. speed: speed of a card relative to the measured card. The first coordinate is divided by
-        the speed, because the same shape fills a faster card less."""
+        the speed, because the same shape utilizes a faster card less."""
         point_logs, total, weighted_deviation = (
             tuple(math.log2(max(x, 1e-9)) for x in (shape[0] / speed, *shape[1:])),
             0.0,

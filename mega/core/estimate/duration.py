@@ -33,9 +33,9 @@ class TrainingTime:
     steps: int  # Number of steps
     days: float  # Days from the first step to the last
     effective: float  # Fraction of the time spent on steps that are not repeated
-    save_interval: int | None  # Steps between checkpoints, or None without checkpoints
+    save_interval: int | None  # Steps between checkpoints; None if no checkpoint is saved
     saves: int  # Number of checkpoints
-    save_every: float | None  # Seconds between checkpoints at the best interval; None without failures
+    save_every: float | None  # Seconds between checkpoints at the best interval; None if failures are ignored
     save_every_steps: int | None  # The best interval, in steps
     save_every_days: float | None  # Days of training at the best interval
 

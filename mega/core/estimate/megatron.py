@@ -23,7 +23,7 @@ class TheoreticalMemory:
 
     parameters: float  # Number of parameters of the whole model
     shard: float  # Number of parameters on the most loaded rank
-    others: float  # Number of parameters on every other rank, if there are several stages
+    others: float  # Number of parameters on each of the other ranks, if there are several stages
     layer: float  # Activations of one layer on a rank
     in_flight: int | None  # Number of microbatches in flight; None if there is one stage
     weights: float  # Weights and optimizer

@@ -1,4 +1,4 @@
-"""Searches for the fastest layout of a run among all ways to divide the model over the devices that fit into memory.
+"""Searches for the fastest layout that fits into memory, among all ways to divide a run's model over the devices.
 
 A candidate is the run with different layout options. The candidate must obey the rules that hold for every run; the
 memory estimate determines whether it fits, and the simulated plan gives its step time. This module contains no formulas
@@ -97,7 +97,7 @@ class SearchResult:
     candidates: list[Candidate]
     """Layouts that fit, fastest first."""
     tried: int
-    """Number of layouts that obey the rules for every run."""
+    """Number of layouts that pass the checks of every run."""
     weighed: int
     """Number of layouts that were examined, in order of rough step time, until enough layouts fitted."""
     fitting: int

@@ -1,7 +1,7 @@
 """Predicts the time of an engine's step from counted bytes and operations, and from the rates of a card.
 
     step          the tokens that one step computes: new tokens of answers, chunks of prompts
-    ServingTimes   the time of a step on each pipeline stage, by what limits it
+    ServingTimes   the time of a step on each pipeline stage, by limiting factor
 
 The weights that a step reads, its matmuls and its keys are counted from the architecture. The matmuls and the attention
 of prompts are looked up in the curves of cost.py; everything else is limited by the memory bandwidth or by delays.
@@ -48,7 +48,7 @@ HOST_STEP, HOST_ROW = 0.12, 0.002
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of a step in seconds, by what limits it."""
+    """The time of a step in seconds, by limiting factor."""
 
     bandwidth: float = 0.0  # Reading weights, keys and values, and other tensors
     compute: float = 0.0  # Matmuls and attention with many tokens
@@ -77,8 +77,8 @@ class StepSize(NamedTuple):
 
     tokens: int  # Number of tokens, with the padding of a CUDA graph
     rows: int  # Number of rows of logits
-    keys: tuple[int, ...]  # For each new token of an answer: number of tokens in its sequence
-    prompts: tuple[tuple[int, int], ...]  # For each chunk of a prompt: (its tokens, the sequence's tokens at its end)
+    keys: tuple[int, ...]  # For each new token of an answer: length of its sequence
+    prompts: tuple[tuple[int, int], ...]  # For each chunk of a prompt: (tokens, sequence length at its end)
 
 
 class Matrix(NamedTuple):

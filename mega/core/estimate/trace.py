@@ -60,8 +60,8 @@ share no memory, because the last period then equals the third."""
 WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, query, *_: 4 * query.numel()
 }
-"""Op -> function that returns the bytes its kernel allocates while it runs. cuDNN accumulates the query's gradient in
-fp32."""
+"""Op -> function that returns the workspace bytes of the op's kernel. For example, cuDNN accumulates the query's
+gradient in fp32."""
 
 
 PACKED = 0.33
@@ -679,7 +679,7 @@ class _Rank:
 def _batch(
     model: ModelConfig, lengths: BatchConfig, masking: MaskingConfig, data: DataConfig, rows: int, shards: int
 ) -> Batch:
-    """Return the shard of a microbatch that the last of `shards` context ranks gets."""
+    """Return the shard of a microbatch that belongs to the last of `shards` context ranks."""
     run = resolve(Options(model=model, batch=lengths, masking=masking), 1)
     samples = torch.zeros(rows, dtype=torch.int64)
     batch: Any = synthetic_batch(run, samples, seed=0, documents=data.reset_attention)

@@ -1,5 +1,5 @@
-"""The page about the steps of preparing a corpus: kept and dropped documents with reasons, lengths, languages, domains,
-examples."""
+"""Make the page that shows how a corpus was prepared: for each step, kept and dropped documents with reasons, lengths,
+languages, domains and examples."""
 
 from __future__ import annotations
 

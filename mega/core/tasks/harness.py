@@ -210,7 +210,7 @@ class NativeModel:
 
     @property
     def begin(self) -> int:
-        """The id put before a text at the beginning of the input. Errors: ValueError if the tokenizer has no such
+        """The id that precedes a text at the beginning of the input. Errors: ValueError if the tokenizer has no such
         id."""
         if self.tokenizer.start is None:
             raise ValueError(f"--tasks: {self.tokenizer.kind} has no token that begins a text")

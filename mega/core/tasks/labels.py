@@ -1,6 +1,7 @@
 """Score a classifier on labelled sets: accuracy of each set and of all sets, and predictions for every question.
 
-The questions come from a `Format` (data/formats). Files without labels get predictions but no score.
+The questions come from a `Format` (data/formats). For files without labels, predictions are written but no score is
+computed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Labels:
 
     def batch(self, examples: Sequence[Item]) -> MaskedBatch:
         """Make a batch of rows, padded to the length of the longest row, rounded up to a multiple of the unit. A row's
-        sample number identifies the question."""
+        sample index identifies the question."""
         sets, unit = list(self.sets.values()), self.asked.unit
         longest = max(sets[item.where].longest([item.number]) for item in examples)
         width = -(-longest // unit) * unit
@@ -155,7 +156,7 @@ def check_head(path: Path, model: ModelConfig, task: str) -> None:
 
 
 def make(asked: BenchmarkInputs) -> Labels:
-    """Make the benchmark. Errors: ValueError naming the flag, the file and the line."""
+    """Create the benchmark. Errors: ValueError naming the flag, the file and the line."""
     task = asked.options.task
     if not asked.options.valid_data:
         raise ValueError(f"--valid-data is missing: give the files of --task {task} that are to be scored")

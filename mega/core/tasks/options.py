@@ -233,7 +233,7 @@ def task_named(name: str) -> str:
 
 
 def benchmark(asked: BenchmarkInputs) -> Benchmark[object]:
-    """Make the benchmark that the options select. Errors: ValueError naming the flag."""
+    """Create the benchmark that the options select. Errors: ValueError naming the flag."""
     check_read(asked.options)
     task: Benchmark[object] = importlib.import_module(TASKS[asked.options.task]).make(asked)
     return task

@@ -38,7 +38,7 @@ class Outlook:
     place: str | None = None
     """The value of --save."""
     step: int = 0
-    """The newest step."""
+    """The latest step."""
     saved_step: int = 0
     """The newest step from which the run could resume, or 0."""
     ending: bool = False

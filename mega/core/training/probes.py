@@ -63,9 +63,9 @@ class Probes:
             unit.register_forward_hook(_Output(self.sums[number]))
         grads.before_reduce = self._gradient
         self.batch: torch.Tensor
-        """bool [], whether the loss weights of the newest step's batch are finite."""
+        """bool [], whether the loss weights of the latest step's batch are finite."""
         self.computed: tuple[Timestamp, float] | None = None
-        """The time at which the gradients of the newest step were complete, and the rank's working time until this
+        """The time at which the gradients of the latest step were complete, and the rank's working time until this
         time."""
 
     def start(self) -> None:

@@ -103,7 +103,7 @@ class TrainState:
     copy: HostCopy | None = None
     """The host copy for a save in progress. A step waits for the copy before it changes any tensor."""
     load: ExpertLoad | None = None
-    """Load of the experts in the newest step; None if the model has no experts."""
+    """Load of the experts in the latest step; None if the model has no experts."""
     reference: str | None = None
     """A digest of the initial weights, if the loss needs these weights (dpo.py)."""
     base: Mapping[str, str] | None = None

@@ -30,7 +30,7 @@ from mega.core.processes.world import LAUNCHED
 from mega.core.training.notice import Outlook, SignalNotice
 
 _TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512
-"""Codes of requests; the number of a signal is added to _SIGNAL. The largest code of all ranks applies."""
+"""Codes of requests; the number of a signal is added to _SIGNAL. The largest code among all ranks takes effect."""
 
 
 ANSWER_SECONDS = 1.5
@@ -60,7 +60,7 @@ class StopSignal:
         """The exit code of a run that was asked to stop: 128 + the signal; 0 after the time limit."""
         self.fault: Exception | None = None
         self.seconds: NDArray[np.float64] = np.zeros(everyone.size)
-        """Working time of each rank, from the newest flag that was read."""
+        """Working time of each rank, from the last flag that was read."""
         self._everyone, self._device = everyone, device
         self._request = 0
         self._signals = RepeatedSignal()

@@ -1,4 +1,5 @@
-"""LAMBADA (Paperno et al. 2016), zero-shot: whether the model's most likely continuation of a passage is its last word.
+"""LAMBADA (Paperno et al. 2016), zero-shot: whether a model's most likely continuation of a passage is the passage's
+last word.
 
 By default only the last token of a passage is scored. With --strict-lambada, all tokens of the last word must be the
 most likely tokens. The definition is that of Megatron-LM (tasks/zeroshot_gpt).
@@ -88,11 +89,11 @@ def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
     whole = tokenizer.encode(f"{before} {words[-1]}")
     if whole[: len(context)] == context:
         return JudgedRow(whole, len(context))
-    lead = len(tokenizer.encode(""))  # number of ids that the tokenizer puts before every text
+    lead = len(tokenizer.encode(""))  # number of ids that the tokenizer prepends to every text
     return JudgedRow([*context, *tokenizer.encode(f" {words[-1]}")[lead:]], len(context))
 
 
 def make(asked: BenchmarkInputs) -> Lambada:
-    """Make the benchmark. Errors: ValueError naming the flag."""
+    """Create the benchmark. Errors: ValueError naming the flag."""
     asked.one_file()
     return Lambada(asked)

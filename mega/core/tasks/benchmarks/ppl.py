@@ -109,7 +109,7 @@ def _random_windows(
 
 
 def make(asked: BenchmarkInputs) -> CorpusPerplexity:
-    """Make the benchmark. Errors: ValueError naming the flag."""
+    """Create the benchmark. Errors: ValueError naming the flag."""
     asked.one("file or prefix")
     options = asked.options
     for name in ("overlapping_eval", "context_window"):

@@ -133,7 +133,7 @@ def binarised_ids(dataset: IndexedDataset) -> NDArray[np.int64]:
 
 
 def make(asked: BenchmarkInputs) -> WikiText:
-    """Make the benchmark. Errors: ValueError naming the flag."""
+    """Create the benchmark. Errors: ValueError naming the flag."""
     path, window = Path(asked.one("file or prefix")), asked.options.context_window
     if exists(path):
         if window is None:

@@ -5,7 +5,7 @@ config/faults.py describes the faults, and this module executes them. It does no
     before a step          damages weights, moments or batches; the rank sleeps, stops, or is killed; a kernel fails
     in the forward pass    damages the output of a layer
     in the backward pass   damages a gradient before the gradient is reduced
-    after the backward     damages the last stage's reduced gradient of a tied tensor
+    after backward         damages the last stage's reduced gradient of a tied tensor
     in a save              raises the error of a full disk
 """
 

@@ -21,7 +21,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.training.state import TrainState
 
 WINDOW = 10
-"""Number of latest steps by which ranks are compared."""
+"""Number of recent steps over which ranks are compared."""
 
 MOST = 8
 """Number of steps, out of WINDOW, in which a rank must be slow to be reported."""
@@ -78,7 +78,7 @@ class Stragglers:
         self._named: dict[int, int] = {}
         self._steps = 0
         self.slowest: tuple[int, float] | None = None
-        """The slowest rank, and the ratio of its working time to that of the other ranks in the newest steps."""
+        """The slowest rank, and the ratio of its working time to that of the other ranks in the latest steps."""
 
     def observe(self, step: int, seconds: NDArray[np.float64]) -> Iterator[tuple[int, float, str]]:
         """Record the working time of each rank in one step (0 if unknown), and yield (rank, ratio, message) for each

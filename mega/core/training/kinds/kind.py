@@ -28,7 +28,7 @@ class TaskKind:
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
     """Returns this data rank's shard of the datasets, and their evaluation."""
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
-    """Returns the loss of the model's head; None for the loss of the next token."""
+    """Returns the loss of the model's head; None means next-token prediction."""
     begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
     """Called on every rank after the weights have been initialized or loaded."""
     questions: Callable[[Options], int] | None = None

@@ -194,7 +194,7 @@ class Meters:
         """Report and write the results of one evaluation. measured: results by name, including "loss", which is NaN if
         no token has a loss weight."""
         loss, metrics = measured["loss"], {name: value for name, value in measured.items() if name != "loss"}
-        # The perplexity of the language-modelling term alone; a loss of labels has no perplexity.
+        # Perplexity is that of the language-modelling term; a loss on labels has no perplexity.
         perplexity = {} if "class" in measured else {"perplexity": _perplexity(measured.get("lm", loss))}
         values = {"loss": loss, **perplexity, **metrics}
         row = {"step": step, **{f"{split}_{name}": value for name, value in values.items()}}
@@ -344,7 +344,7 @@ def _open_events(metrics: Path, resumes: bool) -> Path | None:
 
 
 def _last_step(path: Path) -> int:
-    """Return the newest step in a metrics file, or 0."""
+    """Return the last step in a metrics file; 0 if there is none."""
     last = 0
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:

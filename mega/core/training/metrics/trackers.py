@@ -85,7 +85,7 @@ def _finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Trackers:
-    """The tracking services of a run. start: the step from which the run resumes. last: the newest step in the run's
+    """The tracking services of a run. start: the step from which the run resumes. last: the last step in the run's
     metrics before the resume. settings: the options of the run."""
 
     def __init__(self, options: LogConfig, *, start: int, last: int, settings: Mapping[str, Mapping[str, object]]):

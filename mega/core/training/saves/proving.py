@@ -8,8 +8,7 @@ The limit is LIMIT times the larger of the loss of a uniform guess (the logarith
 loss after the run started or resumed. The loss of a model that learns stays below the limit; the loss of a model whose
 weights have exploded stays above the limit or is not finite.
 
-    a save                  the step is on trial, and already suspect if the loss of the newest step was above
-                            the limit
+    a save                  the step is on trial, and already suspect if the loss of the latest step was above the limit
     --good-after sound      the step is good, regardless of earlier verdicts
     divergence              every step on trial becomes suspect, and the count of sound steps restarts
     the last step           all steps on trial that are not suspect are good
@@ -90,7 +89,7 @@ class Proving:
         """Put a step on trial. Called when the save of the step starts."""
         reason = f"it was saved while {self._blown_up}" if self._blown_up else ""
         self._trials[step] = Trial(self._sound, reason=reason)
-        self._known.pop(step, None)  # the verdict on the checkpoint that is replaced
+        self._known.pop(step, None)  # the verdict on a checkpoint that this save replaces
 
     def published(self, step: int) -> None:
         """Record that the save of `step` is published, and remove trials of deleted checkpoints."""

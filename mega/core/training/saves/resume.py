@@ -69,8 +69,8 @@ def find_resume_point(
 
 
 def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange) -> ResumePoint | None:
-    """Return the checkpoint from which this run starts: that of --resume, otherwise that of --load, or None without
-    either. The result is equal on all ranks.
+    """Return the checkpoint from which this run starts: that of --resume, otherwise that of --load, or None if neither
+    is given. The result is equal on all ranks.
 
     Every rank searches, and the results are compared before any weight is read. In the directory of a run, the run
     starts from the newest step that all ranks trust and that is equal on all ranks (`CheckpointStore.find`). A message

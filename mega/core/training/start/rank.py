@@ -71,9 +71,9 @@ class TrainingResult:
     """The numbers of the last step: "loss", "grad_norm" and the other numbers of a row of metrics; empty if there was
     no step."""
     evaluation: Mapping[str, Mapping[str, float]]
-    """Name of each held-out set -> its newest results, including "loss"."""
+    """Name of each held-out set -> its latest results, including "loss"."""
     checkpoint: str | None
-    """The directory of the run's checkpoints; None without --save."""
+    """The directory of the run's checkpoints; None if --save is not given."""
     metrics: str
     """The file with one row of metrics per step."""
     code: int = 0
@@ -102,7 +102,7 @@ class StartedRun:
     """Index of the last step."""
 
     def saver(self, report: Callable[[str], None]) -> Saver | None:
-        """Return the object that publishes checkpoints; None without --save."""
+        """Return the object that publishes checkpoints; None if --save is not given."""
         inputs, point = self.inputs, self.point
         if inputs.run.checkpoint.save is None:
             return None
