@@ -1,4 +1,4 @@
-"""The architecture of a model as frozen dataclasses, and all logical tensors of the model.
+"""The architecture of a model as frozen dataclasses, and all of its logical tensors.
 
 model, layer, families    a model and its layers as dataclasses, which one function per family creates from options
 tensor, tensors, adapters the logical tensors of models and of adapters; words: descriptions for users
@@ -56,7 +56,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], Architecture]] = {"gpt": decoder, "l
 
 @lru_cache(maxsize=64)
 def architecture(options: ModelConfig) -> Architecture:
-    """Return the architecture that the options of a resolved model describe."""
+    """Return the architecture described by the options of a resolved model."""
     return FAMILIES[options.family](options)
 
 
@@ -80,7 +80,7 @@ def units(options: ModelConfig) -> tuple[Unit, ...]:
 
 
 class Shape(NamedTuple):
-    """The order of a model's units: stacks of layers, separated by named units."""
+    """The order of a model's units, which are stacks of layers separated by named units."""
 
     stack_of: Mapping[int, int]  # layer -> index of its stack
     after: Mapping[str, int]  # named unit -> number of stacks before it
@@ -107,7 +107,7 @@ def shape(options: ModelConfig) -> Shape:
 
 def placement(options: ModelConfig, pp: int, chunks: int, layers: Sequence[int] = ()) -> dict[Unit, tuple[int, int]]:
     """Return a map from each unit to the (pipeline rank, chunk) that holds the unit. layers: number of layers in each
-    global stage; () if all stages have equally many layers."""
+    global stage; () if all stages have the same number of layers."""
     return unit_stages(units(options), stage_layers(options.blocks, pp, chunks, layers))
 
 

@@ -6,9 +6,9 @@ tensors:
     NAME.lora_A.weight   [rank, in]    N(0, 1 / 3 in), the variance of peft's initial values
     NAME.lora_B.weight   [out, rank]   zeros, so that training starts from the unchanged model
 
-An adapter is sharded like its linear layer: the matrix that contains the sharded dimension is sharded, and every tensor
-rank holds the other matrix whole and computes a partial gradient of this matrix. The adapters of an expert are on the
-ranks of the expert. Model families need no code for adapters.
+An adapter is sharded like its linear layer: the matrix that contains the sharded dimension is sharded, and the other
+matrix is replicated on every tensor rank, which computes a partial gradient of it. The adapters of an expert are on the
+expert's ranks. Model families need no code for adapters.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def adapted(adapters: Adapters | None, tensors: Iterable[Tensor]) -> Iterator[Te
 
 
 def adapter_specs(adapters: Adapters | None, tensors: Iterable[Tensor]) -> dict[str, AdapterSpec]:
-    """Return a map from the name of a linear layer's weight to the layer's adapter. tensors: from `adapted`."""
+    """Return name of a linear layer's weight -> the layer's adapter. tensors: the result of `adapted`."""
     if adapters is None:
         return {}
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -88,7 +88,7 @@ def linear_names(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def _is_linear(tensor: Tensor) -> bool:
-    """Return whether a tensor is a matrix in a block that is sharded over tensor ranks."""
+    """Whether a tensor is a matrix in a block and is sharded over tensor ranks."""
     return len(tensor.shape) == 2 and isinstance(tensor.units[0], int) and tensor.cut() is not None
 
 

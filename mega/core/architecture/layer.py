@@ -1,13 +1,14 @@
-"""The architecture of one layer as frozen dataclasses: branches on a residual stream, each with a mixer and norms.
+"""The architecture of one layer as frozen dataclasses. A layer consists of branches on a residual stream, each with a
+mixer and norms.
 
     Layer(branches=(
         Branch(mixer=Attention(heads=32, kv_heads=8, head_dim=128, ...), before=Norm("input_layernorm", ...), ...),
         Branch(mixer=Dense(width=14336, gated=True, activation="silu", ...), before=Norm(...), ...),
     ))
 
-A family creates the architecture from a model's options; the logical tensors, the modules, the estimate and the
-converters are derived from the architecture. Names are relative to the layer. All values are final, so None always
-means that the layer does not have the component. This module does not depend on torch, ranks or options.
+A family creates the architecture from a model's options. The logical tensors, the modules, the estimate and the
+converters are derived from the architecture. Names are relative to the layer. Options are already resolved, so None
+always means that the layer does not have the component. This module does not depend on torch, ranks or options.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The scaling of low rotary frequencies in Llama 3.1; see ops/rotary.py."""
+    """The scaling of low rotary frequencies in Llama 3.1 (see ops/rotary.py)."""
 
     factor: float  # divisor of low frequencies
     low: float  # frequencies with fewer rotations than this over `original` positions are low
@@ -46,7 +47,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """The scaling of rotary frequencies in YaRN (Peng et al. 2023); see ops/rotary.py."""
+    """The scaling of rotary frequencies in YaRN (Peng et al. 2023; see ops/rotary.py)."""
 
     factor: float
     """Divisor of low frequencies."""
@@ -64,7 +65,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongScaling:
-    """The scaling of rotary frequencies in LongRoPE (Ding et al. 2024): each frequency has a separate divisor."""
+    """The scaling of rotary frequencies in LongRoPE (Ding et al. 2024), where each frequency has a separate divisor."""
 
     short: tuple[float, ...]
     """Divisors of the frequencies in rows of at most `original` tokens."""
@@ -90,7 +91,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryLoss:
-    """A loss that a mixer adds to the loss of the model's head, such as a loss that balances the load of experts."""
+    """A loss that a mixer adds to the loss of the model's head, such as a load balance loss of experts."""
 
     name: str
     """The name in the log. If several mixers have a loss of the same name, the mean over these mixers is logged."""
@@ -118,8 +119,7 @@ class Attention(_Mixer):
     name: str
     """The prefix of the names of the mixer's linear layers."""
     site: str
-    """The name of the mixer's dropout. Masks depend on a hash of the name, so a different name gives different
-    masks."""
+    """The name of the mixer's dropout. Masks depend on a hash of the name, so different names give different masks."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -132,11 +132,11 @@ class Attention(_Mixer):
     """Whether a token attends only to itself and earlier tokens."""
     padding: Literal["masked", "uniform", "zero"]
     """Treatment of padding in an encoder's rows. "masked": padding is masked in self-attention and in the memory. The
-    other values reproduce Megatron-LM 23.06 to core 0.5, where padding in the memory is visible; as queries, padding
-    tokens attend uniformly to all columns ("uniform": Megatron-LM's softmax in torch) or to none ("zero": Megatron-LM's
-    fused softmax)."""
+    other values reproduce Megatron-LM 23.06 to core 0.5, where padding in the memory is visible; padding tokens attend
+    uniformly to all columns ("uniform", Megatron-LM's softmax in torch) or to no columns ("zero", Megatron-LM's fused
+    softmax)."""
     window: int | None
-    """The number of tokens, itself included, that a token attends to in each direction; None if unlimited."""
+    """The number of tokens, including itself, that a token attends to in each direction; None if unlimited."""
     rope: Rope | None
     q_norm: Norm | None
     """A norm per head, or one norm over the whole projection if the norm is as wide as all heads together."""
@@ -147,7 +147,7 @@ class Attention(_Mixer):
     score_multiplier: float = 1.0
     """Factor of the attention scores, in addition to 1 / sqrt(head_dim)."""
     softcap: float | None = None
-    """Bound of attention scores: the softmax is applied to softcap x tanh(score / softcap) (Gemma 2)."""
+    """Bound of attention scores. The softmax is applied to softcap x tanh(score / softcap) (Gemma 2)."""
 
     @property
     def width(self) -> int:
@@ -183,12 +183,12 @@ class ExpertGroups:
     count: int
     chosen: int
     best: int
-    """The score of a group is the sum of its `best` largest scores."""
+    """Number of largest scores in a group whose sum is the group's score."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """The choice of experts for each token, and the factors of the experts' outputs."""
+    """The rule that chooses experts for each token, and computes the factors of the experts' outputs."""
 
     score: Literal["softmax", "sigmoid", "sqrt-softplus"]
     """The function that maps logits to scores."""
@@ -203,14 +203,14 @@ class Router:
     bias: bool
     """Whether the router's linear layer has a bias."""
     balance_rate: float | None
-    """The change per step of the bias that balances the load, which affects only the choice of experts. None if the
-    router has no such bias."""
+    """The change per step of the load-balancing bias, which affects only the choice of experts. None if the router does
+    not have this bias."""
     quantile_ema: float
-    """For the choice "quantile": the decay of the moving average of the experts' thresholds."""
+    """Decay of the moving average of the experts' thresholds. Used only by the choice "quantile"."""
     dtype: Literal["fp32", "fp64"] | None
     """The dtype of the router's linear layer, probabilities and weighted sum; None for the dtype of the activations."""
     jitter: float
-    """Range of noise: the router's input is multiplied by random factors in [1 - jitter, 1 + jitter]."""
+    """Range of the noise on the router's input, which is multiplied by random factors in [1 - jitter, 1 + jitter]."""
     losses: tuple[AuxiliaryLoss, ...]
 
     @property
@@ -229,7 +229,7 @@ class ExpertCapacity:
     factor: float
     """The limit as a multiple of an even share."""
     policy: Literal["probs", "position"]
-    """The tokens that an expert keeps: those with the largest probabilities, or the first ones."""
+    """Which tokens an expert keeps, either the tokens with the largest probabilities or the first tokens."""
     padded: bool
     """Whether rows are padded so that the number of rows of each expert equals the limit."""
 
@@ -248,9 +248,10 @@ class Experts(_Mixer):
     expert: Dense
     """The network of each expert, whose tensors are named NAME.NUMBER."""
     shared: Dense | None
-    """An additional network that is applied to every token; None if the mixture has only chosen experts."""
+    """A shared network that is applied to every token; None if the mixture has only chosen experts."""
     shared_gate: bool
-    """Whether the shared network's output is multiplied by a gate: the sigmoid of a linear function of the input."""
+    """Whether the shared network's output is multiplied by a gate, which is the sigmoid of a linear function of the
+    input."""
     router: Router
     capacity: ExpertCapacity | None
     """The limit for each expert; None if no token is dropped."""
@@ -277,7 +278,7 @@ class NeighbourAttention(_Mixer):
     width: int
     """Number of tokens in a neighbour."""
     encoder: tuple[Layer, ...]
-    """Layers that first encode each neighbour, with attention to the chunk; () if an earlier layer has the encoder."""
+    """Layers of the encoder, which attend to the chunk; () if an earlier layer has the encoder."""
     prefix: str
     """The prefix of the names of the encoder's tensors."""
 
@@ -288,7 +289,7 @@ class NeighbourAttention(_Mixer):
 
 
 Mixer = Attention | Dense | Experts | NeighbourAttention
-"""The types of mixer, which is the main function of a branch."""
+"""The types of mixer. A mixer is the main function of a branch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,9 +310,9 @@ class Branch:
     after: Norm | None
     """The norm after the branch."""
     after_of: Literal["sum", "branch"]
-    """The input of the norm `after`: the sum of stream and branch, or the branch alone."""
+    """The input of the norm `after`, which is the sum of stream and branch, or the branch alone."""
     onto: Literal["stream", "normed"]
-    """The tensor to which the branch is added: the stream, or the normalized stream."""
+    """The tensor to which the branch is added, which is the stream or the normalized stream."""
     dropout: float
     """Dropout probability for the branch's output."""
     multiplier: float = 1.0
@@ -338,11 +339,11 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer, whose branches run one after the other, or in parallel on the same stream."""
+    """A layer whose branches run sequentially, or in parallel on the same stream."""
 
     branches: tuple[Branch, ...]
     parallel: bool = False
-    """Whether all branches have the layer's input as input, and branch outputs are summed (GPT-J, GPT-NeoX)."""
+    """Whether all branches read the layer's input and their outputs are summed (GPT-J, GPT-NeoX)."""
     before: Norm | None = None
     """A norm of the layer's input that all parallel branches share, instead of a norm per branch (GPT-J)."""
 
@@ -385,7 +386,7 @@ class Layer:
 
     @property
     def shared(self) -> dict[str, int]:
-        """The dimensions that the number of tensor ranks must divide, by option name."""
+        """Option name -> the dimension that must be a multiple of the number of tensor ranks."""
         attention = self.attention
         return {"heads": attention.heads, "kv_heads": attention.kv_heads, "ffn": self.feed_forward.width}
 

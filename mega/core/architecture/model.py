@@ -1,4 +1,5 @@
-"""The architecture of a whole model as frozen dataclasses: an input, a sequence of stacks of layers, and an output.
+"""The architecture of a whole model as frozen dataclasses. A model has an input, a sequence of stacks of layers, and an
+output.
 
     Architecture(hidden=4096, input=Input(vocab=32000, ...), stacks=(Stack(layers=(Layer(...), ...)),), output=...)
 
@@ -24,7 +25,7 @@ class Input:
     vocab: int
     """Number of rows of the token table, without padding."""
     vocab_multiple: int
-    """The number of rows of the token table is padded to a multiple of this number times the number of tensor ranks."""
+    """The number of rows of the token table is padded to a multiple of this number times the tensor parallel size."""
     scale: float
     """Factor by which token rows are multiplied."""
     rounds_scale: bool
@@ -32,7 +33,7 @@ class Input:
     learned_positions: int
     """Number of rows of a learned table of positions; 0 if the model has no such table."""
     learned_from: int
-    """The row of the table of learned positions that belongs to the first position."""
+    """Index of the first position's row in the table of learned positions."""
     sinusoid_from: int | None
     """The first sinusoidal position; None if positions are not sinusoidal."""
     types: int
@@ -41,7 +42,7 @@ class Input:
     dropout: float
 
     def rows(self, tp: int) -> int:
-        """Return the number of rows in the token table, with padding, on all `tp` tensor ranks together."""
+        """Return the number of rows in the token table, with padding, over all `tp` tensor ranks."""
         return padded(self.vocab, tp, self.vocab_multiple)
 
 
@@ -80,7 +81,7 @@ class Words:
     divisor: float = 1.0
     """Divisor of logits."""
     softcap: float | None = None
-    """Bound of logits: after the division, logits are replaced with softcap x tanh(logits / softcap) (Gemma 2)."""
+    """Bound of logits. After the division, logits are replaced with softcap x tanh(logits / softcap) (Gemma 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +100,8 @@ class Rows:
     classes: int
     """Number of outputs per row."""
     choices: int
-    """Number of rows from which one row is chosen (multiple choice), with a single output per row; 1 if each row is
-    classified separately."""
+    """Number of rows from which one is chosen (multiple choice), with a single output per row; 1 if rows are classified
+    separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class Ahead:
     """A layer of multi-token prediction, which predicts the token after the previous prediction (DeepSeek-V3, section
     2.2).
 
-    The input is a linear layer of two norms: of the previous prediction's stream and of the previous token's embedding.
+    The input is a linear layer of the norms of the previous prediction's stream and the previous token's embedding.
     """
 
     name: str
@@ -132,7 +133,7 @@ class Output:
 
     words: Words | None
     ahead: tuple[Ahead, ...] = ()
-    """Layers that predict tokens after the next token. The input of each includes the stream of the previous layer."""
+    """Layers that predict tokens after the next token. Each layer's input includes the stream of the previous layer."""
     pooler: bool
     """Whether a dense layer and tanh are applied to the first token of a row."""
     rows: Rows | None
@@ -145,7 +146,7 @@ class Adapters:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Names of the linear layers that have an adapter; () for all."""
+    """Names of the linear layers that have an adapter; () for all linear layers."""
     dropout: float
     """Dropout probability for the inputs of adapters."""
 
@@ -157,7 +158,7 @@ class Adapters:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The architecture of a model, which determines all tensors and the whole computation."""
+    """The architecture of a model. It determines all tensors and the whole computation."""
 
     family: str
     """Name of the model family in messages and on disk. Code that depends on the family belongs in core/family.py."""
@@ -217,7 +218,8 @@ class Architecture:
 
     @property
     def long_from(self) -> int | None:
-        """The number of tokens above which LongRoPE's long factors apply; None if the factors never change."""
+        """The number of tokens above which LongRoPE's long factors apply; None if factors do not depend on the
+        length."""
         scalings = [rope.scaling for rope in self.ropes if isinstance(rope.scaling, LongScaling)]
         return scalings[0].original if scalings and scalings[0].original < self.positions else None
 

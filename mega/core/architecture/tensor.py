@@ -11,8 +11,8 @@ Unit = int | str
 
 Partial = Literal["tp", "sequence"]
 """The condition under which the gradient on a tensor rank is partial. "tp": always (norms of heads, because a rank has
-only some of the heads). "sequence": if tensor ranks split the sequence (other norms and biases of row-parallel layers,
-because a rank has only some of the tokens)."""
+only some of the heads). "sequence": under sequence parallelism (other norms and biases of row-parallel layers, because
+a rank has only some of the tokens)."""
 
 TENSOR_AXES = {"dp": "tp", "edp": "etp"}
 """Data axis of a tensor -> the axis of the tensor ranks that shard or replicate it."""
@@ -25,15 +25,16 @@ class Cut:
     dim: int
     axis: str
     parts: int
-    """The number of parts, none of which may be split, for example heads."""
+    """The number of parts, for example heads, none of which may be split."""
     multiple: int = 0
-    """0 if the axis size must divide `parts`. Otherwise the dimension is first padded to a multiple of `multiple x axis
-    size`, and the last ranks hold padding."""
+    """The dimension is first padded to a multiple of `multiple x axis size`, and the last ranks hold the padding. If 0,
+    `parts` must be a multiple of the axis size."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """The index of a tensor among `count` equal tensors, one per expert, that are distributed whole over an axis."""
+    """The index of a tensor among `count` equal tensors, one per expert, which are distributed over an axis without
+    being split."""
 
     axis: str
     index: int
@@ -55,24 +56,24 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     units: tuple[Unit, ...]
-    """The units that use the tensor; several for a tied tensor."""
+    """The units that use the tensor. A tied tensor has several."""
     init: Init
     cuts: tuple[Cut, ...] = ()
     """The sharding of the tensor. Each cut has a different dimension and a different axis."""
     partial: tuple[Partial, ...] = ()
     """Conditions under which the gradient on a tensor rank is partial."""
     data: str = "dp"
-    """The data axis over which the gradient is summed, whose ranks hold copies of the tensor and have different tokens
-    ("edp" for a tensor of an expert)."""
+    """The data axis over which the gradient is summed ("edp" for a tensor of an expert). Its ranks hold copies of the
+    tensor and process different tokens."""
     trainable: bool = True
-    """Whether the tensor gets gradients. A frozen tensor has no bucket, no moments and no master copy."""
+    """Whether the tensor is trained. A frozen tensor has no gradient, bucket, moments or master copy."""
     share: float = 1.0
-    """The fraction of the layer's tokens that are multiplied by the tensor, which for a tensor of an expert is the
-    fraction of tokens that choose the expert."""
+    """The fraction of the layer's tokens that the tensor is applied to. For a tensor of an expert, this is the fraction
+    of tokens that choose the expert."""
     member: Member | None = None
     """Index of the expert to which the tensor belongs; None for other tensors."""
     counted: bool = False
-    """Whether each step sets the tensor from counts, in fp32 or wider, instead of from a gradient. Checkpoints store
+    """Whether each step updates the tensor from counts, in fp32 or wider, instead of from a gradient. Checkpoints store
     such a tensor like trained tensors."""
 
     @property
@@ -101,7 +102,8 @@ class Tensor:
         return prod(self.shape)
 
     def cut(self) -> Cut | None:
-        """Return the cut that shards the tensor over tensor ranks; None if each tensor rank holds the whole tensor."""
+        """Return the cut that shards the tensor over tensor ranks, or None if each tensor rank holds the whole
+        tensor."""
         return next((cut for cut in self.cuts if cut.axis == self.tensor_axis), None)
 
 

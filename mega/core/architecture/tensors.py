@@ -1,6 +1,7 @@
-"""Generate every logical tensor of a model in one walk over the architecture: name, shape, cuts, initial values, units.
+"""Generates every logical tensor of a model in one traversal of the architecture, with name, shape, cuts, initial
+values and units.
 
-Tensors that exist in Llama have Hugging Face's names for Llama. Weights are [out, in]. The walk goes from the tables of
+Tensors that exist in Llama have Hugging Face's names for Llama. Weights are [out, in]. The order is from the tables of
 the first stack to the output, and within a layer from the first branch to the last. These tensors are the single source
 for layers, initialisation, gradient norms and reductions, optimizer spans, checkpoints, converters and the estimate.
 """
@@ -58,7 +59,7 @@ def norm(value: Norm, unit: Unit, partial: Partial) -> Iterator[Tensor]:
 
 
 def whole_linear(model: Architecture, name: str, outs: int, partial: tuple[Partial, ...] = ()) -> Iterator[Tensor]:
-    """Yield the weight and the bias of a linear layer of the head, which every rank holds whole."""
+    """Yield the weight and the bias of a linear layer of the head, which are replicated on every rank."""
     yield Tensor(f"{name}.weight", (outs, model.hidden), ("head",), Init(std=model.init_std), partial=partial)
     yield Tensor(f"{name}.bias", (outs,), ("head",), Init(), partial=partial)
 
@@ -123,8 +124,7 @@ def _dense(model: Architecture, dense: Dense, unit: Unit) -> Iterator[Tensor]:
 
 
 def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tensor]:
-    """Yield the tensors of the router (which every tensor rank holds whole), of each expert, and of the shared
-    expert."""
+    """Yield the tensors of the router (replicated on every tensor rank), of each expert, and of the shared expert."""
     gate, normal = f"{experts.name}.gate", Init(std=model.init_std)
     partial_tokens: tuple[Partial, ...] = ("sequence",)
     yield Tensor(f"{gate}.weight", (experts.count, model.hidden), (unit,), normal, partial=partial_tokens)
@@ -179,9 +179,9 @@ def _ahead(model: Architecture, ahead: Ahead) -> Iterator[Tensor]:
 
 
 def _output(model: Architecture, output: Output) -> Iterator[Tensor]:
-    """Yield the tensors of the output. The layers for tokens and for rows are replicated on tensor ranks; under
-    sequence parallelism the layers for tokens process only the tokens of the rank. The output matrix is sharded over
-    the vocabulary."""
+    """Yield the tensors of the output. The layers for tokens and for rows are replicated on tensor ranks. Under
+    sequence parallelism, the layers for tokens process only the rank's tokens. The output matrix is sharded over the
+    vocabulary."""
     if (words := output.words) is not None:
         if words.transform is not None:
             yield from whole_linear(model, "lm_head.dense", model.hidden, ("sequence",))

@@ -9,7 +9,7 @@ from mega.core.words import count_words
 
 
 def shape_words(model: Architecture) -> str:
-    """Describe the shape of a model by the first layer and the first mixture of experts.
+    """Describe the shape of a model by its first layer and its first mixture of experts.
 
     >>> from mega.core.architecture import architecture
     >>> from mega.core.config.compose import compose
@@ -52,5 +52,5 @@ def parameter_words(options: ModelConfig) -> str:
 
 
 def size_words(model: Architecture) -> str:
-    """Describe the shape of a model more briefly, for servers."""
+    """Describe the shape of a model more briefly, for use by servers."""
     return f"{model.family}, {len(model.layers)} blocks of {model.hidden}"

@@ -1,4 +1,5 @@
-"""Adafactor: second moments of a matrix are stored as one value per row and per column; the RMS of updates is clipped.
+"""Adafactor, which stores the second moments of a matrix as one value per row and per column, and clips the RMS of
+updates.
 
     R, C    running means of g^2 over each row and each column     n + m values for an n x m matrix
     V       R C / mean R; for a vector, running means of g^2
@@ -22,7 +23,7 @@ from mega.core.optim.rule import Allocator, FlatState, Ranks, ShardState, StepAr
 from mega.core.shard import Shard
 
 SMALLEST = 1e-30
-"""Number added to squared gradients, to avoid a division by zero if a row's gradient is zero (the paper's first
+"""Constant added to squared gradients, to avoid a division by zero if a row's gradient is zero (the paper's first
 epsilon)."""
 
 LEAST_SIZE = 1e-3
@@ -81,8 +82,8 @@ class Adafactor:
             step_factors[f"{COLUMNS}/{shard.name}"][column : column + part.shape[1]] += squares.sum(0)
         sums = ranks.sums(owned.bucket, torch.cat(list(step_factors.values())))
         totals = torch.split(sums, [len(one) for one in step_factors.values()])
-        # In a matrix [n, m], the mean of a row is over m squares, and of a column over n. `factors` has rows first, so
-        # the lengths are m, n.
+        # In a matrix [n, m], the mean of a row is over m squares, and the mean of a column over n. `factors` has rows
+        # first, so the lengths are m, n.
         lengths = (length for shard, _ in _matrices(owned) for length in reversed(shard.whole))
         for factor, total, length in zip(owned.factors.values(), totals, lengths, strict=True):
             factor.mul_(decay).add_(total / length + SMALLEST, alpha=1 - decay)

@@ -21,7 +21,7 @@ class AdamW(Elementwise):
     beta2: float
     """Decay of the second moment, the mean of squared gradients."""
     eps: float
-    """Epsilon, which is added to the root of the second moment."""
+    """Constant that is added to the root of the second moment."""
     plain: bool = False
     """Whether to use `reference` instead of torch's fused kernel."""
 
@@ -57,8 +57,7 @@ class AdamW(Elementwise):
         master.sub_(args.lr * (direction + args.decay * master))
 
     def direction(self, grad: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, *, step: int) -> torch.Tensor:
-        """Update the moments with a gradient; return Adam's update, not yet multiplied by the rate and without
-        decay."""
+        """Update the moments with a gradient, and return Adam's update without the learning rate and weight decay."""
         moment1.mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
         moment2.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         first = moment1 / (1 - self.beta1**step)

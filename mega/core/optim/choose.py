@@ -1,4 +1,4 @@
-"""Create the update rule that the options select."""
+"""Creates the update rule that the options select."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mega.core.optim.sgd import SGD
 
 
 def rule_of(options: OptimizerConfig, *, plain: bool = False) -> Rule:
-    """Return the rule that `options` select. plain: whether AdamW uses unfused operations."""
+    """Return the update rule selected by `options`. plain: whether AdamW uses unfused operations."""
     adam = AdamW(options.adam_beta1, options.adam_beta2, options.adam_eps, plain)
     if options.optimizer == "adam":
         return adam

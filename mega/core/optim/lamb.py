@@ -1,10 +1,10 @@
-"""LAMB: Adam's update, scaled per tensor to the norm of the weights.
+"""LAMB, which scales Adam's update of each tensor to the norm of the weights.
 
     r = m / (sqrt v + eps) + decay p        with bias-corrected moments m and v
     p <- p - lr (|p| / |r|) r               the ratio is 1 if either norm is 0
 
 Source: You et al. 2020, algorithm 2, where phi is the identity. |p| and |r| are norms of whole logical tensors, across
-all ranks that hold shards of a tensor. Biases and weights of norms, which do not decay, use the unscaled rate, as in
+all ranks that hold shards of a tensor. The update of biases and norm weights, which do not decay, is not scaled, as in
 the authors' code.
 """
 

@@ -1,4 +1,5 @@
-"""Muon: the momentum of each matrix is made nearly orthogonal, so that steps in all directions have about equal size.
+"""Muon, which makes the momentum of each matrix nearly orthogonal, so that steps in all directions have about equal
+size.
 
     m <- mu m + (1 - mu) g                          Nesterov: u = mu m + (1 - mu) g, else u = m
     X <- u / |u|;  steps of  A = X X';  X <- a X + (b A + c A A) X          singular values towards 1
@@ -6,8 +7,8 @@
 
 Source: Jordan et al. 2024, Liu et al. 2025; coefficients and scales of Megatron-core. Muon updates the matrices of
 layers, which are in separate buckets; AdamW updates embeddings, the output layer, biases and norms. Each logical matrix
-is made orthogonal separately, even if queries, keys and values, or gate and up projections, are fused in memory, or if
-ranks hold shards of the matrix.
+is made orthogonal separately, even if matrices are fused in memory (query, key and value; gate and up) or ranks hold
+shards of a matrix.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ COEFFICIENTS: dict[str, Coefficients] = {
     ),
 }
 REPEATS_LAST = ("polar_express",)
-"""Names of lists whose last entry is repeated if there are more steps than entries. Other lists start over."""
+"""Names of the lists whose last entry is repeated if there are more steps than entries. Other lists start again from
+the first entry."""
 
 SMALLEST_NORM = 1e-7
 """Lower limit of the norm by which a matrix is divided, so that a matrix of zeros stays zero."""
@@ -68,7 +70,7 @@ class Muon:
     """Scale of the update of a matrix [out, in]: "spectral" sqrt max(out, in), "shape_scaling" sqrt max(1, out / in),
     "unit_rms_norm" sqrt(out / in)."""
     factor: float = 1.0
-    """A factor applied to every update of a matrix."""
+    """An additional factor of every matrix update."""
     dtype: torch.dtype = torch.bfloat16
     """The dtype of the matrix products, unless masters are float64."""
 
@@ -90,7 +92,7 @@ class Muon:
         master.mul_(1 - args.lr * args.decay).sub_(update, alpha=args.lr)
 
     def direction(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the update [out, in] of a matrix, not yet multiplied by the rate."""
+        """Return the update [out, in] of a matrix, without the learning rate."""
         out, columns = matrix.shape
         ratio = out / columns
         square: float = {"spectral": max(out, columns), "shape_scaling": max(1.0, ratio), "unit_rms_norm": ratio}[
@@ -109,7 +111,7 @@ def orthogonal(matrix: torch.Tensor, steps: Iterator[tuple[float, float, float]]
     """Return the matrix with all singular values near 1, by Newton-Schulz steps in `dtype` (float64 for a float64
     matrix).
 
-    A matrix with more rows than columns is transposed, so that X X' has the smaller of the two possible sizes.
+    A matrix with more rows than columns is transposed, so that X X' has the smaller size.
     """
     x: torch.Tensor = matrix / matrix.norm().clamp(min=SMALLEST_NORM)
     if matrix.dtype != torch.float64:

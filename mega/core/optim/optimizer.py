@@ -1,11 +1,11 @@
-"""Compute new weights from reduced gradients, bucket by bucket, on the spans owned by this rank.
+"""Computes new weights from reduced gradients, bucket by bucket, on the spans owned by this rank.
 
     1 norm over the whole model      squared gradients, summed over ranks, with each tensor counted once
     2 clip                           scale down to the limit
     3 update                         apply the rule to masters and moments of this rank's spans
     4 write back                     copy masters to weights; all ranks gather all spans (ZeRO)
 
-Weights in fp32 or fp64 also serve as masters. Without masters an update reads and writes the 16-bit weights. With
+Weights in fp32 or fp64 also serve as masters. Without masters, an update reads and writes the 16-bit weights. With
 offloading, masters and moments are in page-locked host memory, and the host computes the updates. This module does not
 depend on the model, the schedule or files.
 """
@@ -29,7 +29,7 @@ from mega.core.parallel.whole_matrices import WholeMatrices
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one step, as device tensors, so that the host need not wait.
+    """The result of one step, as device tensors, so that the host need not wait for the device.
 
     grad_norm: the gradient norm before clipping. finite: 0 if the step was skipped because gradients were not finite.
     """
@@ -39,16 +39,16 @@ class Outcome:
 
 
 class GradNorm(NamedTuple):
-    """norm: gradient norm of the whole model before clipping; NaN if a rank reports a fault. tied: the result of
-    `tied_difference`."""
+    """The result of `Optimizer.grad_norm`. norm: gradient norm of the whole model before clipping; NaN if a rank has
+    found a fault. tied: the result of `tied_difference`."""
 
     norm: torch.Tensor
     tied: torch.Tensor | None
 
 
 class Optimizer:
-    """Applies an update rule to the buckets of a `GradBuffer`: AdamW by a fused kernel of `ops`, other rules by their
-    method `step`.
+    """Applies an update rule to the buckets of a `GradBuffer`. AdamW uses a fused kernel of `ops`; other rules use
+    their method `step`.
 
     masters: whether to keep fp32 masters of 16-bit weights. offload: whether to keep masters and moments on the host,
     and to run updates on the host. decays_all: whether biases and norms also decay.
@@ -83,8 +83,8 @@ class Optimizer:
         self._updates.fill_(count)
 
     def grad_norm(self, scale: torch.Tensor | None = None, sound: torch.Tensor | None = None) -> GradNorm:
-        """Return the norm of the gradients; call `grads.finish()` first. scale: the loss scale. sound: bool [], false
-        if this rank has found a fault, which makes the norm NaN on all ranks."""
+        """Return the norm of the gradients. Call `grads.finish()` first. scale: the loss scale. sound: bool [], false
+        if this rank has found a fault, in which case the norm is NaN on all ranks."""
         tied = tied_difference(self.grads)
         if tied is not None:
             sound = tied[0] == 0 if sound is None else sound & (tied[0] == 0)
@@ -99,8 +99,8 @@ class Optimizer:
         norm: torch.Tensor | None = None,
         allowed: torch.Tensor | None = None,
     ) -> Outcome:
-        """Update the weights once. norm: the result of `grad_norm`; None to compute the norm here. allowed: bool [],
-        equal on all ranks; false skips the step."""
+        """Update the weights once. norm: the norm from `grad_norm`; None to compute the norm in this method. allowed:
+        bool [], equal on all ranks; false skips the step."""
         # 1 norm
         if norm is None:
             norm = self.grad_norm(scale).norm
@@ -116,15 +116,15 @@ class Optimizer:
         elif bool(finite):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
         else:
-            return Outcome(norm, finite)  # no gather, because a gather would hide a damaged replica from an audit
+            return Outcome(norm, finite)  # no gather, because a gather would hide a corrupted replica from an audit
         self.grads.start_param_gather()
         return Outcome(norm, finite)
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
         """Update the weights with the rule's method `step`."""
         args = StepArgs(self.updates, lr, decay)
-        # Rules call collectives. Stages that share a tied tensor hold its bucket at different positions, so a common
-        # order by the tensor's name avoids a deadlock.
+        # Rules call collectives. Stages that share a tied tensor hold its bucket at different positions, so buckets are
+        # ordered by the tensor's name to avoid a deadlock.
         for owned in sorted(self.shards, key=lambda owned: owned.bucket.tied_name()):
             weights = owned.bucket.own_weights
             # Without a stored master, the master is a temporary copy of 16-bit weights, or the fp32 weights themselves.

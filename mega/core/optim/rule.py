@@ -1,6 +1,6 @@
 """The interface of update rules. A rule keeps state for this rank's span of a bucket, and updates the span's weights.
 
-An elementwise rule does not depend on the boundaries of tensors in the span. Any other rule communicates with the ranks
+An elementwise rule does not depend on the boundaries of tensors in the span. Other rules communicate with the ranks
 that hold other shards of a tensor, to obtain sums (LAMB, Adafactor) or whole matrices (Muon).
 """
 
@@ -22,13 +22,14 @@ class Ranks(NamedTuple):
     each collective."""
 
     sums: Callable[[Bucket, torch.Tensor], torch.Tensor]
-    """Adds up each rank's sums over shards, to sums over whole tensors (`bucket_sums.whole_sums`)."""
+    """Function that adds up the ranks' sums over shards to sums over whole tensors (`bucket_sums.whole_sums`)."""
     matrices: Callable[[Bucket, torch.Tensor, MatrixFunction], torch.Tensor]
-    """Applies a function to whole matrices; input and result are this rank's span (`WholeMatrices.mapped`)."""
+    """Function that applies another function to whole matrices. Input and result are this rank's span
+    (`WholeMatrices.mapped`)."""
 
 
 class StepArgs(NamedTuple):
-    """The scalars of one update: number of the update, counted from 1, learning rate and weight decay."""
+    """The scalars of one update, which are its number, counted from 1, the learning rate and the weight decay."""
 
     step: int
     lr: float
@@ -61,8 +62,7 @@ class ShardState:
 
     bucket: Bucket
     master: torch.Tensor | None
-    """A second copy of the weights, in addition to the model's weights; None if the rule updates the model's
-    weights."""
+    """A master copy of the weights; None if the rule updates the model's weights."""
     moments: dict[str, FlatState] = field(default_factory=dict)
     """Name of a moment -> one value per element."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class ShardState:
 
     @property
     def decay_end(self) -> int:
-        """The index in the span at which weights that decay end. These weights come first in a bucket."""
+        """The index in the span of the first weight that does not decay. Weights that decay come first in a bucket."""
         begin, end = self.bucket.span
         if self.decays_all:
             return end - begin

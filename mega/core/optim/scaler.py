@@ -10,7 +10,7 @@ import torch
 
 
 class LossScaler:
-    """Dynamic loss scale. scale: the current factor. clean: number of steps since the last overflow or increase.
+    """A dynamic loss scale. scale: the current factor. clean: number of steps since the last overflow or increase.
     patience: number of overflows until the scale is halved.
 
     The patience is reset when the scale is doubled, but not when the scale is halved. After the patience is used up,
@@ -49,7 +49,7 @@ class LossScaler:
         self.patience = torch.where(finite | ignored, self.patience, self.patience - 1)
         backs_off = ~finite & ~ignored & (self.patience <= 0)
         self.scale = torch.where(backs_off, (self.scale / 2).clamp(min=self.least), self.scale)
-        grows = self.clean >= self.window  # `clean` may exceed a window that a resume has shortened
+        grows = self.clean >= self.window  # `clean` may exceed the window if a resume has shortened it
         self.scale = torch.where(grows, self.scale * 2, self.scale)
         self.clean = torch.where(grows, 0, self.clean)
         self.patience = torch.where(grows, self.hysteresis, self.patience)
@@ -61,8 +61,8 @@ class LossScaler:
 
     @property
     def at_least(self) -> bool:
-        """Whether the scale cannot decrease, because it is constant or has reached the minimum. This property waits for
-        the device."""
+        """Whether the scale cannot decrease, because it is constant or has reached the minimum. Reading this property
+        waits for the device."""
         return self.window is None or bool(self.scale <= self.least)
 
     def state(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the number of consumed samples, computed with Python numbers only."""
+"""Learning rate and weight decay as functions of the number of consumed samples. Only Python numbers are used."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ENDLESS = "constant", "range-test", "range-exponential"
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate with a warm-up from `initial` to `peak` over `warmup` samples, then a decay to `least` at `decay`
-    samples.
+    """A learning rate with a warm-up from `initial` to `peak` over `warmup` samples, followed by a decay to `least` at
+    `decay` samples.
 
     The style "wsd" stays at `peak` and decays over the last `anneal` samples with the curve `anneal_style` (Hu et al.
     2024, arXiv 2404.06395, with the curves of Megatron-core).
@@ -92,7 +92,8 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """Weight decay that changes from `start` to `end` over `total` training samples; "constant" is always `end`."""
+    """A weight decay that changes from `start` to `end` over `total` training samples. With the style "constant", it is
+    always `end`."""
 
     start: float
     """The weight decay at the first sample."""
@@ -101,7 +102,7 @@ class WeightDecay:
     total: int
     """Number of training samples over which the weight decay changes."""
     style: str = "constant"
-    """The curve of the change: constant, linear or cosine."""
+    """The curve of the change (constant, linear or cosine)."""
 
     def __call__(self, samples: int) -> float:
         if self.style == "constant" or samples >= self.total:

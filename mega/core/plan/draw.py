@@ -1,4 +1,4 @@
-"""Draw a simulated plan as text, SVG or PNG, with one line per rank and time increasing to the right.
+"""Draws a simulated plan as text, SVG or PNG, with one line per rank and time increasing to the right.
 
 Only PNG needs matplotlib, which is imported on demand. This module draws a `Simulation` and does not depend on
 schedules.
@@ -22,7 +22,7 @@ def draw_text(simulation: Simulation, width: int = 100) -> str:
     """Draw the simulation as one line of at most `width` characters per rank, followed by a line of figures.
 
     A cell shows the kind of compute step and the microbatch ("F3"; "F3b" for the second chunk), or only the kind if the
-    label does not fit; `.` means that the rank waits.
+    label does not fit. `.` means that the rank waits.
 
     >>> from mega.core.plan import plan, simulate
     >>> print(draw_text(simulate(plan("1f1b", stages=2, microbatches=2)), 60))
@@ -47,8 +47,8 @@ def draw(simulation: Simulation, path: Path) -> None:
 
 
 def _scale(simulation: Simulation, room: int) -> float:
-    """Return the number of characters per unit of time: enough for labels if the line then fits in `room` characters;
-    otherwise a whole number of characters per compute step if that fits; otherwise the number that fits."""
+    """Return the number of characters per unit of time for a line of at most `room` characters. It is large enough for
+    labels if possible, otherwise a whole number of characters per compute step if possible, otherwise whatever fits."""
     spans = [span for row in simulation.rows for span in row]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     labelled = max(len(_label(simulation, span)) for span in spans) + 1

@@ -1,4 +1,4 @@
-"""Insert sends and receives of activations and gradients ("cargo") between the compute steps of every rank.
+"""Inserts sends and receives of activations and gradients ("cargo") between the compute steps of every rank.
 
 This module does not depend on schedules. First the compute steps of all ranks are simulated on a clock on which every
 compute step takes one slot and transfers take no time. Then each transfer is assigned a time:
@@ -7,14 +7,15 @@ compute step takes one slot and transfers take no time. Then each transfer is as
     receiver  ...        [other work]    | [consume] ...
 
 The sender sends an activation or gradient immediately after producing it. The receiver receives it as late as possible
-without delaying any rank: before the consuming compute step, or earlier if the sender would otherwise wait before its
-next compute step. So received activations and gradients occupy memory no longer than necessary, and one exchange can
-combine, for example, an activation for the next stage with a gradient for the previous stage, as in Megatron-LM's 1F1B.
+without delaying any rank, that is, before the consuming compute step, or earlier if the sender would otherwise wait
+before its next compute step. Received activations and gradients therefore occupy memory no longer than necessary, and
+one exchange can combine, for example, an activation for the next stage with a gradient for the previous stage, as in
+Megatron-LM's 1F1B.
 
-A plan made here cannot deadlock, even if a send waits for the matching receive (rendezvous), because the assigned times
-put all compute steps and transfers of all ranks in one total order, and every rank follows this order. The first
-unfinished act can therefore always run. Transfers between the same two compute steps start together in one `Exchange`,
-which can only make a transfer start earlier.
+The resulting plan cannot deadlock, even if a send waits for the matching receive (rendezvous). The assigned times put
+all compute steps and transfers of all ranks in one total order, and every rank follows this order. The first unfinished
+act can therefore always run. Transfers between the same two compute steps start together in one `Exchange`, which can
+only make a transfer start earlier.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Cargo = tuple[str, int, int]
 
 
 def needs(act: Compute, stage: int, last: int) -> Cargo | None:
-    """Return the activation or gradient required by `act` on global stage `stage`; None if the act does not depend on
+    """Return the activation or gradient required by `act` on global stage `stage`, or None if `act` does not depend on
     another stage."""
     if act.kind == "F" and stage > 0:
         return ("F", act.microbatch, stage - 1)
@@ -51,7 +52,7 @@ def received(transfer: Transfer, rank: int, stages: int) -> Cargo:
 
 
 def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> tuple[tuple[Act, ...], ...]:
-    """Return the actions of every rank: its compute steps in the given order, and the exchanges between them.
+    """Return the actions of every rank, which are its compute steps in the given order and the exchanges between them.
 
     Raises PlanError if the orders contain a circular wait.
     """
@@ -84,7 +85,8 @@ def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int
 def _woven(
     order: Sequence[Compute], sends: dict[int, list[Transfer]], recvs: dict[int, list[Transfer]]
 ) -> tuple[Act, ...]:
-    """Return the actions of one rank: compute steps, with exchanges in the gaps. Gap i is before compute step i."""
+    """Return the actions of one rank, with exchanges in the gaps between compute steps. Gap i is before compute step
+    i."""
     acts: list[Act] = []
     for gap in range(len(order) + 1):
         if gap in sends or gap in recvs:

@@ -1,8 +1,8 @@
-"""The pipeline schedules: the order of compute steps on each rank.
+"""The pipeline schedules, which determine the order of compute steps on each rank.
 
 Each schedule is one function from (rank, stages, chunks, microbatches) to a list of `Compute`s. The module `exchange`
-inserts the transfers for all schedules. In the drawings F2 is the forward pass of microbatch 2, B2 is the backward pass
-of microbatch 2, and `.` is a waiting rank; F and B take one slot each:
+inserts the transfers for all schedules. In the drawings, F2 is the forward pass of microbatch 2, B2 is the backward
+pass of microbatch 2, and `.` is an idle slot. F and B take one slot each:
 
     gpipe, 3 stages, 3 microbatches: all forward passes, then all backward passes. Every rank holds all microbatches.
 
@@ -51,10 +51,10 @@ class PipelineSchedule:
 
 
 def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan:
-    """Return the plan of one training step: every rank's compute steps, with the exchanges between these steps.
+    """Return the plan of one training step, which contains every rank's compute steps and the exchanges between them.
 
-    kind: one of `SCHEDULES`, or "forward", which runs no backward pass (evaluation; any number of chunks).
-    stages: number of pipeline ranks, >= 1. The plan for a single stage has no exchanges.
+    kind: one of `SCHEDULES`, or "forward" for evaluation without a backward pass, with any number of chunks. stages:
+    number of pipeline ranks, >= 1. The plan for a single stage has no exchanges.
     chunks: number of model chunks on each rank, >= 1. microbatches: any number >= 1.
 
     Raises ValueError, naming the flag, if the schedule does not support the given numbers.
@@ -93,12 +93,13 @@ def _check(kind: str, stages: int, chunks: int, microbatches: int) -> None:
 
 
 def gpipe(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """GPipe: all forward passes, then all backward passes."""
+    """Return GPipe's compute steps: all forward passes, then all backward passes."""
     return [Compute(kind, i, 0) for kind in ("F", "B") for i in range(microbatches)]
 
 
 def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """1F1B: forward passes until the first gradient can arrive, then alternately one forward and one backward pass.
+    """Return the compute steps of 1F1B: forward passes until the first gradient can arrive, then alternating forward
+    and backward passes.
 
     Rank r starts with min(stages - r - 1, microbatches) forward passes: 3, 2, 1, 0 for four stages.
     """
@@ -110,10 +111,10 @@ def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: 
 
 
 def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """Interleaved 1F1B, with several chunks per rank: the steps that fill the pipeline are shorter, so the bubble is
-    smaller.
+    """Return the compute steps of interleaved 1F1B, with several chunks per rank. The steps that fill the pipeline are
+    shorter, so the bubble is smaller.
 
-    Microbatches form groups (see `_groups`): a rank runs a whole group through the first chunk, then through the second
+    Microbatches form groups (see `_groups`). A rank runs a whole group through the first chunk, then through the second
     chunk, and so on; backward passes run from the last chunk to the first. The warm-up of rank r is 2 (stages - r - 1)
     forward passes, until a microbatch has passed the later ranks and the gradient has returned, plus the forward passes
     of one group through every chunk except the last. For 4 stages, 2 chunks and 8 microbatches the warm-up is 10, 8, 6,
@@ -131,11 +132,12 @@ def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order
 
 
 def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """ZB-H1: 1F1B with a split backward pass, whose weight gradients fill slots that would be idle.
+    """Return the compute steps of ZB-H1, which is 1F1B with a split backward pass whose weight gradients fill idle
+    slots.
 
     The previous rank waits for the gradient of the input (B), but the gradient of the weights (W) can be computed at
-    any later time. On rank r the W steps lag r microbatches behind the B steps, so that later ranks defer work to
-    the end of the training step, when they would be idle. No rank holds more than `stages` microbatches.
+    any later time. On rank r, the W steps are r microbatches behind the B steps, so that later ranks defer work to the
+    end of the training step, when they would be idle. No rank holds more than `stages` microbatches.
 
         3 stages, 4 microbatches (F, B, W one slot each)
         rank 0   F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3
@@ -155,7 +157,7 @@ def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order
 
 
 def forward_only(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """Forward passes for evaluation, in the order of the interleaved schedule."""
+    """Return the forward passes for evaluation, in the order of the interleaved schedule."""
     return list(_grouped("F", stages, range(chunks), microbatches))
 
 
@@ -178,7 +180,7 @@ def _groups(stages: int, microbatches: int) -> list[range]:
 
 
 def _grouped(kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microbatches: int) -> Iterator[Compute]:
-    """Return an order that runs each group of microbatches through all `chunks`, in the given order, before the next
+    """Return the order that runs each group of microbatches through all `chunks`, in the given order, before the next
     group."""
     for group in _groups(stages, microbatches):
         for chunk in chunks:
@@ -210,7 +212,7 @@ def interleaving() -> str:
 
 
 def splits_backward(kind: str) -> bool:
-    """Return whether a schedule computes gradients of weights in separate steps (W), later than gradients of inputs.
+    """Whether a schedule computes weight gradients in separate steps (W), after the input gradients.
 
     >>> splits_backward("zb-h1"), splits_backward("1f1b")
     (True, False)

@@ -1,4 +1,5 @@
-"""Assign the blocks and other units of a model to pipeline ranks and chunks. Units are identified by name or number."""
+"""Assigns the blocks and other units of a model to pipeline ranks and chunks. Units are identified by name or
+number."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def stage_layers(
 
     layers: number of blocks in the whole model. stages: number of pipeline ranks. chunks: number of model chunks per
         rank.
-    explicit: for stages of unequal size, the number of blocks in each global stage (chunk * stages + rank):
+    explicit: for stages of unequal size, the number of blocks in each global stage (chunk * stages + rank), which are
         `stages * chunks` numbers whose sum is `layers`. A stage with an embedding or the head may have 0 blocks.
 
     Raises ValueError if the blocks do not divide equally and `explicit` is empty.
@@ -65,7 +66,7 @@ def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) ->
 
 def split_layers(encoder: int, decoder: int, stages: int, split: int) -> tuple[int, ...]:
     """Return the number of blocks in each stage if the stages before `split` hold the encoder and the other stages hold
-    the decoder. Raises ValueError if the encoder or the decoder has no stage, or blocks that do not divide equally.
+    the decoder. Raises ValueError if the encoder or the decoder has no stages, or if its blocks do not divide equally.
 
     >>> split_layers(6, 8, stages=4, split=2), split_layers(6, 8, stages=3, split=1)
     ((3, 3, 4, 4), (6, 4, 4))
@@ -91,8 +92,7 @@ def _to(stages: int) -> str:
 
 
 def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dict[Unit, tuple[int, int]]:
-    """Return a map from each unit to the (pipeline rank, chunk) that holds the unit. units: in the order of the forward
-    pass.
+    """Return unit -> (pipeline rank, chunk) that holds the unit. units: the units in the order of the forward pass.
 
     layers: the result of `stage_layers`. Units before the first block belong to the first stage, units after the last
     block to the last stage, and other units to the stage of the next block.
@@ -107,7 +107,7 @@ def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dic
     stage = len(layers) - 1, len(layers[0]) - 1
     for unit in reversed(units):
         stage = stages[unit] = block_stages.get(unit, stage)
-    # The first stage may have no block. Without this loop the embedding would be assigned to the stage of the first
+    # The first stage may have no blocks. Without this loop, the embedding would be assigned to the stage of the first
     # block.
     for unit in itertools.takewhile(lambda unit: unit not in block_stages, units):
         stages[unit] = 0, 0

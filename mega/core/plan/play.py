@@ -1,7 +1,7 @@
-"""Run the actions of all ranks in a plan in parallel on a simulated clock, and report when each compute step ran.
+"""Runs the actions of all ranks in a plan in parallel on a simulated clock, and reports when each compute step ran.
 
-The clock follows the `Exchange`s exactly, so no executor can run a plan that deadlocks here. `prove` uses this module
-to find deadlocks, and `simulate` uses this module to compute the length of a plan.
+The simulation follows the `Exchange`s exactly, so a plan that deadlocks in it deadlocks in any executor. `prove` uses
+this module to find deadlocks, and `simulate` to compute the length of a plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) 
     """Return every rank's compute steps with times, in order. This function takes time linear in the number of actions.
 
     transfer: duration of one transfer, which starts when both ranks have reached their exchange.
-    overlap: if True, a rank does not stop in exchanges: it waits for an activation or gradient only before the compute
+    overlap: if True, a rank does not stop in exchanges. It waits for an activation or gradient only before the compute
         step that needs this input, and never waits for sends. If False, a rank stops in each exchange until all
         transfers have ended, so a send blocks until the receive.
 
@@ -40,7 +40,7 @@ def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) 
 
 
 class _Playing:
-    """The state of one call of `play`. A rank runs until it has to wait for an activation or gradient; the transfer of
+    """The state of one call of `play`. A rank runs until it has to wait for an activation or gradient. The transfer of
     that input makes the rank runnable again."""
 
     def __init__(self, plan: Plan, duration: Duration, transfer: float, overlap: bool) -> None:
@@ -62,7 +62,7 @@ class _Playing:
         return tuple(map(tuple, self.spans))
 
     def _run(self, rank: int) -> None:
-        """Run the remaining actions of `rank` until none is left or `rank` has to wait for the other rank of a
+        """Run the remaining actions of `rank` until all have run or `rank` has to wait for the other rank of a
         transfer."""
         acts = self.plan.acts[rank]
         while self.next[rank] < len(acts):

@@ -1,4 +1,4 @@
-"""Prove, independently of the schedule, that a plan has the following properties before a run executes the plan.
+"""Proves, independently of the schedule, that a plan has the following properties, before a run executes the plan.
 
     1  every rank computes every (kind, microbatch, chunk) exactly once, F before B before W
     2  no compute step runs before its input has arrived; nothing is sent before it is produced
@@ -34,7 +34,7 @@ def prove(plan: Plan) -> None:
     for rank in range(plan.stages):
         _Rank(plan, rank, sends, recvs).check()
     # Every compute step had its input, so all required inputs were received. On each route, sends equal receives, so
-    # nothing is lost.
+    # all sent tensors were received.
     for route in sends.keys() | recvs.keys():
         _same_order(route, sends[route], recvs[route])
     play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)
@@ -50,7 +50,7 @@ def _same_order(route: Route, sends: list[Cargo], recvs: list[Cargo]) -> None:
 
 
 class _Rank:
-    """The state of the check of one rank's actions, from first to last."""
+    """The state of checking one rank's actions, from first to last."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class _Rank:
             raise self._error("does not compute exactly what it should", self.done ^ expected)
 
     def _expected(self) -> set[Cargo]:
-        """Every compute step of this rank so far, as (kind, microbatch, global stage)."""
+        """The compute steps of this rank so far, as (kind, microbatch, global stage)."""
         split = any(isinstance(act, Compute) and act.kind == "W" for act in self.plan.acts[self.rank])
         kinds = "F" if self.plan.kind == "forward" else "FBW" if split else "FB"
         stages = range(self.rank, self.last + 1, self.plan.stages)
@@ -117,7 +117,7 @@ class _Rank:
             self.recvs[transfer.peer, self.rank, transfer.kind].append(cargo)
 
     def _destination(self, cargo: Cargo) -> int | None:
-        """Return the rank that needs the output of a compute step; None if no rank needs the output."""
+        """Return the rank that needs the output of a compute step, or None if no rank needs it."""
         kind, _, stage = cargo
         to = stage + {"F": 1, "B": -1, "W": 0}[kind]
         return to % self.plan.stages if kind != "W" and 0 <= to <= self.last else None

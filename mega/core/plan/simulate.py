@@ -1,4 +1,4 @@
-"""Compute the costs of a plan: length, bubble, and number of microbatches that each rank holds.
+"""Computes the costs of a plan, namely its length, its bubble, and the number of microbatches that each rank holds.
 
 The **bubble** is the fraction of time that ranks spend waiting: 1 - (total compute time) / (ranks * length). With p
 equal stages, m microbatches and v chunks per rank, the bubble is:
@@ -18,12 +18,12 @@ from .play import Interval, play
 from .types import Compute, Plan
 
 PerStage: TypeAlias = float | Sequence[float]
-"""One number per global stage (chunk * stages + rank), or one number for all stages."""
+"""A number per global stage (chunk * stages + rank), or one number for all stages."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The durations of the operations of one microbatch on one global stage, in any unit of time."""
+    """The durations of one microbatch's operations on one global stage, in any unit of time."""
 
     forward: PerStage = 1.0
     backward: PerStage = 1.0
@@ -56,7 +56,8 @@ class Simulation:
     """Fraction of time that ranks spend waiting, 0 <= bubble < 1."""
     live: tuple[int, ...]
     """Peak number of microbatches whose activations each rank holds, counting each chunk of a microbatch separately. A
-    rank holds activations from F to B, or to W if there are W steps; in a plan without backward pass only during F."""
+    rank holds activations from F to B, or to W if there are W steps. In a plan without a backward pass, it holds
+    activations only during F."""
     rows: tuple[tuple[Interval, ...], ...]
     """Every compute step with start and end time."""
 
@@ -92,9 +93,10 @@ def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Si
 def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
     """Return a lower bound for the length of any plan with the compute steps of `plan`, in any order.
 
-    The bound is the maximum of the time of one microbatch through all stages and back, and of a sum for every rank: the
-    time until the first microbatch can reach the rank, the rank's compute time, and the time in which the last gradient
-    returns from the rank to stage 0. (The weight gradients of a split backward pass can overlap with the third term.)
+    The bound is the maximum of the time of one microbatch through all stages and back, and of a sum for every rank. Its
+    terms are the time until the first microbatch can reach the rank, the rank's compute time, and the time in which the
+    last gradient returns from the rank to stage 0. (The weight gradients of a split backward pass can overlap with the
+    third term.)
     """
     costs = costs or Costs()
     split = _splits(plan)

@@ -1,4 +1,4 @@
-"""The types of a pipeline plan: an action of one rank (`Act`), and the actions of all ranks (`Plan`).
+"""The types of a pipeline plan, which are an action of one rank (`Act`) and the actions of all ranks (`Plan`).
 
 A model is split into `stages * chunks` consecutive **global stages** g = 0, 1, 2, ... Global stages are assigned to the
 ranks of the pipeline round-robin, so that rank r holds g = chunk * stages + r:
@@ -24,11 +24,11 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A compute step: one microbatch through one chunk of this rank.
+    """A compute step, which runs one microbatch through one chunk of this rank.
 
-    kind: "F" is the forward pass. "B" is the backward pass: the gradients of weights and input in a plan without "W"
-        steps, or only the gradient of the input in a plan with "W" steps, in which a later "W" computes the gradient of
-        the weights.
+    kind: "F" is the forward pass. "B" is the backward pass. It computes the gradients of weights and input in a plan
+        without "W" steps, or only the gradient of the input in a plan with "W" steps, which compute the gradients of
+        the weights later.
     microbatch: 0 .. microbatches - 1.
     chunk: index of the chunk on this rank, 0 .. chunks - 1.
     """
@@ -49,8 +49,8 @@ class Transfer:
     """F: an activation for the next global stage. B: the gradient of an activation for the previous stage."""
     microbatch: int
     chunk: int
-    """The chunk **on the rank of this act**: in a send, the chunk that produced the activation or gradient; in a
-    receive, the chunk that consumes it. (These chunks differ in a transfer between the last rank and rank 0.)"""
+    """Index of the chunk **on the rank of this act**, which produced the activation or gradient in a send, or consumes
+    it in a receive. (The two ranks' chunks differ in a transfer between the last rank and rank 0.)"""
     peer: int
     """The other rank, 0 .. stages - 1."""
 
@@ -68,7 +68,8 @@ Act: TypeAlias = Compute | Exchange
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan of one step: the actions of every rank of the pipeline. Rank r executes `acts[r]` in order."""
+    """A plan of one step, which contains the actions of every rank of the pipeline. Rank r executes `acts[r]` in
+    order."""
 
     kind: str
     """The name of the schedule, one of `SCHEDULES` in kinds.py, or "forward", which has no backward pass."""
@@ -82,4 +83,4 @@ class Plan:
 
 
 class PlanError(AssertionError):
-    """Error in a plan. The cause is always a bug in the code that made the plan, never a mistake of the user."""
+    """Error in a plan. The cause is always a bug in the code that made the plan, never a user error."""

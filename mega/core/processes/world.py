@@ -331,7 +331,7 @@ def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapp
     `--nproc` or 1.
 
     Errors: ValueError in a batch script of SLURM that has several tasks and starts one process, because the other tasks
-    would be idle.
+        would be idle.
 
     >>> ranks(world_from_env({}), nproc=4)
     4

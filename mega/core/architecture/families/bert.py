@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018): a bidirectional stack, with heads for masked words and for rows.
+"""BERT (Devlin et al. 2018), a bidirectional stack with heads for masked words and for rows.
 
 Norms are placed before each branch, as in Megatron-LM's BERT, or after each branch, as in the original BERT. The
 original BERT has a norm after the embeddings instead of a norm after the last layer. The output matrix is the embedding
@@ -15,8 +15,8 @@ from mega.core.config.sections import ModelConfig
 
 
 def bert(options: ModelConfig) -> Architecture:
-    """Return BERT's architecture: a bidirectional stack, and a head for words, for rows or for both."""
-    # Without a head for words the table is not tied, because a stage would wait for the gradient of an unused copy.
+    """Return BERT's architecture, which has a bidirectional stack and heads for words, for rows or for both."""
+    # Without a head for words, the table is not tied, because a stage would wait for the gradient of an unused copy.
     words = None
     if options.head == "lm":
         transform = Transform(activation=options.head_activation, norm=parts.norm(options, "lm_head.norm"))
@@ -37,6 +37,6 @@ def bert(options: ModelConfig) -> Architecture:
 
 
 def token_types(options: ModelConfig) -> int:
-    """Return the number of token types (segments) in the embedding; by default 2 with the binary head, as in
+    """Return the number of token types (segments) in the embedding, by default 2 with the binary head, as in
     Megatron-LM."""
     return (2 if options.binary_head else 0) if options.token_types is None else options.token_types

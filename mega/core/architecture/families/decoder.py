@@ -1,4 +1,4 @@
-"""Left-to-right language models: GPT and Llama are configurations of one decoder."""
+"""Left-to-right language models. GPT and Llama are configurations of one decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mega.core.config.sections import ModelConfig
 
 
 def decoder(options: ModelConfig) -> Architecture:
-    """Return a decoder's architecture: a stack of causal layers, some of which may attend to neighbours, and logits."""
+    """Return a decoder's architecture, which is a stack of causal layers, some of which may attend to neighbours, and
+    logits."""
     words = Words(
         tied=options.tied,
         bias=options.head_bias,
@@ -28,7 +29,8 @@ def decoder(options: ModelConfig) -> Architecture:
 
 
 def _ahead(options: ModelConfig) -> Iterator[Ahead]:
-    """Return the layers of multi-token prediction, which equal the stack's last layer and have Megatron-LM's names."""
+    """Return the layers of multi-token prediction, which have the architecture of the stack's last layer and
+    Megatron-LM's names."""
     for number in range(options.mtp_layers):
         name = f"mtp.layers.{number}"
         yield Ahead(

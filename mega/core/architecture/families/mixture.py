@@ -1,4 +1,4 @@
-"""Create the architecture of a mixture of experts from the options of a resolved model (config/mixture.py)."""
+"""Creates the architecture of a mixture of experts from the options of a resolved model (config/mixture.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Z_LOSS = "z_loss"
 
 
 def experts(options: MixtureOptions, network: Dense) -> Experts:
-    """Return the mixture of experts of a layer. network: the feed-forward network of a layer without experts."""
+    """Return the mixture of experts of an MoE layer. network: the feed-forward network of a layer without experts."""
     shared = None
     if options.shared_ffn is not None:
         shared = replace(network, name=f"{network.name}.shared_expert", width=options.shared_ffn)

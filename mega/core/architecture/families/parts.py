@@ -36,7 +36,7 @@ def norm(options: ModelConfig, name: str, width: int | None = None) -> Norm:
 
 
 def rope(options: ModelConfig, number: int = 0) -> Rope | None:
-    """Return the rotary positions of layer `number`; None if the layer does not use rotary positions."""
+    """Return the rotary positions of layer `number`, or None if the layer does not use rotary positions."""
     if options.position != "rope" or not _holds(options.rope_layers, number):
         return None
     width = int(options.head_dim * options.rope_fraction)
@@ -65,7 +65,8 @@ def _rope_scaling(options: ModelConfig) -> RopeScaling | YarnScaling | LongScali
             magnitude=max(1.0, 0.1 * log(factor) + 1.0) if magnitude is None else magnitude,
         )
     if options.rope_scaling == "longrope":
-        # The default factor of cosines and sines depends on the ratio of extended to original number of positions.
+        # The default factor of cosines and sines depends on the ratio of the extended to the original number of
+        # positions.
         longer = options.positions / original
         if magnitude is None:
             magnitude = sqrt(1 + log(longer) / log(original)) if longer > 1 and original > 1 else 1.0
@@ -80,12 +81,12 @@ def _rope_scaling(options: ModelConfig) -> RopeScaling | YarnScaling | LongScali
 
 
 def window(options: ModelConfig, number: int) -> int | None:
-    """Return the attention window of layer `number` in tokens; None if unlimited."""
+    """Return the attention window of layer `number` in tokens, or None if it is unlimited."""
     return options.window if _holds(options.window_layers, number) else None
 
 
 def _holds(pattern: tuple[int, ...], number: int) -> bool:
-    """Return whether the repeated pattern selects layer `number`. An empty pattern selects all layers."""
+    """Whether the repeated pattern selects layer `number`. An empty pattern selects all layers."""
     return not pattern or bool(pattern[number % len(pattern)])
 
 
@@ -165,8 +166,8 @@ def branch(
 
 
 def layer(options: ModelConfig, *, number: int = 0, causal: bool = True, memory: bool = False) -> Layer:
-    """Return layer `number`: self-attention, attention to another stack's tokens if `memory`, and feed-forward, with
-    norms."""
+    """Return layer `number`, with self-attention, feed-forward, norms and, if `memory`, attention to another stack's
+    tokens."""
     attention = self_attention(options, causal=causal, number=number)
     feed_forward = feed_forward_of(options, number)
     first, second = norm(options, "input_layernorm"), norm(options, "post_attention_layernorm")
@@ -205,10 +206,8 @@ def stack(
     opens: str = "embedding",
     first: int = 0,
 ) -> Stack:
-    """Return a stack of `depth` layers, with a norm after the last layer.
-
-    each: function that creates a layer from the index in the stack. Equal layers become one object, so that comparing
-    layers is fast.
+    """Return a stack of `depth` layers, with a norm after the last layer. each: function that creates the layer with a
+    given index in the stack. Equal layers become one object, so that comparing layers is fast.
     """
     check_depth(depth)
     unique: dict[Layer, Layer] = {}
@@ -232,7 +231,7 @@ def inputs(options: ModelConfig, *, types: int = 0, normed: bool = False) -> Inp
 
 
 def architecture(options: ModelConfig, **parts: Any) -> Architecture:
-    """Return an architecture of the given parts, with the fields that all families set in the same way."""
+    """Return an architecture with the given parts, and set the fields that all families share."""
     adapters = None
     if options.lora_rank:
         targets, dropout = options.lora_targets, options.lora_dropout

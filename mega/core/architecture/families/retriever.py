@@ -1,7 +1,7 @@
 """Decoder layers that attend to neighbours of each chunk of the text (Retro), and the encoder of the neighbours.
 
 The encoder is part of the first layer with neighbours, because the encoder attends to the output of that layer's
-self-attention for the chunk. The encoder's positions are those of the neighbours' tokens: learned positions are rows of
+self-attention for the chunk. The encoder uses the positions of the neighbours' tokens. Learned positions are rows of
 the decoder's table, and rotary positions are used only if `retro_rope` is set (Megatron-LM uses none in this encoder).
 Cross attention uses no positions.
 """

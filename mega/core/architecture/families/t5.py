@@ -1,4 +1,4 @@
-"""Encoder-decoder language models: Megatron-LM's T5, which differs from Hugging Face's T5.
+"""The encoder-decoder language model of Megatron-LM, T5, which differs from Hugging Face's T5.
 
 Tensor names are those of Hugging Face's BART, which has the same layers. Encoder, decoder and head share one embedding
 table of tokens; encoder and decoder share one embedding table of positions.
@@ -12,7 +12,7 @@ from mega.core.config.sections import ModelConfig
 
 
 def t5(options: ModelConfig) -> Architecture:
-    """Return T5's architecture: an encoder, which starts at the unit "embedding", and a decoder, which starts at the
+    """Return T5's architecture, with an encoder that starts at the unit "embedding" and a decoder that starts at the
     unit "middle"."""
     first, second = options.stacks
     encoder, decoder = parts.layer(options, causal=False), parts.layer(options, memory=True)
