@@ -160,8 +160,8 @@ class ClassifierScorer:
 
 
 class ServerScorer:
-    """Requests scores from a server with Perspective's protocol. Requests are concurrent but limited to a given rate. A
-    failed request is repeated after increasing pauses."""
+    """Requests scores from a server with Perspective's protocol. Requests are concurrent but limited to a given rate.
+    Failed requests are retried with increasing pauses."""
 
     def __init__(self, options: ScorerOptions) -> None:
         self._options = options

@@ -27,7 +27,7 @@ class Wikipedia:
     key: ClassVar[str] = ""
     site: str = "https://en.wikipedia.org/wiki"  # Prefix of each article's URL
     least: int = 1  # Minimum number of characters in an article
-    punctuation: bool = True  # Replace typographic punctuation with ASCII
+    punctuation: bool = True  # Whether to replace typographic punctuation with ASCII
     sentences: str = ""  # Language for splitting the text into one sentence per line (for BERT); "" does not split
     splitter: str = "punkt"  # Library that splits sentences
 

@@ -139,8 +139,8 @@ allowed."""
 
 
 def check_ranks_differ(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
-    """Check that the tensors with prefix `own` are not all equal to the tensors with prefix `before`. If they are, the
-    file of one tensor rank was copied over the file of another, and wrong rows would be read. Errors:
+    """Check that the tensors with prefix `own` are not all equal to the tensors with prefix `before`. If all are equal,
+    the file of one tensor rank was copied over that of another, and wrong rows would be read. Errors:
     CheckpointError."""
     pairs = ((one, tensors.get(before + name[len(own) :])) for name, one in tensors.items() if name.startswith(own))
     if all(other is not None and other.dtype == one.dtype and torch.equal(one, other) for one, other in pairs):

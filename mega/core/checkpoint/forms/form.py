@@ -40,8 +40,8 @@ Verb = Literal["convert-llama", "reshard"]
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of Hugging Face's config.json. If a key is missing, transformers uses the family's default, such as GPT-2's
-50256."""
+"""Keys of token ids in Hugging Face's config.json. If a key is missing, transformers uses the family's default, such as
+50256 for GPT-2."""
 
 
 @dataclass(frozen=True)

@@ -311,8 +311,8 @@ def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTok
 
 
 def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """Return the tokenizer files to write for a BERT, without token ids for config.json, and a message if the tokenizer
-    is missing."""
+    """Return the tokenizer files to write for a BERT model, without token ids for config.json, and a message if the
+    tokenizer is missing."""
     try:
         tokens = options.tokens(own.checkpoint)
         return replace(tokens, ids={}), () if tokens.loss is None else (tokens.loss,)

@@ -161,8 +161,8 @@ def _as_it_is(tensors: Tensors) -> Table:
 
 
 def _family(options: ModelConfig, config_path: Path | bytes | None) -> HubFamily:
-    """The family that determines the names of the base's linears. config_path: the config.json stored with the base. If
-    config.json names a family, it takes precedence over the first family that can express the model."""
+    """The family that determines the names of the base's linears. config_path: the config.json stored with the base. A
+    family named in config.json takes precedence over the first family that can express the model."""
     model = architecture(options)
     if model.family not in FAMILIES:
         raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")

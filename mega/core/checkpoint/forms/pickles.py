@@ -2,7 +2,8 @@
 
 The files are read with torch's restricted unpickler, whose allow-list contains tensors, containers and numbers. Objects
 of the program that wrote the file, such as Megatron-LM, are replaced with inert objects that only store their
-arguments. Everything else, such as functions of Python and torch, is refused with an error that names it.
+arguments. Everything else, such as functions of Python and torch, is refused with an error that names the refused
+object.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mega.core.checkpoint.forms.foreign import torch_file
 
 
 class Inert:
-    """A replacement for an object of another program. It only stores the arguments and the state."""
+    """A replacement for an object of another program that only stores the object's arguments and state."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments

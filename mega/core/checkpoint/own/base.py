@@ -27,7 +27,7 @@ from mega.core.files import url_of
 
 
 def describe(base: StoredWeights, digest: str | None = None) -> dict[str, str]:
-    """Return the record of a base for a checkpoint of adapters. digest: identifies the base; by default
+    """Return the record of a base for a checkpoint of adapters. digest: the digest that identifies the base; by default
     `base.digest`."""
     path = str(base.path)
     return {"path": path if url_of(path) else os.path.abspath(path), "digest": digest or base.digest}

@@ -19,7 +19,7 @@ class ConversionReport:
     tensors: int
     """Number of tensors written."""
     elements: int
-    """Number of elements written. Each comes from exactly one element of the source."""
+    """Number of elements written. Each element comes from exactly one element of the source."""
     bytes: int
     """Number of bytes written."""
     path: Path

@@ -62,7 +62,8 @@ class Manifest:
     meta: Mapping[str, Json]
     """The plain state of the run."""
     leaving: frozenset[str] = frozenset()
-    """Names of optimizer state files that were, or are being, removed on purpose. Verification ignores these files."""
+    """Names of optimizer state files that were intentionally removed, or are being removed. Verification ignores these
+    files."""
     digest: str = ""
     """The sha256 of the manifest file, which covers all other fields; empty before the manifest is written."""
 

@@ -50,7 +50,7 @@ class CheckpointError(ValueError):
 
 
 class UnreadableError(CheckpointError, OSError):
-    """Raised if a disk or a file server cannot currently read a checkpoint. A run that is started again may succeed.
+    """Raised if a disk or a file server cannot currently read a checkpoint. A restarted run may succeed.
 
     This error is for failures of the machine, not for mistakes of the user. If a file does not exist, `CheckpointError`
     is raised.

@@ -78,7 +78,7 @@ class Checkpoint:
 
     @property
     def weights_only(self) -> bool:
-        """Whether the optimizer's state was removed on purpose."""
+        """Whether the optimizer's state was removed intentionally."""
         return bool(self._manifest.leaving)
 
     @property

@@ -97,7 +97,7 @@ def reason_of(error: Exception) -> str:
 
 def describe(faults: Sequence[str]) -> str:
     """Join the errors of all ranks into one message. faults: one message per rank; "" means no error. An error common
-    to all ranks is given once, without ranks.
+    to all ranks is listed once, without rank numbers.
 
     >>> describe(["no such file", "no such file"])
     'no such file'

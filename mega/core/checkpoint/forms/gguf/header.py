@@ -22,7 +22,7 @@ SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 MOST_DIMS = 4
 MOST_ITEMS = 1 << 22
 """Maximum number of items in all arrays of a header, and maximum number of tensors, because the `gguf` library creates
-an object for each. Large vocabularies have a million items."""
+an object for each item. Large vocabularies have a million items."""
 
 
 def check_header(path: Path) -> None:

@@ -203,7 +203,7 @@ def _bert_arguments(model: Architecture, pp: int) -> dict[str, object]:
 
 
 def _t5_rules(model: Architecture) -> Rules:
-    """Megatron's cross attention has no grouped-query heads."""
+    """Return the rule for key/value heads: Megatron's cross attention does not support grouped-query attention."""
     attention = model.block.attention
     return [("--kv-heads", str(attention.kv_heads), str(attention.heads))]
 
