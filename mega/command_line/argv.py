@@ -2,7 +2,7 @@
 
 Megatron-LM's spellings and constants (`--swiglu`), values that follow one flag (`--data-path 0.2 a 0.3 b`), unique
 prefixes (`--train-it`), `--flag=value` and underscores all become the canonical `--flag=value`. Obsolete flags are
-dropped with a note; unknown flags are refused, and the message names the nearest valid flag. `read` lists the mistakes
+dropped with a message; unknown flags are refused, and the error names the nearest valid flag. `read` lists the mistakes
 in a command line; `translate` refuses a command line with mistakes. This module depends on the meanings of flags, but
 not on Typer or on what a run does with an option.
 """
@@ -114,7 +114,7 @@ class ReadLine(NamedTuple):
     others: list[str]
     """Words that are not options, and flags of the subcommand itself without a value."""
     notes: list[str]
-    """A note for each flag that was dropped."""
+    """A message for each flag that was dropped."""
     typed: list[Typed]
     """Every flag as it was typed."""
     problems: list[str]
@@ -126,7 +126,7 @@ class Translated(NamedTuple):
 
     arguments: list[str]
     notes: list[str]
-    """A note for each flag that was dropped."""
+    """A message for each flag that was dropped."""
     typed: list[Typed]
     """Every option as it was typed."""
 
@@ -450,8 +450,8 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
 
 
 def _agreed(spelled: Mapping[str, tuple[bool, list[str]]]) -> list[str]:
-    """The value on which all spellings of an option agree. A spelling that gives way to others counts only if there are
-    no others.
+    """The value on which all spellings of an option agree. Spellings with `gives_way` count only if there are no other
+    spellings.
     Errors: ValueError."""
     firm = {spelling: values for spelling, (gives_way, values) in spelled.items() if not gives_way}
     candidates = firm or {spelling: values for spelling, (_, values) in spelled.items()}

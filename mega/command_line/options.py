@@ -108,7 +108,7 @@ class Command(TyperCommand):
                 param.help = param.help.replace("[", "\\[")  # type: ignore[attr-defined]
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Translate `args` before Typer reads them, and print a note on stderr for every flag without effect."""
+        """Translate `args` before Typer reads them, and print a message on stderr for every flag without effect."""
         if ctx.resilient_parsing:  # the line that a shell completes is unfinished and may be invalid
             return super().parse_args(ctx, args)
         if self.whole_line and args and not args[0].startswith("-"):
@@ -274,9 +274,9 @@ class _VerbParameters(NamedTuple):
     """The parameters of a subcommand, by kind."""
 
     run: str | None
-    """Name of the parameter that takes a whole run."""
+    """Name of the parameter that receives a whole run."""
     given: str | None
-    """Name of the parameter that takes the given options."""
+    """Name of the parameter that receives the given options."""
     reads: Reads | None
     """Annotation of `run`."""
     own: Schema
@@ -290,7 +290,7 @@ class _VerbParameters(NamedTuple):
 
     @property
     def schema(self) -> Schema:
-        """The schema of the run; empty if the subcommand takes no run."""
+        """The schema of the run; empty if the subcommand does not accept a run."""
         return run_schema() if self.run is not None else Schema({}, {})
 
 

@@ -98,7 +98,7 @@ class DecoderBatch(_Tensors):
     """int64 [b, whole row], index of each token's document within its row; None if attention may cross documents. The
     tensor covers the whole row on every context rank, because tokens attend to columns of other ranks."""
     columns: torch.Tensor | None = None
-    """int64 [s], the columns that this rank holds, ascending; None if the rank holds all."""
+    """int64 [s], the columns that this rank holds, ascending; None if the rank holds all columns."""
     ahead_tokens: torch.Tensor | None = None
     """[b, s, depths], tokens further ahead in the whole row; set if the model predicts tokens beyond the next one and
     this rank does not hold all columns (model/ahead.py)."""
@@ -172,17 +172,17 @@ class MaskedBatch(_Tensors):
     loss_weights: torch.Tensor
     """float32 [b, s], 1 for tokens to be predicted."""
     types: torch.Tensor
-    """int64 [b, s], 0 for the first part of a row and 1 for the second."""
+    """int64 [b, s], 0 for the first segment of a row and 1 for the second."""
     lengths: torch.Tensor
     """int64 [b], number of tokens in each whole row that are not padding, even if this rank holds only some columns."""
     pairs: torch.Tensor
-    """int64 [b], 1 if the two parts are in the wrong order and 0 if not, or the class of the row; -1 if the order or
-    class is unknown, or if another context rank holds the first token and computes the loss. For multiple choice: int64
-    [questions], the index of the right row among the consecutive rows of a question."""
+    """int64 [b], 1 if the two segments are in the wrong order and 0 if not, or the class of the row. It is -1 if the
+    order or class is unknown, or if another context rank holds the first token and computes the loss. For multiple
+    choice: int64 [questions], the index of the right row among the consecutive rows of a question."""
     samples: torch.Tensor
     """int64 [b], global sample indices."""
     columns: torch.Tensor | None = None
-    """int64 [s], the columns that this rank holds, ascending; None if the rank holds all."""
+    """int64 [s], the columns that this rank holds, ascending; None if the rank holds all columns."""
     predicted: torch.Tensor | None = None
     """int64 [b, k], columns of each row that include all tokens to be predicted; None if any column may be
     predicted."""
@@ -194,7 +194,7 @@ class MaskedBatch(_Tensors):
 
     @property
     def pair_weights(self) -> torch.Tensor:
-        """float32, shaped like `pairs`: 1 if the order of the parts, or the class, is known."""
+        """float32, shaped like `pairs`: 1 if the order of the segments, or the class, is known."""
         return (self.pairs >= 0).float()
 
     @property

@@ -213,7 +213,7 @@ class Reading:
         self.moment = Timestamp(next(iter(values.values())).device)
 
     def numbers(self) -> dict[str, float]:
-        """Wait for the work submitted before this object was made, and return the numbers by name."""
+        """Wait for the work submitted before this object was created, and return the numbers by name."""
         self.moment.wait()
         return dict(zip(self._names, self._stacked.tolist(), strict=True))
 
@@ -228,7 +228,7 @@ class HostArray:
         self._moment = Timestamp(tensor.device)
 
     def numpy(self) -> NDArray[Any]:
-        """Wait for the work submitted before this object was made, and return the array."""
+        """Wait for the work submitted before this object was created, and return the array."""
         self._moment.wait()
         return self._here.numpy()
 

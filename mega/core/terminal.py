@@ -77,7 +77,7 @@ class BrokenStdout(Exception):
 
 
 def discard(line: str) -> None:
-    """Print nothing; used in place of a function that reports lines to the user."""
+    """Print nothing; used in place of a function that prints messages for the user."""
 
 
 def print_whole(text: str) -> None:

@@ -131,7 +131,8 @@ def _whole(text: str) -> int:
 
 
 def below(value: object, *keys: str) -> dict[str, Json]:
-    """Return the nested object under `keys`; an empty object if any of the keys is absent or does not hold an object.
+    """Return the nested object under `keys`; an empty object if any of the keys is absent or its value is not an
+    object.
 
     >>> below({"config": {"model": {"layers": 2}}}, "config", "model"), below({"config": None}, "config", "model")
     ({'layers': 2}, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 _NAMED = 8
-"""Number of ranks or hosts that a message names; the rest is only counted."""
+"""Maximum number of ranks or hosts that a message names; further ones are only counted."""
 
 
 def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str] | None = None) -> str:

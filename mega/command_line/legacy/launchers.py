@@ -33,7 +33,7 @@ def _is_torchrun(words: Sequence[str], index: int) -> bool:
 
 
 def options_of(words: Sequence[str]) -> dict[str, str]:
-    """The options of a launcher, spelled with hyphens. The key "" holds a word that is not an option, such as a
+    """The options of a launcher, spelled with hyphens. The key "" contains a word that is not an option, such as a
     variable that is not set."""
     options: dict[str, str] = {}
     rest = list(words)

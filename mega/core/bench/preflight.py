@@ -176,7 +176,7 @@ def _pairs(first: Mapping[str, int], axis: Axis, device: Device) -> dict[str, fl
 def problems(
     rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, float], clocks: Sequence[float], least: float
 ) -> Iterator[str]:
-    """Yield a line for each figure, fact or clock that deviates too far (phase 4)."""
+    """Yield a message for each figure, fact or clock that deviates too far (phase 4)."""
     for name, unit in FIGURES.items():
         rates = {row["rank"]: row["figures"][name] for row in rows if name in row["figures"]}
         median = statistics.median(rates.values()) if rates else 0.0

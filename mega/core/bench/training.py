@@ -40,7 +40,7 @@ from mega.core.training.wire import build_mesh, build_state
 from mega.core.untrusted import Json, below, numbers_below
 
 SILENCE = 2.0
-"""Minimum number of seconds between lines of progress."""
+"""Minimum number of seconds between progress messages."""
 
 MATMULS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
 UPDATE, CASTS, REST = "update", "casts", "rest"

@@ -149,8 +149,8 @@ def _ranges(options: Options) -> Problems:
 
 
 def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Problems:
-    """Yield a line for each option with a number outside its range. values: option values by field name. schema: the
-    schema of a subcommand's options; None for the schema of a run."""
+    """Yield an error message for each option with a number outside its range. values: option values by field name.
+    schema: the schema of a subcommand's options; None for the schema of a run."""
     for name, value in values.items():
         entry = (schema or run_schema()).entries[name]
         within = entry.option.within
@@ -460,7 +460,7 @@ def _tensor(run: RunConfig) -> Problems:
     sizes = {name: value_of(run, name) for name in ("heads", "kv_heads", "ffn")}
     valid = _divisors(math.gcd(*sizes.values()))
     for name, size in sizes.items():
-        # If --kv-heads equals --heads, the line about --heads is enough.
+        # If --kv-heads equals --heads, the message about --heads is enough.
         if size % tp and not (name == "kv_heads" and size == run.model.heads):
             yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {valid}")
 

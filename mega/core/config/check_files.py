@@ -25,7 +25,7 @@ Problems = Iterator[str]
 
 
 def files(options: Options) -> Problems:
-    """Yield a line for each input that is missing, and for each output path that cannot be used."""
+    """Yield an error message for each input that is missing, and for each output path that cannot be used."""
     yield from _data(options)
     yield from _split(options)
     yield from _tokenizer(options)

@@ -18,7 +18,7 @@ NETWORK = {"gate_proj", "up_proj", "down_proj"}
 
 
 def mixture(run: RunConfig, line: Line) -> Iterator[str]:
-    """Yield a line for each mistake in the options of a mixture of experts."""
+    """Yield an error message for each mistake in the options of a mixture of experts."""
     model = run.model
     if not model.experts:
         if run.parallel.ep > 1:
@@ -107,7 +107,7 @@ def _losses(run: RunConfig, line: Line) -> Iterator[str]:
 
 
 def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
-    """Yield a line for each mistake in the distribution of experts over ranks."""
+    """Yield an error message for each mistake in the distribution of experts over ranks."""
     parallel, model = run.parallel, run.model
     if not model.experts:
         return
@@ -134,8 +134,9 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
 
 
 def inference_ranks(run: RunConfig) -> Iterator[str]:
-    """Yield a line for each mistake in the distribution of experts in a subcommand that does not train. Data ranks of
-    such a subcommand process different rows, so only tensor ranks, which have the same tokens, can share experts."""
+    """Yield an error message for each mistake in the distribution of experts in a subcommand that does not train. Data
+    ranks of such a subcommand process different rows, so only tensor ranks, which have the same tokens, can share
+    experts."""
     parallel = run.parallel
     within = parallel.ep * parallel.etp == parallel.tp and not parallel.sequence_parallel
     if run.model.experts and not within and (parallel.ep > 1 or parallel.etp != parallel.tp):

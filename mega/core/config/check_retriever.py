@@ -13,7 +13,7 @@ Line = Callable[[str, str], str]
 
 
 def retriever(run: RunConfig, line: Line) -> Iterator[str]:
-    """Yield a line for each mistake in the options of a retriever."""
+    """Yield an error message for each mistake in the options of a retriever."""
     model, parallel, length = run.model, run.parallel, run.model.retro_chunk_length
     if not model.retriever:
         return

@@ -138,7 +138,7 @@ class Option:
     differs from its default; () means any value except None and off."""
     read_with: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
     """Name of another option -> values of the other option, as in `needs`. If no entry is satisfied, this option has no
-    effect, and the user gets a message."""
+    effect, and a message is printed."""
     families: Families = ()
     """Model families whose runs read the option, or a mapping from its values to families; () means all families. A
     family that sets a default for the option also reads the option."""

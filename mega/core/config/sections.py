@@ -1,9 +1,9 @@
 """The sections of a run's configuration, each a panel of flags and a table of the TOML file.
 
 Defaults are those of Megatron-LM (2023) unless a preset or a family sets another value. If `None` means "derived from
-other fields, the tokenizer or the world size", the section has two classes: `...Options` holds the values that the user
-gave, and its subclass `...Config`, made by `resolve` (config/resolve.py), has derived fields that are never None. The
-other sections have one class. This module does not import torch and contains no rules: config/check.py contains all
+other fields, the tokenizer or the world size", the section has two classes: `...Options` contains the values that the
+user gave, and its subclass `...Config`, made by `resolve` (config/resolve.py), has derived fields that are never None.
+The other sections have one class. This module does not import torch and contains no rules: config/check.py contains all
 rules, so that each rule is written once."""
 
 # ruff: noqa: RUF009 - every default below is immutable

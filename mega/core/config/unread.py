@@ -17,8 +17,8 @@ from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
 
 def unread(options: Options, bench: str | None = None) -> Iterator[str]:
-    """Yield a line for each option of a run whose value differs from the default and has no effect. bench: report only
-    options with this value of `Option.bench`.
+    """Yield a message for each option of a run whose value differs from the default and has no effect. bench: report
+    only options with this value of `Option.bench`.
 
     >>> from mega.core.config.run import updated
     >>> print(*unread(updated(Options(), {"sequence_parallel": True, "hysteresis": 4, "tp": 1})), sep="\\n")

@@ -1,7 +1,7 @@
 """Computes the additional memory that a rank needs if experts have uneven loads.
 
 The memory estimate assumes that all experts are chosen equally often. If all tokens choose experts on the same rank,
-this rank gets more rows, which it stores for the backward pass.
+this rank receives more rows, which it stores for the backward pass.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class WorstLoad(NamedTuple):
 
 
 def worst_load(run: RunConfig) -> WorstLoad | None:
-    """Return the worst load of a resolved run. None if all ranks get equal numbers of rows, because every rank has all
-    experts or each expert takes a fixed number of rows."""
+    """Return the worst load of a resolved run. None if all ranks receive equal numbers of rows, because every rank has
+    all experts or each expert takes a fixed number of rows."""
     parallel, layers = run.parallel, architecture(run.model).layers
     mixtures = [layer.experts for layer in layers if layer.experts is not None]
     if not mixtures or parallel.ep == 1:

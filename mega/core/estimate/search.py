@@ -1,8 +1,8 @@
 """Searches for the fastest layout that fits into memory, among all ways to divide a run's model over the devices.
 
-A candidate is the run with different layout options. The candidate must obey the rules that hold for every run; the
-memory estimate determines whether it fits, and the simulated plan gives its step time. This module contains no formulas
-for memory or time.
+A candidate is the run with different layout options. A candidate must satisfy the rules for every run. The memory
+estimate determines whether the candidate fits, and its step time is that of the simulated plan. This module contains no
+formulas for memory or time.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _searched(options: Options, world: int, device: Hardware, keep: int) -> Sear
 
 
 def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple[LayoutOptions, RunConfig]]:
-    """Resolve the layouts that obey the rules, and sort them by rough step time, which is computed without simulating
+    """Resolve the valid layouts, and sort them by rough step time, which is computed without simulating
     plans."""
     timed_layouts, refusals, base = (
         list[tuple[float, LayoutOptions, RunConfig]](),
@@ -230,7 +230,7 @@ def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple
 
 
 def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> str:
-    """Explain why no layout obeys the rules: the message names the rules that all layouts break or, if there are none,
+    """Explain why no layout is valid: the message names the rules that all layouts violate or, if there are none,
     the numbers that must be divisible."""
     first = refusals[0].splitlines() if refusals else []
     broken = [set(refusal.splitlines()) for refusal in refusals]

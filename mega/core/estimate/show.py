@@ -39,7 +39,8 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("working", "working", "#b279a2"),
     ("cargo", "cargo", "#72b7b2"),
 )
-"""The tuple (heading, attribute of `StageMemory` or `Weights`, colour) for each part of a bar, from the bottom up."""
+"""The tuple (heading, attribute of `StageMemory` or `Weights`, colour) for each segment of a bar, from the bottom
+up."""
 
 
 SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
@@ -47,7 +48,7 @@ SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
 
 
 def parts(stage: StageMemory) -> dict[str, int]:
-    """Return the bytes of each part of the peak, keyed by heading."""
+    """Return the bytes of each component of the peak, keyed by heading."""
     held_names = ("weights", "grads", "masters", "moments")
     return {head: getattr(stage.held if name in held_names else stage, name) for head, name, _ in PARTS}
 
@@ -158,8 +159,8 @@ def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence
 
 
 def table(memory: Memory) -> Table:
-    """A table of the GiB of each part at the peak, at most 80 columns wide. Consecutive stages with equal values share
-    a row."""
+    """A table of the GiB of each component of the peak, at most 80 columns wide. Consecutive stages with equal values
+    share a row."""
     from rich.table import Table
 
     output = Table(

@@ -200,7 +200,7 @@ def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, f
 
 
 class Times:
-    """Computes the times, in seconds, of the parts of a step of a resolved `run` on a device.
+    """Computes the times, in seconds, of the components of a step of a resolved `run` on a device.
 
     recorded: whether microbatches are replayed as CUDA graphs. rough: compute the times faster but less exactly.
     """

@@ -3,8 +3,8 @@ passes.
 
 A rank's pipeline stage is built as in training, with the ops that the run would use on its device, and runs forward and
 backward on meta tensors, which have no data. Every storage that an op allocates is counted until it is freed. Any model
-that can be trained can therefore be estimated. Because blocks repeat, only a few blocks are run, and the others are
-extrapolated.
+that can be trained can therefore be estimated. Because blocks repeat, only a few blocks are run, and the results are
+extrapolated to all blocks.
 
 This module measures one microbatch on one chunk of the model. Weights, gradients and optimizer state are not counted.
 """
@@ -618,8 +618,8 @@ class _Rank:
             )  # as under ZeRO 3: with this hook, each unit also adds its last branch to the residual stream
 
     def trace(self, rows: int) -> Trace:
-        """Trace one microbatch of `rows` samples. With exchanges, the microbatch runs twice and the second run counts,
-        because buffers of the preceding microbatch are then still alive."""
+        """Trace one microbatch of `rows` samples. With exchanges, the microbatch runs twice and the second run is
+        measured, because buffers of the preceding microbatch are then alive."""
         batch = _batch(self.run.model, self.run.batch, self.run.masking, self.run.data, rows, self.mesh.cp.size)
         self.live.ignore(*batch.tensors().values())
         if self.exchanges is not None:
@@ -747,8 +747,8 @@ def _unit_ended(recorder: _Recorder, unit: int, _: nn.Module, args: object, out:
     """Forward hook: count the following bytes and operations for the next unit, and register hooks for the backward
     pass.
 
-    In the backward pass, bytes count for `unit` once the gradient of the unit's first result exists, and operations
-    count for `unit` once the gradient of any of its results exists.
+    In the backward pass, bytes are attributed to `unit` once the gradient of the unit's first result exists, and
+    operations once the gradient of any result exists.
     """
     if recorder.backward:
         return

@@ -58,7 +58,7 @@ class Goodput:
 
     @property
     def idle(self) -> float:
-        """Idle time, which is the total time minus all other parts."""
+        """Idle time, which is the total time minus all other times."""
         accounted = self.productive + self.lost + self.starts + self.saves + self.evaluations + self.down
         return max(0.0, self.total - accounted)
 

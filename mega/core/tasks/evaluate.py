@@ -78,7 +78,7 @@ class CheckedEvaluation:
 
 
 def note(line: str) -> None:
-    """Print a line for the user."""
+    """Print a message for the user."""
     print(line, file=sys.stderr)
 
 

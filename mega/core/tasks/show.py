@@ -10,11 +10,11 @@ from mega.core.tasks.task import Done
 from mega.core.terminal import stderr_console
 
 LINE_SECONDS = 30.0
-"""Seconds between two lines of progress if stderr is not a terminal."""
+"""Seconds between two progress messages if stderr is not a terminal."""
 
 
 class Bar:
-    """Display of the number of scored examples: a bar on a terminal, else occasional lines on stderr."""
+    """Display of the number of scored examples: a bar on a terminal, otherwise occasional messages on stderr."""
 
     def __init__(self, what: str, total: int, begun: int, terminal: bool):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

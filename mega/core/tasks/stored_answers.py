@@ -61,7 +61,8 @@ class StoredAnswers:
                 file.write("".join(f"{line}\n" for line in lines).encode())
 
     def _read(self) -> dict[str, object]:
-        """Read the answers of an earlier process, except a line that is incomplete because the process was killed."""
+        """Read the answers of an earlier process, except an incomplete last line, which remains if the process was
+        killed."""
         try:
             first, *lines = self.path.read_text().split("\n")
         except (OSError, ValueError):

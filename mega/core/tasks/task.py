@@ -209,10 +209,10 @@ def score(
 
 
 def shares(turn: Sequence[Example], micro_batch: int, index: int, size: int) -> list[tuple[Sequence[Example], bool]]:
-    """Split examples into the microbatches of data rank `index` of `size`, and return each microbatch and whether it
-    counts.
+    """Split examples into the microbatches of data rank `index` of `size`, and return each microbatch and whether its
+    scores are used.
 
-    Ranks without enough examples repeat the first microbatch, which does not count.
+    Ranks without enough examples repeat the first microbatch, whose scores are ignored.
     """
     groups = [turn[first : first + micro_batch] for first in range(0, len(turn), micro_batch)]
     microbatches = [(group, True) for group in groups[index::size]]

@@ -118,7 +118,7 @@ def update(
 
 
 def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Return bool []: whether the loss scale takes a step into account. This holds if the step was applied, or if its
+    """Return bool []: whether a step updates the loss scale. This is the case if the step was applied, or if its
     gradients are not finite but its loss is.
 
     The loss must be finite on all ranks, because each tensor rank has its own copy of the batch, which may be damaged.

@@ -114,7 +114,7 @@ class Stragglers:
             stage_seconds = seconds[ranks]
             if len(ranks) > 2:
                 usual[ranks] = np.median(stage_seconds)
-            elif len(ranks) == 2:  # each of two ranks is compared with the other
+            elif len(ranks) == 2:  # two ranks are compared with each other
                 usual[ranks] = stage_seconds[::-1]
             elif len(self._past) < 2 * WINDOW:
                 return None

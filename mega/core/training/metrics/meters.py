@@ -98,13 +98,13 @@ class Meters:
         self._lines, self._rows = lines, MetricsFile(options.metrics, start, resumes, fail)
         self._events = _open_events(Path(options.metrics), resumes)
         self._board = _board(options.tensorboard_dir, start, resumes)
-        # No bar if stdout or stderr is a file or a pipe, because control characters would mix with the lines.
+        # No bar if stdout or stderr is a file or a pipe, because control characters would mix with the log lines.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self._bar = _bar(start, steps) if options.progress and terminal and lines is print_line else None
         self._start = start
         self._steps = self._tokens = 0
         self._seconds = 0.0
-        """Seconds since the last log line, in which the run made `_steps` steps with `_tokens` tokens."""
+        """Seconds since the last log line, in which the run completed `_steps` steps with `_tokens` tokens."""
         self.slowest: tuple[int, float] | None = None
         """The rank with the longest working time, and the ratio of this time to that of the other ranks; None if
         unknown."""
@@ -168,7 +168,7 @@ class Meters:
         """Return the log line of a step."""
         each = self._seconds / self._steps
         (rate, tflops), unit = self._speed(self._tokens, self._seconds), "/device" if self.devices > 1 else ""
-        eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # the bar has its own eta
+        eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # the bar shows an ETA
         return fitting(
             [
                 (ALWAYS, f"step {step:>{len(str(self.steps))}}/{self.steps}"),

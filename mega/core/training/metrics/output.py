@@ -1,5 +1,5 @@
 """Print lines to a stdout that may fail because the reader of a pipe has exited, a terminal was closed, or a disk is
-full. Training continues without stdout after such an error. This module does not depend on the content of the lines.
+full. Training continues without stdout after such an error. This module does not depend on the content of the output.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     4 before a copy is overwritten       all ranks have completed the newer copy
     5 restarted ranks                    exchange the steps of their hosts' copies, and choose the newest step for
                                          which every rank's state exists, if it is newer than the newest save; ranks
-                                         without their own copy receive it. A copy with damaged bytes is ignored
+                                         whose host lacks their copy receive it. A copy with damaged bytes is ignored
 
 The memory is a folder of files in /dev/shm, which the launcher creates (processes/restarts.py) and removes. Copies are
 valid for one layout and one launch; a different layout or a later launch resumes from a save (saver.py).

@@ -24,7 +24,7 @@ from mega.core.words import name_ranks
 
 
 def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -> None:
-    """Check on all ranks that --save holds no checkpoint of a step after `start`, at which this run starts.
+    """Check on all ranks that --save contains no checkpoint of a step after `start`, at which this run starts.
 
     A later --resume auto would resume from such a checkpoint, which has a different history. A run with --resume auto
     is not checked: it starts from the newest trusted checkpoint, and replaces later ones. A run that continues from a

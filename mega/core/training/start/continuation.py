@@ -51,8 +51,8 @@ def planned(
 ) -> tuple[int, Schedules]:
     """Return the index of the last step, and the schedules, of a run that starts with `progress`.
 
-    Errors: ValueError if the run would mix two histories in --save, if its data end too early, if its schedule is not
-    that of the checkpoint, or if no step would change the weights.
+    Errors: ValueError if --save contains a different training history, the data are too short, the schedule is not that
+    of the checkpoint, or no step would change the weights.
     """
     run, trains = inputs.run, not inputs.run.evaluation.skip_train
     steps = last_step(run, progress.step, progress.consumed)
@@ -68,8 +68,8 @@ def planned(
 def differing(
     inputs: Inputs, point: ResumePoint | None, mesh: Mesh, threads: int | None, overlaps: bool, step: int
 ) -> Iterator[str]:
-    """Yield messages about the checkpoint from which a run starts, and about what differs from it. threads: the number
-    from `Device.threads`. overlaps: `TrainState.overlaps`. step: the step of the checkpoint."""
+    """Yield messages about the checkpoint from which a run starts, and about differences from that checkpoint. threads:
+    the value of `Device.threads`. overlaps: `TrainState.overlaps`. step: the step of the checkpoint."""
     if point is None:
         return
     run = inputs.run

@@ -46,7 +46,7 @@ def introduce(
     report: Callable[[str], None],
     saved: int | None = None,
 ) -> None:
-    """Print the messages before the first step. steps: index of the last step. report: function that prints a line.
+    """Print the messages before the first step. steps: index of the last step. report: function that prints a message.
     saved: the step of the checkpoint, if the run has resumed from a later step in memory."""
     run = inputs.run
     for note in (*inputs.notes, *inputs.datasets.example):
@@ -77,7 +77,7 @@ def expert_axes(run: RunConfig) -> list[str]:
 
 
 def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[str]:
-    """Yield lines about the model, the layout, the device, the operators and the batch."""
+    """Yield messages about the model, the layout, the device, the operators and the batch."""
     yield f"model: {shape_words(architecture(run.model))}; {parameter_words(run.model)}"
     if (adapters := architecture(run.model).adapters) is not None:
         trained, all_of = (
@@ -133,7 +133,7 @@ def _mask(run: RunConfig, attention: Attention, length: int) -> AttentionMask:
 
 
 def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> str:
-    """Return the line about the length of the run: steps, tokens, and epochs if the size of the training set is
+    """Return the message about the length of the run: steps, tokens, and epochs if the size of the training set is
     known."""
     samples, tokens = lengths(run).samples, run.runtime.exit_tokens
     if tokens is not None:
@@ -145,7 +145,7 @@ def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> s
 
 
 def _outputs(run: RunConfig) -> str:
-    """Return the line about checkpoints and metrics."""
+    """Return the message about checkpoints and metrics."""
     checkpoint, log = run.checkpoint, run.log
     answers = f", and at port {log.metrics_port} (/metrics, /health)" if log.metrics_port else ""
     board = f", TensorBoard in {log.tensorboard_dir}" if log.tensorboard_dir else ""
@@ -160,7 +160,7 @@ def _outputs(run: RunConfig) -> str:
 
 
 def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
-    """Yield notes about settings that are slow on a GPU, and about CUDA graphs."""
+    """Yield messages about settings that are slow on a GPU, and about CUDA graphs."""
     if not device.is_cuda:
         return
     if run.precision.dtype == "fp32":
@@ -176,7 +176,7 @@ def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
 
 
 def overlap_note(run: RunConfig, overlaps: bool, overlapped: bool | None, refusal: str | None) -> str:
-    """Return the line about the exchanges of tensor ranks (--tp-overlap). overlaps: whether they overlap GEMMs.
+    """Return the message about the exchanges of tensor ranks (--tp-overlap). overlaps: whether they overlap GEMMs.
     overlapped: from `overlapped_before`. refusal: from `no_overlap_reason`."""
     if run.parallel.tp_overlap is not None:
         reason = "as asked"
