@@ -1,8 +1,8 @@
 """Read the microbatches of one data-parallel rank. The position in the data is a single global sample index.
 
-Every rank reads only its rows, directly from the memory-mapped files, so no data is sent between ranks. This module
-uses only the index and the number of data-parallel ranks. Let a step begin at sample C, with d ranks and b rows per
-microbatch. In microbatch m, rank r reads the samples C + (m d + r) b .. C + (m d + r) b + b - 1. For d = 2 and b = 2:
+Every rank reads only its rows, directly from the memory-mapped files, so no data is sent between ranks. For a step that
+begins at sample C, with d ranks and b rows per microbatch, rank r reads the samples C + (m d + r) b .. C + (m d + r) b
++ b - 1 in microbatch m. For d = 2 and b = 2:
 
              microbatch 0    microbatch 1
     rank 0   C      C + 1    C + 4  C + 5
@@ -27,14 +27,13 @@ from mega.core.data.dataset import Dataset, samples_of
 class Batches:
     """Reads a dataset in steps. `take(consumed, microbatches)` is a pure function of its two arguments.
 
-    order: "single" reads the dataset's samples in sequence; "cyclic" assigns samples to ranks once, and reshuffles each
-    rank's samples every epoch, like Megatron-LM's sampler of the same name.
-    sharding: with cyclic order, whether each rank reads a fixed share of the samples. If False, all samples are
-    shuffled together and distributed round-robin, as with --no-data-sharding.
-    eod: the id that ends a document; required by eod_mask_loss, reset_positions and reset_attention.
-    collate: (rows of token ids, index of the first row) -> batch, to build a batch other than `DecoderBatch`. A dataset
-    whose samples are not plain token ids has a method `collate`.
-    read_ahead: whether to prepare the next step in a background thread.
+    order: "single" reads the dataset's samples in sequence; "cyclic" assigns samples to ranks once and reshuffles each
+    rank's samples every epoch, like Megatron-LM's cyclic sampler. sharding: with cyclic order, whether each rank reads
+    a fixed share of the samples. If False, all samples are shuffled together and distributed round-robin, as with
+    --no-data-sharding. eod: the id that ends a document; required by eod_mask_loss, reset_positions and
+    reset_attention. collate: function (rows of token ids, index of the first row) -> batch, for batches other than
+    `DecoderBatch`. Datasets whose samples are not plain token ids have a method `collate` instead. read_ahead: whether
+    to prepare the next step in a background thread.
     """
 
     def __init__(
@@ -84,12 +83,11 @@ class Batches:
         return batches
 
     def turn(self, consumed: int, size: int) -> int:
-        """Return the index of the first of the next `size` samples, for example the samples of one validation, after
+        """Return the index at which to read the next `size` samples (such as the samples of one validation) after
         `consumed` samples.
 
-        The dataset contains as many samples as the run reads in total. If a run is resumed with other sizes or
-        intervals and needs more samples, reading starts again at the first sample. In cyclic order, `take` wraps
-        around.
+        The dataset contains as many samples as the run was planned to read. If a resumed run needs more, reading starts
+        again at the first sample. In cyclic order, `take` wraps around instead.
         """
         if self._order == "cyclic":
             return consumed
@@ -102,7 +100,7 @@ class Batches:
 
     def _read(self, consumed: int, microbatches: int) -> list[Batch]:
         groups = [consumed + number * self._group for number in range(microbatches)]
-        # All samples of the step are read at once, which takes less time than one microbatch after the other.
+        # Reading all samples of the step together is faster than reading each microbatch separately.
         samples = samples_of(self._dataset, [entry for begin in groups for entry in self._entries(begin)])
         return [
             self._batch(begin + self._rank * self._rows, samples[number * self._rows : (number + 1) * self._rows])
@@ -140,11 +138,11 @@ class Batches:
         return [self._rank * share + entry for entry in shuffled]
 
     def _in_turn(self, epoch: int, first: int, share: int) -> Sequence[int]:
-        """Return the dataset indices of this rank's next microbatch, which begins at position `first` of the rank's
-        share. All samples of an epoch are shuffled together.
+        """Return the dataset indices of the microbatch at offset `first` of this rank's share. All samples of an epoch
+        are shuffled together.
 
-        share: number of samples per rank and epoch. If the remainder of an epoch fills another microbatch, a rank reads
-        that microbatch first in the next epoch, as in Megatron-LM's sampler.
+        share: number of samples per rank and epoch. If the samples left over from an epoch fill a microbatch, the rank
+        reads that microbatch at the start of the next epoch, as in Megatron-LM's sampler.
         """
         samples = len(self._dataset) // self._rows * self._rows
         if epoch and not first:
@@ -166,7 +164,7 @@ class Batches:
         return permutation[1]
 
     def _batch(self, first: int, samples: Sequence[object]) -> Batch:
-        """Return a batch of samples. The global indices of the batch start at `first`."""
+        """Return a batch of samples, the first of which is global sample `first`."""
         if self._of_tokens:
             rows = cast(Sequence[NDArray[np.int64]], samples)
             smallest, largest = min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)
@@ -178,8 +176,8 @@ class Batches:
         return self._collate(samples, first)
 
     def _left_to_right(self, samples: Sequence[object], first: int) -> DecoderBatch:
-        """Return a batch from rows of ids. They have one token more than the batch, because the label of a token is the
-        next token."""
+        """Return a batch from rows of ids. The rows have one token more than the batch, because each token's label is
+        the next token."""
         text = np.stack(cast(Sequence[NDArray[np.int64]], samples))
         tokens = np.ascontiguousarray(text[:, :-1])
         documents = None

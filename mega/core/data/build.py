@@ -1,8 +1,8 @@
 """Build the datasets for training, validation and test from the data section of a configuration.
 
-All errors in the files are reported here, such as a missing or truncated file, an id outside the vocabulary, or a
-corpus that is too small for one sample. This module does not import torch, so that a launcher can build the datasets,
-and fill the cache for the ranks, before any rank starts.
+This module reports all errors in files, such as a missing or truncated file, an id outside the vocabulary, or a corpus
+that is too small for one sample. This module does not import torch, so that a launcher can build the datasets and fill
+the cache before any rank starts.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ class Datasets:
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Prefix of token files -> hashes of the files' content."""
+    """Prefix of token files -> hashes of their content."""
     repeats: bool = False
     """Whether the training set reads a corpus more than once."""
     example: tuple[str, ...] = ()
     """A sample, formatted for display before the first step."""
     one_pass: int | None = None
-    """Number of samples in one pass over the training set; None if weights make the number of passes differ between
+    """Number of samples in one pass over the training set; None if weights cause different numbers of passes over the
     corpora."""
     phases: tuple[BlendPhase, ...] = ()
     """Blends that the training set used earlier in the run."""
     described: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Split -> for each corpus of the split's blend, a description of all settings that determine the samples."""
+    """Split -> descriptions of the corpora in the split's blend, each with all settings that determine the samples."""
 
 
 def samples_requested(
     *, steps: int, global_batch: int, eval_interval: int, eval_iters: int, train_samples: int | None = None
 ) -> tuple[int, int, int]:
-    """Return the number of training, validation and test samples that a run may read.
+    """Return the maximum numbers of training, validation and test samples that a run reads.
 
     Example: 100 steps with batches of 8, and 5 validation batches every 50 steps, need 800, (100 // 50 + 1) * 5 * 8 =
     120 and 40 samples.
@@ -85,7 +85,7 @@ def samples_requested(
 
 def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str]]:
     """Parse a list of prefixes, or of alternating weights and prefixes, into (weight, prefix) pairs. Without weights,
-    the result has None in place of each weight.
+    each weight in the result is None.
 
     ("0.2", "a", "0.3", "b") -> [(0.2, "a"), (0.3, "b")]; ("a", "b") -> [(None, "a"), (None, "b")].
     """
@@ -101,7 +101,7 @@ def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str
 
 
 Check = Callable[[str, Sequence[str]], object]
-"""Raises ValueError if a split with these descriptions cannot be used."""
+"""Function that raises ValueError if a split with the given descriptions cannot be used."""
 
 
 def build_datasets(
@@ -121,9 +121,9 @@ def build_datasets(
     """Build datasets with at least `samples` (train, valid, test) samples of the type that `masking` selects.
 
     seq_length: number of tokens in a sample; a GPT sample has one more. vocab: the true vocabulary size, for checking
-    every corpus. pairs: whether a BERT sample has two parts. by_corpus: whether each corpus of the validation blend is
-    also a separate validation set. phases: earlier blends of the training set. check: called with each split and its
-    `described` before its index is written. Raises ValueError naming flag and file.
+    every corpus. pairs: whether a BERT sample has two parts. by_corpus: whether to also use each corpus of the
+    validation blend as a separate validation set. phases: earlier blends of the training set. check: function called
+    with the name and `described` of each split before its index is written. Raises ValueError naming flag and file.
     """
     if data.mock_data:
         train, valid, test = (
@@ -157,7 +157,7 @@ def build_datasets(
 
 
 def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -> dict[str, Dataset]:
-    """Return the named validation sets: each corpus of the blend if `by_corpus`, and --valid-sets."""
+    """Return the named validation sets: those of --valid-sets and, if `by_corpus`, each corpus of the blend."""
     datasets = _by_corpus(builder, data, samples) if by_corpus else {}
     for label, word in named_sets(data):
         blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples
@@ -167,8 +167,8 @@ def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -
 
 
 def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, Dataset]:
-    """Return the validation split of each corpus of a blend, keyed by the last component of the corpus's prefix. A
-    number is appended to repeated names."""
+    """Return the validation split of each corpus of a blend, keyed by the last component of the corpus's prefix.
+    Repeated names get a number as suffix."""
     datasets: dict[str, Dataset] = {}
     flag, words = ("--data-path", data.data_path) if data.data_path else ("--valid-data", data.valid_data)
     for _, prefix in parse_blend(flag, expand(words, data.corpora)):
@@ -181,7 +181,7 @@ def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, D
 
 
 def _check_corpora(data: DataConfig, *, training: bool) -> None:
-    """Check the corpora. Errors: ValueError if corpora are missing, or given twice."""
+    """Check the flags that specify corpora. Errors: ValueError if no corpora are given, or if they are given twice."""
     if data.data_path and any((data.train_data, data.valid_data, data.test_data)):
         raise ValueError(
             f"--data-path {' '.join(data.data_path)}: is split over training, validation and test; it cannot "
@@ -228,7 +228,7 @@ def _records(
     vocab: int,
     samples: tuple[int, int, int],
 ) -> Datasets:
-    """Build datasets of BERT samples from TFRecords, with one list of files for each split."""
+    """Build datasets of BERT samples from TFRecords, with one list of files per split."""
     if data.data_path:
         raise ValueError("--data-path: cannot be split where --sample-kind is tfrecords; give --train-data FILES")
     cache = Path(data.data_cache) if data.data_cache else None
@@ -266,8 +266,8 @@ class _Builder:
         # `repeated`: splits that read a corpus more than once.
         self.described: dict[str, tuple[str, ...]] = {}
         self.one_pass: dict[str, int] = {}
-        # `one_pass`: split -> number of samples in one pass. Does not include splits whose weights make the number of
-        # passes differ between corpora.
+        # `one_pass`: split -> number of samples in one pass, except for splits whose weights cause different numbers of
+        # passes over the corpora.
 
     @property
     def contents(self) -> dict[str, Json]:
@@ -282,7 +282,7 @@ class _Builder:
 
     @property
     def reported(self) -> tuple[str, ...]:
-        """Return all notes. The note on --split is first."""
+        """Return all notes, beginning with the note about --split."""
         note = split_note(self._data.split) if self._data.data_path else ""
         return (*([note] if note else []), *self.notes)
 
@@ -294,7 +294,7 @@ class _Builder:
         if self.phases and name == "train":
             return self._phased(flag, [*self.phases, BlendPhase(samples, samples, weighted_prefixes)], split)
         all_parts = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in weighted_prefixes]
-        # Corpora without a part in this split are removed, with a note; the other corpora share their weight.
+        # Corpora that are empty in this split are removed, with a note; the other corpora share their weight.
         parts = [(weight, prefix, part) for weight, prefix, part in all_parts if part.first < part.last]
         if not parts:
             split_name = f'the {name} part of --split "{split}" ' if flag == "--data-path" else ""
@@ -315,7 +315,7 @@ class _Builder:
         if len(weighted_prefixes) == 1:
             self._describe(name, parts, [samples], split)
             return self._dataset(*parts[0][1:], samples, name)
-        # Without weights, the share of each corpus is proportional to its size, so all corpora end at the same sample.
+        # Without weights, shares are proportional to the corpora's sizes, so that all corpora end at the same sample.
         shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
         counts = blend_samples(shares, samples, core=self._core)
         self._describe(name, parts, counts, split)
@@ -350,7 +350,7 @@ class _Builder:
                 self._check(name, self.described[name])
 
     def _phased(self, flag: str, phases: Sequence[BlendPhase], split: str) -> Dataset:
-        """Build the training set of a blend that changed during the run."""
+        """Build a training set whose blend changes during the run."""
         layouts: list[PhaseLayout] = []
         parts: dict[str, CorpusPart] = {}
         begin = 0
@@ -371,7 +371,7 @@ class _Builder:
         return phased_dataset(layouts, segment)
 
     def _dataset(self, prefix: str, part: CorpusPart, samples: int, name: str, number: int = 0) -> Dataset:
-        """Build the dataset of one corpus. number: index of the corpus in the blend, counting empty corpora."""
+        """Build the dataset of one corpus. number: index of the corpus in the blend, including empty corpora."""
 
         def passes(note: str) -> None:
             self.notes.append(note)
@@ -383,7 +383,7 @@ class _Builder:
         return dataset
 
     def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
-        """Return the part of a corpus that belongs to a split. The part may be empty."""
+        """Return the part of a corpus that belongs to a split, which may be empty."""
         corpus = self._corpus(flag, prefix)
         bounds = split_boundaries(split, self._recipe.units(corpus), core=self._core)
         split_index = SPLITS.index(name)

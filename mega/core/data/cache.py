@@ -1,9 +1,9 @@
-"""Cache arrays that take long to compute and depend only on a key. Cached arrays are memory-mapped.
+"""Cache arrays that are expensive to compute and depend only on a key. Cached arrays are memory-mapped.
 
 An entry is one safetensors file, named by the hash of its key. The file contains the 8-byte length of a JSON header,
 then the header with the key and the offsets of the arrays, then the arrays. The file is written under a temporary name
-and then renamed, so that it is either complete or absent. A lock ensures that only one process of a machine computes
-the arrays while other processes wait. If the folder is not writable, the arrays stay in memory. No pickle is loaded.
+and then renamed, so that it is either complete or absent. A lock ensures that only one process per machine computes the
+arrays, while other processes wait. If the folder is not writable, the arrays stay in memory. No pickles are loaded.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _BLOCK = 1 << 24
 def cached(
     directory: Path | None, key: Mapping[str, object], names: Sequence[str], compute: Callable[[], Arrays]
 ) -> Arrays:
-    """Return the arrays `names` of `compute()`. They are read from `directory` if cached there; otherwise they are
-    computed and, if possible, written to `directory`.
+    """Return the arrays `names` of `compute()`. Cached arrays are read from `directory`. Other arrays are computed and,
+    if possible, written to `directory`.
 
-    key: all values on which the arrays depend, as plain JSON values.
+    key: all values on which the arrays depend, in JSON types.
     """
     if directory is None:
         return compute()
@@ -107,15 +107,15 @@ def _publish(entry: Path, key: str, arrays: Arrays) -> None:
 
 
 def _sweep(entry: Path) -> None:
-    """Remove temporary files that killed processes left for this entry. Call with the entry's lock held."""
+    """Remove temporary files of this entry that killed processes left behind. Call this with the entry's lock held."""
     for stale in entry.parent.glob(f"{entry.name}.*.tmp"):
         stale.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` among the processes of this machine. The system releases the lock when the
-    process that holds it dies."""
+    """Hold an exclusive lock on `path` among the processes of this machine. The operating system releases the lock if
+    the process dies."""
     with open(path, "ab") as file:
         with contextlib.suppress(OSError):  # without file locks, several processes may compute; the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,5 @@
-"""Build samples for finetuning: whole conversations, packed into rows. Only selected tokens contribute to the loss.
+"""Build samples for finetuning from whole conversations, which are packed into rows. Only selected tokens contribute to
+the loss.
 
 Conversations are tokenized once and stored in the index cache. A row contains as many conversations as fit; a
 conversation longer than a row is truncated. Conversations in a row do not attend to each other, and positions restart
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 
 MOST_ARRAY = 1 << 30
-"""Maximum size in bytes of a file with a single JSON array, because such a file is parsed as a whole."""
+"""Maximum size in bytes of a file with a single JSON array, which is parsed as a whole."""
 
 
 class ChatRow(NamedTuple):
@@ -41,11 +42,11 @@ class ChatRow(NamedTuple):
     weights: NDArray[np.float32]  # float32 [s], 1 if the label is trained on, else 0
     documents: NDArray[np.int64]  # int64 [s], index of the conversation within the row
     positions: NDArray[np.int64]  # int64 [s], position within the conversation
-    padding: NDArray[np.bool_]  # bool [s], whether the token only fills the row
+    padding: NDArray[np.bool_]  # bool [s], whether the token is padding
 
 
 class TrainedTexts:
-    """Tokenized texts, concatenated, with a mask of trained tokens.
+    """Concatenated tokenized texts, with a mask of trained tokens.
 
     arrays: ids, trained, and offsets, int64 [texts + 1].
     """
@@ -57,7 +58,7 @@ class TrainedTexts:
         return len(self._offsets) - 1
 
     def cut(self, number: int, limit: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """Return the first `limit` ids of a text, and the mask of trained tokens among these ids."""
+        """Return the first `limit` ids of a text, and their mask of trained tokens."""
         first, end = self._offsets[number : number + 2].tolist()
         span = slice(first, min(end, first + limit))
         return self._ids[span], self._trained[span]
@@ -68,7 +69,7 @@ class TrainedTexts:
 
 
 class ChatDataset:
-    """Packed rows of consecutive passes over the conversations, which are reshuffled in each pass.
+    """A dataset of packed rows from consecutive passes over the conversations, each of which is shuffled separately.
 
     arrays: the arrays of `TrainedTexts`; members, the conversation indices in row order; and rows, int64 [rows + 1],
     the index of the first member of each row. Example: conversations a and b in a row of 8, with padding:
@@ -180,15 +181,15 @@ def filler(tokenizer: Tokenizer) -> int:
 
 
 def truncation_note(source: str, texts: Arrays, seq_length: int, unit: str = "conversations") -> str | None:
-    """Return a message about conversations that are truncated or have no trained token; None if no conversation is
-    affected. Errors: ValueError if no token is trained.
+    """Return a message about conversations that are truncated or have no trained token; None if there are no such
+    conversations. Errors: ValueError if no token is trained.
 
     Without trained tokens, the loss would be 0, and only weight decay would change the weights.
     """
     sizes = np.diff(texts["offsets"])
     firsts = texts["offsets"][:-1]
     trained = np.flatnonzero(texts["trained"])
-    # The first token of a conversation is never a label.
+    # the first token of a conversation is never a label
     until, since = firsts + np.minimum(sizes, seq_length + 1), firsts + 1
     barren = int((np.searchsorted(trained, until) <= np.searchsorted(trained, since)).sum())
     cut = int((sizes > seq_length + 1).sum())
@@ -200,7 +201,7 @@ def truncation_note(source: str, texts: Arrays, seq_length: int, unit: str = "co
 
 
 def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arrays:
-    """Pack conversations into rows of `room` tokens, in shuffled passes, until there are `samples` rows.
+    """Pack conversations into rows of `room` tokens, in shuffled order, until there are `samples` rows.
 
     Example: lengths 3 4 2 in this order with room 6 give rows [3] [4 2].
     """
@@ -226,9 +227,10 @@ def labelled(inputs: Sequence[str], chat: ChatFormat) -> Iterator[Labelled]:
 
 
 def each_line(inputs: Sequence[str], read: Callable[[object], Found]) -> Iterator[Found]:
-    """Apply `read` to each JSON value, which is a line, an item of a file with a single array, or a row of a table.
+    """Apply `read` to each JSON value in the inputs: a line, an item of a file with a single array, or a row of a
+    table.
 
-    Errors: ValueError of `read`, with file and line added.
+    Errors: ValueError raised by `read`, with file and line prepended.
     """
     for location, value in chain.from_iterable(map(_values, find(inputs))):
         try:
@@ -243,7 +245,7 @@ def each_line(inputs: Sequence[str], read: Callable[[object], Found]) -> Iterato
 
 
 def _values(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the location of each value of a file, and a function that reads it."""
+    """Yield, for each value in a file, its location and a function that reads it."""
     if (items := _array(path)) is not None:
         for number, item in enumerate(items, 1):
             yield f"{path}: item {number}", partial(lambda found: found, item)

@@ -8,8 +8,8 @@
     db/indexed_dataset_infos.json               the corpora, with their document and chunk counts
 
 Names and arrays are identical to those of Megatron-LM 23.06. HDF5 files from Megatron-LM can also be read (with the
-extra `retro`). A document is a sequence of the token files. A block depends only on the corpus, so the written files do
-not depend on the number of processes. This module does not import torch.
+extra `retro`). A document is one sequence of the token files. A block depends only on the corpus, so the files do not
+depend on the number of processes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 24
 
 
 class Block(NamedTuple):
-    """A range of rows that is stored in one file."""
+    """A range of rows stored in one file."""
 
     first: int
     last: int
@@ -63,7 +63,7 @@ def blocks(rows: int, size: int, suffix: str) -> list[Block]:
 
 @dataclass(frozen=True)
 class ChunkedCorpus:
-    """A corpus of the database. Fields have the same names as in the JSON file."""
+    """A corpus of the database. The fields are named as in the JSON file."""
 
     ratio: float  # Share of the corpus in the blend
     prefix: str  # Prefix of the corpus's token files
@@ -90,8 +90,8 @@ class ChunkSource:
 
 
 def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[ChunkSource]:
-    """Open the corpora of a blend. The first number of `split` is the share of training documents, which are the
-    leading documents of a corpus.
+    """Open the corpora of a blend. The first share in `split` is that of the training documents, which come first in a
+    corpus.
 
     Errors: ValueError naming the file, or two corpora with the same name.
     """
@@ -100,8 +100,8 @@ def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Chunk
         corpus, prefix = (
             IndexedDataset(prefix),
             os.path.abspath(prefix),
-        )  # absolute path, because other processes may have other working directories
-        # Megatron-LM's count, limited so that validation documents are never included.
+        )  # absolute path, because working directories differ between processes
+        # Megatron-LM's count, reduced where it would include validation documents
         training_documents = min(int(share * len(corpus)), split_boundaries(split, len(corpus))[1])
         if training_documents < 1:
             raise ValueError(f"--split {split}: gives no document of {prefix} ({len(corpus)} in all) to the training")
@@ -168,7 +168,7 @@ def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]
 
 
 def read_array(path: Path, name: str) -> NDArray[np.generic]:
-    """Read the only array of a file, or the array `name` of Megatron-LM's file. Errors: OSError, ValueError."""
+    """Read the single array of a file, or the array `name` of Megatron-LM's file. Errors: OSError, ValueError."""
     if not path.exists() and megatron_path(path).exists():
         return read_hdf5(megatron_path(path), (name,))[name]
     array: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -191,7 +191,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generi
 
 
 def individual(folder: Path, source: ChunkSource, size: int) -> Iterator[tuple[Block, Path]]:
-    """Yield each block of a corpus with the path of the block's file."""
+    """Yield the blocks of a corpus with their file paths."""
     for block in blocks(len(source.corpus), size, ".safetensors"):
         yield block, folder / "db" / "individual" / source.name / block.name
 
@@ -222,8 +222,8 @@ def merge(folder: Path, corpora: Sequence[ChunkSource], size: int) -> list[Chunk
 
 
 def _joined(folder: Path, source: ChunkSource, size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
-    """Return the valid chunks of a corpus, the number of chunks up to the end of each document, and the number of
-    invalid chunks."""
+    """Return a corpus's valid chunks, the number of chunks up to the end of each document, and the number of invalid
+    chunks."""
     chunks, ends, before, invalid = list[NDArray[np.uint32]](), list[NDArray[np.uint64]](), 0, 0
     for _, path in individual(folder, source, size):
         arrays = read_arrays(path, ("chunks_valid", "chunks_invalid", "doc_offsets"))
@@ -247,9 +247,8 @@ class ChunkDatabase:
     """The chunks of a database, which can be retrieved as neighbours. `tokens(chunk)` is int64 [length], padded with
     the end-of-document token.
 
-    prefixes: prefixes of the token files in this run, in the order of the corpora. If empty, the prefixes that were
-    recorded when the database was built are used.
-    Errors: ValueError naming a file that is missing, damaged, or belongs to other corpora.
+    prefixes: prefixes of this run's token files, in the order of the corpora; if empty, those recorded in the database
+    are used. Errors: ValueError naming a file that is missing, damaged, or belongs to other corpora.
     """
 
     def __init__(self, folder: Path, length: int, eod: int, prefixes: Sequence[str] = ()) -> None:

@@ -1,5 +1,5 @@
-"""Read rows of parquet and arrow files as JSON lines, in a child process. `untrusted.Confined` starts the child and
-limits its memory, because an untrusted file can make the library crash or allocate any amount of memory. Requests:
+"""Read rows of parquet and arrow files as JSON lines, in a child process. `untrusted.Confined` starts the child with a
+memory limit, because an untrusted file can make the library crash or allocate any amount of memory. Requests:
 
     {"path", "kind"}               returns the number of row groups of a parquet file; 1 for an arrow stream
     {"reader", "path", "kind", "keys", "first", "last", "done"}
@@ -23,7 +23,7 @@ _ROWS = 1024
 _BLOCK_BYTES = 1 << 22
 
 Rows = Iterator[tuple[Any, int]]
-"""Pairs of a record batch and the number of stored bytes of the file up to the end of the batch."""
+"""Pairs (record batch, number of bytes of the file up to the end of the batch)."""
 
 
 def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -57,7 +57,7 @@ def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, rows_don
         stream = pyarrow.ipc.open_stream(stored)
         columns = _columns(stream.schema.names, keys)
         for batch in stream:
-            batch.validate(full=True)  # invalid offsets would otherwise read outside the buffers
+            batch.validate(full=True)  # with invalid offsets, reads would be out of bounds
             selected = batch.select(columns)
             for begin in range(0, selected.num_rows, _ROWS):
                 part = selected.slice(begin, _ROWS)
@@ -67,7 +67,7 @@ def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, rows_don
 
 
 def _in_blocks(batch: Any, read: int) -> Rows:
-    """Split a batch into parts with at least one row each, so that the size of a part as text is limited."""
+    """Split a batch into parts of limited text size, with at least one row each."""
     rows = max(1, batch.num_rows * _BLOCK_BYTES // max(batch.nbytes, _BLOCK_BYTES))
     for begin in range(0, batch.num_rows, rows):
         yield batch.slice(begin, rows), read
@@ -100,7 +100,7 @@ def _next(rows: Rows) -> dict[str, Json] | None:
     row_batch = next(rows, None)
     if row_batch is None:
         return None
-    # JSON cannot represent bytes and decimals. They are written as null, and the caller then rejects the row.
+    # Bytes and decimals, which JSON cannot represent, are written as null; the caller then rejects the row.
     lines = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in row_batch[0].to_pylist())
     return {RAW: lines, "rows": row_batch[0].num_rows, "read": row_batch[1]}
 

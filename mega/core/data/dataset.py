@@ -1,5 +1,4 @@
-"""Define the protocol of datasets, and datasets that do not read token files: random ids, chained and blended
-datasets."""
+"""Define the dataset protocol, and datasets that do not read token files (random ids, chained and blended datasets)."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from numpy.typing import NDArray
 
 
 class Dataset(Protocol):
-    """Interface of datasets. `dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1], which contains the inputs
-    and, shifted by one, the labels.
+    """The interface of datasets. `dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1], which contains the
+    inputs and, shifted by one, the labels.
 
     A dataset with samples of another type has a method `collate(samples, index of the first sample)`, which builds a
-    batch. A dataset that reads many samples in less time than each alone has a method `samples(entries)`, which returns
-    a sequence of samples; slices of it are passed to `collate`.
+    batch. A dataset that can read many samples faster together has a method `samples(entries)`, which returns a
+    sequence; slices of this sequence are passed to `collate`.
     """
 
     def __len__(self) -> int: ...
@@ -25,7 +24,7 @@ class Dataset(Protocol):
 
 
 def samples_of(dataset: Dataset, entries: Sequence[int]) -> Sequence[object]:
-    """Return the samples `entries` of a dataset, by its method `samples` if it has one."""
+    """Return the samples `entries` of a dataset, with the dataset's method `samples` if it has one."""
     samples: Callable[[Sequence[int]], Sequence[object]] | None = getattr(dataset, "samples", None)
     return samples(entries) if samples and entries else [dataset[entry] for entry in entries]
 
@@ -33,7 +32,7 @@ def samples_of(dataset: Dataset, entries: Sequence[int]) -> Sequence[object]:
 def _samples_of_each(
     datasets: Sequence[Dataset], chosen: NDArray[np.integer], numbers: NDArray[np.integer]
 ) -> list[object]:
-    """Return sample numbers[i] of datasets[chosen[i]] for each i. The samples of one dataset are read at once."""
+    """Return sample numbers[i] of datasets[chosen[i]] for each i. The samples of each dataset are read together."""
     samples: list[object] = [None] * len(chosen)
     for dataset in np.unique(chosen).tolist():
         positions = (chosen == dataset).nonzero()[0]
@@ -81,7 +80,7 @@ class ChainedDataset:
 
 
 class BlendedDataset:
-    """A dataset whose sample i is sample numbers[i] of datasets[chosen[i]], see `order.blend_order`. All datasets have
+    """A dataset whose sample i is sample numbers[i] of datasets[chosen[i]] (see `order.blend_order`). All datasets have
     samples of the same type."""
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Build GPT samples by concatenating a corpus in shuffled order and cutting it every seq_length tokens.
+"""Build GPT samples by concatenating the documents of a corpus in shuffled order and cutting this stream every
+seq_length tokens.
 
 This module also computes loss weights, document indices and positions from the tokens of a sample. It does not depend
 on ranks or batches.
@@ -14,8 +15,8 @@ from mega.core.data.order import SampleOrder
 
 
 class GPTDataset:
-    """A dataset whose sample i consists of the tokens q s .. (q + 1) s of the stream, inclusive, with q = shuffle[i]
-    and s = seq_length.
+    """A dataset whose sample i consists of the tokens q s .. (q + 1) s of the stream (both ends included), with q =
+    shuffle[i] and s = seq_length.
 
     A sample may span any number of documents. Adjacent samples of the stream share one token. With s = 3:
 
@@ -58,8 +59,8 @@ class GPTDataset:
 
 
 def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float32]:
-    """Return 0 for every `eod`, because the token after the end of a document is not predicted, and 1 for every other
-    token.
+    """Return loss weights: 0 for every `eod`, because the next document's first token is not predicted, and 1 for every
+    other token.
 
     tokens [..., s] -> float32 [..., s]. 5 6 0 7 8 0 with eod 0 -> 1 1 0 1 1 0.
     """

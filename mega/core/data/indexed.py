@@ -1,16 +1,16 @@
 """Read token files: `<prefix>.bin` contains concatenated ids, `<prefix>.idx` the offset of each sequence.
 
-The format is Megatron-LM's MMIDIDX, so that Megatron-LM can read these files, and this module can read files from
-Megatron-LM. A *sequence* is one stored run of tokens (a document, or one sentence of a document). A *document* is a run
-of consecutive sequences. This module does not depend on texts or samples.
+The format is Megatron-LM's MMIDIDX, so files can be exchanged with Megatron-LM. A *sequence* is one stored run of
+tokens (a document, or one sentence of a document). A *document* is a run of consecutive sequences. This module does not
+depend on texts or samples.
 
     .bin   only the ids of all sequences, little-endian, in the dtype given by the .idx
     .idx   "MMIDIDX\\0\\0" · u64 version 1 · u8 dtype code · u64 S sequences · u64 D = documents + 1
            i32[S] lengths in tokens · i64[S] byte offsets in the .bin · i64[D] first sequence of each document
 
-A third file, `<prefix>.json`, is called the note. It contains the counts, the smallest and largest id, the checksums,
-and the tokenizer and options with which the pair was written. Other programs ignore the note. This module uses the note
-only if the counts in both files are equal. The older TNTIDX format can also be read.
+A third file, `<prefix>.json`, is called the note. It contains the counts, the smallest and largest id, checksums, and
+the tokenizer and options with which the pair was written. Other programs ignore the note. This module uses the note
+only if its counts equal those of the pair. The older TNTIDX format can also be read.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ class IndexedDataset:
     """A pair of token files, memory-mapped and checked.
 
     lengths: int32 [S]; document_index: int64 [D]; tokens: all ids in the .bin.
-    `dataset[i]` is sequence i, without a copy.
-    mmap: if False, the whole .idx is read into memory, and tokens are read from the .bin on each access.
-    Raises ValueError naming the file if the contents of the pair are inconsistent.
+    `dataset[i]` is a view of sequence i. mmap: if False, the whole .idx is read into memory, and tokens are read from
+    the .bin on each access. Raises ValueError naming the file if the contents of the pair are inconsistent.
     """
 
     def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
@@ -145,9 +144,9 @@ class IndexedDataset:
         return self.tokens[begin : begin + int(self.lengths[first:last].sum())]
 
     def runs(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Return an array that contains sequences first[i] .. last[i] - 1 (at least one) consecutively for each i, and
-        the index of their first token in it. The array is a view of all tokens if they are memory-mapped. The numbers
-        are not checked."""
+        """For each i, locate the sequences first[i] .. last[i] - 1 (at least one). Return an array that contains each
+        such range contiguously, and the index of each range's first token. The array is a view of all tokens if they
+        are memory-mapped. The arguments are not checked."""
         begins = self._offsets[first] // self.dtype.itemsize
         if isinstance(self.tokens, np.ndarray):
             return self.tokens, begins
@@ -161,7 +160,7 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 hash of the dtype and the sequence lengths, which determine the order of samples."""
+        """SHA-256 hash of the dtype and the sequence lengths, which determine the order of samples."""
         digest = hashlib.sha256(str(self.dtype).encode())
         for block in _blocks(len(self)):
             digest.update(self.lengths[block].tobytes())
@@ -182,8 +181,8 @@ class IndexedDataset:
         return TokenizerIdentity.read(self.note.get("tokenizer"))
 
     def content(self) -> dict[str, str | None]:
-        """Hashes that identify the content: a hash of the lengths, of a sample of the .bin, and of all tokens. The hash
-        of all tokens comes from the note and is not verified."""
+        """Hashes that identify the content: of the lengths, of a sample of the .bin, and of all tokens. The hash of all
+        tokens is read from the note and not verified."""
         tokens = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tokens = str(read_note(self.prefix)["sha256"]["bin"])
@@ -197,14 +196,13 @@ class IndexedDataset:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return int(self.note["smallest"]), int(self.note["largest"])
         stride = -(-len(self.tokens) // _SCAN_TOKENS)
-        # Read the file without mmap, because the scan reads the whole corpus and mapped pages would stay in this
-        # process's memory.
+        # Read the file without mmap, because the pages that the scan maps would stay in this process's memory.
         stored = Unmapped(bin_path(self.prefix), self.dtype)
         block_ranges = [_ends(stored[block]) for block in list(_blocks(len(stored)))[::stride]]
         return min(least for least, _ in block_ranges), max(most for _, most in block_ranges)
 
     def _check_index(self) -> int:
-        """Check that lengths, offsets and documents are consistent, and return the number of tokens."""
+        """Return the number of tokens, after checking that lengths, offsets and documents are consistent."""
         path, total = idx_path(self.prefix), 0
         for block in _blocks(len(self)):
             ends = np.cumsum(self.lengths[block], dtype=np.int64) + total
@@ -277,7 +275,7 @@ def _read_old_index(path: Path, index: mmap.mmap | bytes) -> Index:
 
 
 def _checked(path: Path, version: int, code: int) -> np.dtype[np.integer]:
-    """Return the integer dtype for the dtype code of an index."""
+    """Return the integer dtype for the dtype code of an .idx."""
     if version != 1:
         raise ValueError(f"{path}: version {version}: must be 1")
     if code not in DTYPES or DTYPES[code].kind == "f":

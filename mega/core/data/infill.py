@@ -3,7 +3,7 @@
     <prefix> p <suffix> s <middle> m      or, suffix first,      <prefix> <suffix> s <middle> p m
 
 Documents are selected and cut as in Megatron-core's dataset for --fim-data. However, every sample uses a separate
-generator, so that a sample depends only on seed and sample index, not on earlier reads. Source of the two orders:
+generator, so that it depends only on the seed and the sample index, not on earlier reads. Source of both orders:
 Bavarian et al. 2022.
 """
 
@@ -24,12 +24,12 @@ Ids = NDArray[np.int64]
 
 
 class InfillTokens(NamedTuple):
-    """Ids of the control tokens that mark the parts."""
+    """Ids of the control tokens that mark the parts of a document."""
 
     prefix: int  # Begins the text before the middle
     middle: int  # Begins the middle
     suffix: int  # Begins the text after the middle
-    pad: int  # Fills a sample that has become too short
+    pad: int  # Pads a sample that has become too short
     eod: int  # Ends a document
     split: int | None = None  # Separates fragments of a document, such as files
 
@@ -47,8 +47,7 @@ class Infill:
     no_prefix: str | None = None  # Documents that begin with this text are not permuted
 
     def sample(self, ids: Ids, generator: np.random.RandomState) -> Ids:
-        """Permute the documents of a sample. The sample keeps its length: a longer result is truncated, a shorter
-        result is padded.
+        """Permute the documents of a sample. The result is truncated or padded to the sample's original length.
 
         An empty document is removed together with its end-of-document id.
         """
@@ -65,8 +64,8 @@ class Infill:
         return np.concatenate(_pieces(ids, split, lambda piece: self._permuted(piece, self.fragment_rate, generator)))
 
     def _permuted(self, ids: Ids, rate: float, generator: np.random.RandomState) -> Ids:
-        """Cut a text at two random characters and move the middle to the end. With probability 1 - rate, the text is
-        unchanged."""
+        """Cut a text at two random characters, and move the middle to the end, with probability `rate`. Otherwise,
+        return the text unchanged."""
         if not generator.binomial(1, rate):
             return ids
         special = set(self.tokens)
@@ -84,8 +83,8 @@ class Infill:
 
 
 def _pieces(ids: Ids, end: int, change: Callable[[Ids], Ids]) -> list[Ids]:
-    """Split ids at the id `end`, and apply `change` to each run. Every run except the last is followed by `end`; empty
-    runs are removed."""
+    """Split ids at the id `end`, and apply `change` to each run that is not empty. All runs except the last are
+    followed by `end`."""
     pieces: list[Ids] = []
     begin = 0
     for position in np.flatnonzero(ids == end).tolist():
@@ -118,7 +117,7 @@ def infill_of(data: DataConfig, tokenizer: Tokenizer | None, vocab: int | None) 
 
     def token(flag: str, name: str) -> int:
         token_id = tokenizer.control(name)
-        if token_id is None:  # not a control token: accept a name that is encoded as a single token
+        if token_id is None:  # also accept a name that is encoded as a single ordinary token
             ids = tokenizer.encode(name)
             token_id = ids[0] if len(ids) == 1 else None
         if token_id is None or (vocab is not None and token_id >= vocab):

@@ -21,7 +21,7 @@ Print = Callable[[str], None]
 
 
 def verify(prefix: str, report: Print) -> None:
-    """Check header, sizes, offsets and documents, and the checksums if the pair has a note.
+    """Check header, sizes, offsets and documents and, if the pair has a note, the checksums.
 
     Raises ValueError naming the damaged file.
     """
@@ -42,16 +42,16 @@ def verify(prefix: str, report: Print) -> None:
 
 
 def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None:
-    """Write a note for a pair without a note (such as a pair from Megatron-LM), so that later damage is detected.
+    """Write the note of a pair that has none, such as a pair from Megatron-LM, so that later damage can be detected.
 
-    tokenizer: the tokenizer that made the pair. It is recorded, so that training with another tokenizer is rejected. An
-    already recorded tokenizer is kept.
-    Raises ValueError if the tokenizer lacks an id of the pair, or if another tokenizer is recorded.
+    tokenizer: the tokenizer that encoded the pair, which is recorded so that training with another tokenizer is
+    rejected. A tokenizer that is already recorded is kept. Raises ValueError if the tokenizer lacks an id of the pair,
+    or if another tokenizer is recorded.
     """
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
     sums = {"bin": _sha256(bin_path(prefix)), "idx": _sha256(idx_path(prefix))}
-    # Entries of an old note are valid only if the note describes these bytes.
+    # entries of an old note are valid only for the bytes that it describes
     old_note = {name: value for name, value in data.note.items() if data.note.get("sha256") == sums}
     identity = None if tokenizer is None else tokenizer.identity()
     recorded = TokenizerIdentity.read(old_note.get("tokenizer"))
@@ -78,7 +78,7 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
 def show(
     prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples: int = 3, *, as_json: bool = False
 ) -> None:
-    """Report sizes, the range of ids, a histogram of lengths and the first tokens of some sequences, decoded if
+    """Report sizes, the range of ids, a histogram of lengths, and the first tokens of some sequences, decoded if
     possible."""
     if samples < 0:
         raise ValueError(f"--samples {samples}: must be at least 0")
@@ -124,7 +124,7 @@ def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Toke
 
 
 def histogram(lengths: NDArray[np.integer]) -> list[str]:
-    """Return the number of sequences with 1, 2 .. 3, 4 .. 7, ... tokens, one range per line.
+    """Return lines with the number of sequences that have 1, 2 .. 3, 4 .. 7, ... tokens.
 
     >>> histogram(np.array([1, 2, 3, 3]))
     ['      1 ..       1 tokens            1  25.0 %', '      2 ..       3 tokens            3  75.0 %']
@@ -136,7 +136,8 @@ def histogram(lengths: NDArray[np.integer]) -> list[str]:
 
 
 def _counts(lengths: NDArray[np.integer]) -> list[tuple[int, int, int]]:
-    """Return (shortest, longest, number of sequences) for each power-of-two range of lengths that occurs."""
+    """Return (minimum length, maximum length, number of sequences) for each power-of-two range of lengths that
+    occurs."""
     if not len(lengths):
         return []
     powers = np.frexp(np.maximum(lengths, 1))[1] - 1

@@ -2,9 +2,8 @@
 
     [CLS] first [SEP] second [SEP]        type 0 up to the first [SEP], then 1; padded with [PAD] of type 0
 
-A sample with several choices (RACE) has one row per choice. These rows have different first parts and the same second
-part. This module does not depend on file formats; a `Format` (formats/) reads the files. torch is imported only to
-build a batch.
+A sample with several choices (RACE) has one row per choice, with different first parts and the same second part. This
+module does not depend on file formats; a `Format` (formats/) reads the files. torch is imported only to build a batch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Question(NamedTuple):
     """One sample as text."""
 
     uid: int  # Number of the question in the file
-    firsts: tuple[str, ...]  # The first part for each choice
+    firsts: tuple[str, ...]  # The first part of each choice
     second: str  # The second part
     label: int | None  # Index of the class or choice; None if the file has no labels
 
@@ -47,8 +46,8 @@ class Format:
     labels: tuple[str, ...]
     """Names of the classes, or of the choices."""
     read: Callable[[str, Path, Note], Iterator[Question]]
-    """(flag, path, note) -> questions. Errors: ValueError naming the line. Messages passed to `note` contain neither
-    flag nor path."""
+    """Function (flag, path, note) -> questions. Errors: ValueError naming the line. Messages passed to `note` contain
+    neither flag nor path."""
     choices: int = 1
     """Number of rows in a sample."""
     most_first: int | None = None
@@ -77,7 +76,7 @@ def clean(text: str) -> str:
 
 
 def set_name(path: str) -> str:
-    """Return the name of a set: the path below the benchmark's folder, or the file name.
+    """Return the name of a set: its path within the benchmark's folder, or the file name.
 
     >>> set_name("GLUE/MNLI/dev_matched.tsv"), set_name("data/RACE/dev/middle/"), set_name("/tmp/a.tar.gz")
     ('dev-matched', 'dev-middle', 'a')
@@ -95,7 +94,7 @@ def set_name(path: str) -> str:
 
 
 def set_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return a map name -> path of all sets. Errors: ValueError if two sets have the same name."""
+    """Return the paths of all sets by name. Errors: ValueError if two sets have the same name."""
     paths_by_name: dict[str, str] = {}
     for path in paths:
         if paths_by_name.setdefault(name := set_name(path), path) != path:
@@ -104,11 +103,11 @@ def set_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 class LabelledSet:
-    """All questions of a set of files, as tokens. If a row is longer than seq_length, the end of its second part is cut
-    off.
+    """All questions of a set of files, as tokens. The second part of a row is truncated so that the row has at most
+    seq_length tokens.
 
-    arrays: ids, concatenated, and the offsets of the texts; firsts int64 [n, choices] and seconds int64 [n], text
-    indices; labels int64 [n], -1 for a missing label; uids int64 [n].
+    arrays: concatenated ids, and the offsets of the texts; firsts, int64 [n, choices], and seconds, int64 [n], text
+    indices; labels, int64 [n], -1 for a missing label; uids, int64 [n].
     """
 
     def __init__(self, arrays: Arrays, roles: Roles, seq_length: int, digest: str) -> None:
@@ -146,7 +145,7 @@ class LabelledSet:
         return min(self.length, int(self._sizes(list(numbers)).max()))
 
     def _sizes(self, numbers: slice | list[int] | NDArray[np.integer]) -> NDArray[np.integer]:
-        """Return the number of tokens in each row before cutting, [questions, choices]."""
+        """Return the number of tokens in each row before truncation, [questions, choices]."""
         sizes: NDArray[np.integer] = np.diff(self._offsets)
         row_sizes: NDArray[np.integer] = sizes[self._firsts[numbers]] + sizes[self._seconds[numbers]][:, None] + 3
         return row_sizes
@@ -157,8 +156,8 @@ class LabelledSet:
 
 
 def pack(first: Sequence[int], second: Sequence[int], roles: Roles, limit: int) -> tuple[list[int], int]:
-    """Return the ids of a row of at most `limit` tokens, and the first position of type 1. A longer row is cut and
-    still ends in [SEP].
+    """Return the ids of a row of at most `limit` tokens, and the first position of type 1. A truncated row still ends
+    in [SEP].
 
     >>> roles = Roles(cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=())
     >>> pack([7, 8], [9], roles, 6), pack([7, 8], [9], roles, 5), pack([7, 8], [9], roles, 3)
@@ -171,7 +170,7 @@ def pack(first: Sequence[int], second: Sequence[int], roles: Roles, limit: int) 
 def labelled_set(
     flag: str, path: str, form: Format, tokenizer: Tokenizer, *, seq_length: int, cache: Path | None, note: Note
 ) -> LabelledSet:
-    """Read the questions of one file or folder. note: function called with messages about cut or skipped rows.
+    """Read the questions of one file or folder. note: function called with messages about truncated or skipped rows.
 
     Errors: ValueError naming flag, file and line.
     """
@@ -205,7 +204,7 @@ def content(path: Path) -> str:
 
 @dataclass
 class _Texts:
-    """Tokenized texts. A shared text that equals the previous shared text is not stored again."""
+    """Tokenized texts. Consecutive equal shared texts are stored once."""
 
     tokenizer: Tokenizer
     ids: list[NDArray[np.int32]] = field(default_factory=list)
@@ -243,7 +242,7 @@ def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer) -> Arr
         "uids": np.array(uids, np.int64),
         "notes": np.array(
             list("\n".join(notes).encode()), np.uint16
-        ),  # cached too, so that the messages are repeated when the set is read from the cache
+        ),  # cached, so that the messages are repeated when the set is read from the cache
     }
 
 
@@ -252,8 +251,8 @@ class LabelledDataset:
 
     batch: number of samples in a global batch.
     seed: pass i is shuffled with seed + i. If None, passes are not shuffled.
-    keep_last: pad an incomplete last batch of a pass with samples that have no label and weight 0. If False, drop the
-    batch. A set smaller than one batch is always padded.
+    keep_last: whether to pad an incomplete last batch of a pass with samples of weight 0 instead of dropping the batch.
+    A set smaller than one batch is always padded.
     """
 
     def __init__(

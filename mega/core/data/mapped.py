@@ -19,8 +19,7 @@ _SMALL = 1 << 16
 
 
 def mapped(path: Path) -> mmap.mmap | bytes:
-    """Return a file as a memory map. The content of a small file is read immediately instead, because a map keeps a
-    file descriptor.
+    """Return a file as a memory map. Small files are read immediately instead, because a map keeps a file descriptor.
 
     Raises ValueError naming the file if it cannot be read.
     """
@@ -42,9 +41,10 @@ def whole(path: Path) -> bytes:
 
 
 class Unmapped:
-    """An array in a file. `array[first:last]` reads these items from the file.
+    """An array in a file. `array[first:last]` reads items from the file.
 
-    Used for file systems on which memory maps are slow, or on which reading a truncated file raises a signal.
+    Used for file systems on which memory maps are slow, or on which reading a mapped file that was truncated raises a
+    signal.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
@@ -55,7 +55,7 @@ class Unmapped:
         return self._length
 
     def __getitem__(self, span: slice) -> NDArray[np.integer]:
-        """Read items. Raises ValueError naming the file if the file has become shorter."""
+        """Read items. Raises ValueError naming the file if the file was truncated."""
         first, last, _ = span.indices(self._length)
         width = self._dtype.itemsize
         data = os.pread(self._file.fileno(), max(last - first, 0) * width, first * width)

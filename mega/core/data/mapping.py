@@ -27,13 +27,14 @@ def sentence_mapping(
     seed: int,
     min_sentences: int,
 ) -> NDArray[np.integer]:
-    """Return uint32 [n, 3]: for each sample, first sentence, end (exclusive), and target length. The samples are
-    shuffled.
+    """Return uint32 [n, 3], the first sentence, end sentence (exclusive) and target length of each sample, in shuffled
+    order.
 
-    documents: int64 [documents + 1], first sentence of each document, and the end. lengths: number of tokens in each
-    sentence of the corpus. max_length: maximum number of tokens in a sample without its control tokens. The result
-    contains whole passes, with at least `samples` samples in total. A document is skipped if it has too few sentences,
-    or if it has several sentences and one of them has more than 512 tokens. Raises ValueError if no document remains.
+    documents: int64 [documents + 1], first sentence of each document, and the total number of sentences. lengths:
+    number of tokens in each sentence of the corpus. max_length: maximum number of tokens in a sample without its
+    control tokens. The result contains whole passes, with at least `samples` samples in total. Documents are skipped if
+    they have too few sentences, or if they have several sentences, one of which has more than 512 tokens. Raises
+    ValueError if no document remains.
     """
     usable = [
         (first, [0, *np.cumsum(lengths[first:last], dtype=np.int64).tolist()])
@@ -58,11 +59,11 @@ def sentence_mapping(
 
 
 def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator[int]) -> Iterator[int]:
-    """Yield three numbers for each sample of a document. A sample contains sentences until the target length is
-    reached. If only one sentence of the document remains, it is added to the sample.
+    """Yield the three numbers of each sample in a document. A sample contains sentences until the target length is
+    reached. If only one sentence of the document then remains, it is added to the sample.
 
-    ends: number of tokens in the document before each sentence, and in total. As in Megatron-LM, one more target is
-    drawn than there are samples.
+    ends: number of tokens in the document before each sentence, and in total. As in Megatron-LM, one target more than
+    there are samples is drawn.
     """
     target = next(targets)
     start, count = 0, len(ends) - 1
@@ -74,8 +75,8 @@ def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator
 
 
 def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
-    """Yield target lengths. On average, one of round(1 / short_prob) draws is a value in 2 .. max_length; all others
-    are max_length. The draws are the 32-bit outputs of mt19937(seed)."""
+    """Yield target lengths. On average, one of round(1 / short_prob) lengths is drawn from 2 .. max_length; all others
+    are max_length. The random numbers are the 32-bit outputs of mt19937(seed)."""
     ratio = round(1 / short_prob) if short_prob else 0
     generator = np.random.RandomState(seed)
     while True:

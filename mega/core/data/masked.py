@@ -1,7 +1,7 @@
-"""Build BERT and T5 samples: join sentences, and mask words or replace them with sentinels. All random draws are
-identical to Megatron-LM's; see masking.py, which makes them.
+"""Build BERT and T5 samples: join sentences, and mask words or replace them with sentinels. All random draws
+(masking.py) are identical to Megatron-LM's.
 
-Rows of many samples are filled together, because the operations per sample take most of the time.
+Rows of many samples are filled together, because separate operations for each sample would dominate the time.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _row(rows: Ints, number: int) -> Ints:
 class BertSample(NamedTuple):
     """A BERT sample."""
 
-    rows: Ints  # int64 [3, seq_length], the first three properties below
-    length: int  # The number of tokens without padding
+    rows: Ints  # int64 [3, seq_length], the properties `text`, `types` and `labels`
+    length: int  # Number of tokens without padding
     is_random: int  # 1 if the two parts are in the wrong order
     truncated: int  # 1 if tokens were cut off
 
     @property
     def text(self) -> Ints:
-        """Ids of the text with masks, padded."""
+        """Ids of the masked text, padded."""
         return _row(self.rows, 0)
 
     @property
@@ -106,10 +106,10 @@ class BertSamples(Sequence[BertSample]):
 
 
 class T5Sample(NamedTuple):
-    """A T5 sample: the encoder's text with sentinels in place of spans, and the spans, which the decoder predicts."""
+    """A T5 sample: the encoder's text, in which sentinels replace spans, and the spans, which the decoder predicts."""
 
-    text_enc: Ints  # int64 [encoder length], the text with sentinels in place of spans
-    rows: Ints  # int64 [3, decoder length], the three properties below
+    text_enc: Ints  # int64 [encoder length], the text with spans replaced with sentinels
+    rows: Ints  # int64 [3, decoder length], `text_dec`, `labels`, `loss_mask`
     truncated: int  # 1 if tokens were cut off
 
     @property
@@ -124,7 +124,7 @@ class T5Sample(NamedTuple):
 
     @property
     def loss_mask(self) -> Ints:
-        """1 for tokens."""
+        """1 for tokens, 0 for padding."""
         return _row(self.rows, 2)
 
 
@@ -155,8 +155,8 @@ def bert_batch(samples: Sequence[BertSample], first_sample: int, max_masked: int
 
 
 def _predicted(is_masked: NDArray[np.bool_], width: int) -> Ints:
-    """Return int64 [b, width], the columns of the masked tokens of each row. A row with fewer masked tokens is filled
-    with its first columns that are not masked."""
+    """Return int64 [b, width], the columns of the masked tokens in each row. If a row has fewer masked tokens, its
+    first columns that are not masked fill the remaining entries."""
     counts = is_masked.sum(axis=1, keepdims=True)
     assert counts.max() <= width, (counts, width)
     spare = ~is_masked[:, :width]
@@ -168,7 +168,7 @@ def _predicted(is_masked: NDArray[np.bool_], width: int) -> Ints:
 
 
 class Texts(NamedTuple):
-    """The sentences of many samples. Those of each sample are consecutive in `ids`."""
+    """The sentences of many samples. The sentences of each sample are consecutive in `ids`."""
 
     ids: NDArray[np.integer]
     begins: Ints  # [samples], the position in `ids` of each sample's first id
@@ -197,8 +197,8 @@ class _Mapped(Generic[Sample]):
         return self.samples([sample])[0]
 
     def samples(self, entries: Sequence[int]) -> Sequence[Sample]:
-        """Return the samples `entries`. Many at once take less time than each alone."""
-        # Blocks, because each sample of a block occupies a stream of random numbers of 3 KB
+        """Return the samples `entries`. One call for many samples is faster than many calls."""
+        # Blocks limit the memory, because each sample in a block needs a random stream of 3 KB.
         blocks = [self._block(entries[first : first + _BLOCK]) for first in range(0, len(entries), _BLOCK)]
         return blocks[0] if len(blocks) == 1 else [sample for block in blocks for sample in block]
 
@@ -223,8 +223,8 @@ class _Mapped(Generic[Sample]):
 
 
 class BertDataset(_Mapped[BertSample]):
-    """BERT samples, each with two parts of a document and masked words. In half of the samples, the parts are in the
-    wrong order. See `bert_samples`."""
+    """A dataset of BERT samples, each with two parts of a document and masked words. In half of the samples, the parts
+    are exchanged. See `bert_samples`."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class BertDataset(_Mapped[BertSample]):
 
 
 class T5Dataset(_Mapped[T5Sample]):
-    """T5 samples, each a text with sentinels in place of spans, and the spans. See `t5_samples`."""
+    """A dataset of T5 samples, each a text with spans replaced with sentinels, and the spans. See `t5_samples`."""
 
     def __init__(
         self,
@@ -299,7 +299,8 @@ class T5Dataset(_Mapped[T5Sample]):
 def bert_samples(
     texts: Texts, seq_length: int, vocabulary: Vocabulary, *, mask_prob: float, binary_head: bool
 ) -> BertSamples:
-    """Build [CLS] A [SEP] B [SEP] with masks. A and B together have at most as many tokens as the sample's target.
+    """Build rows [CLS] A [SEP] B [SEP] with masked words. The total number of tokens in A and B is limited to the
+    sample's target.
 
     Words are masked in runs of 1 to 3 words, in random order, until `mask_prob` of the tokens are masked.
     """
@@ -327,13 +328,12 @@ def bert_samples(
 
 
 def _pairs(texts: Texts, streams: Sequence[Stream], binary_head: bool) -> tuple[Ints, Ints, Ints]:
-    """Divide the sentences of each sample into two runs, exchange the runs with probability 1/2, and remove tokens
-    until both have at most as many tokens together as the sample's target. Without binary_head, the second part is
-    empty.
+    """Divide the sentences of each sample into two parts, exchange the parts with probability 1/2, and remove tokens
+    until their total length is at most the sample's target. If not `binary_head`, the second part is empty.
 
-    Each token is removed from a random end of the longer part; of the second part if both are equally long.
-    Return int64 [samples, 2], the position of the first id of both parts in `Texts.ids`; int64 [samples, 2], their
-    numbers of tokens; and int64 [samples], 1 if the parts were exchanged.
+    Each token is removed from a random end of the longer part, or of the second part if both are equally long. Return
+    the positions in `Texts.ids` of both parts' first ids, int64 [samples, 2]; the parts' lengths, int64 [samples, 2];
+    and 1 if the parts were exchanged, else 0, int64 [samples].
     """
     samples, begins, ends = np.arange(len(texts.targets)), texts.begins, texts.begins + texts.sizes
     excess = np.maximum(texts.sizes - texts.targets, 0)
@@ -347,7 +347,8 @@ def _pairs(texts: Texts, streams: Sequence[Stream], binary_head: bool) -> tuple[
     if binary_head:
         swapped = coins[coin].astype(np.int64)
         first, end = (np.where(swapped[:, None], each[:, ::-1], each) for each in (first, end))
-    # The longer part loses tokens until both are equally long; then the second, the first, the second, ...
+    # Tokens are removed from the longer part until both are equally long, then from the second, the first, the second,
+    # ...
     longer = end[:, 0] - first[:, 0] - (end[:, 1] - first[:, 1])
     turn, sample = ranges(-abs(longer), excess), samples.repeat(excess)
     of_second = np.where(turn < 0, (longer <= 0)[sample], turn % 2 == 0)
@@ -358,10 +359,10 @@ def _pairs(texts: Texts, streams: Sequence[Stream], binary_head: bool) -> tuple[
 
 
 def _filled(ids: NDArray[np.integer], sizes: Ints, seq_length: int, roles: Roles) -> tuple[Ints, Ints, Ints]:
-    """Return the rows of BERT samples without masks, int64 [3, samples, seq_length], see `BertSample`; the position of
-    each of the ids in rows[0]; and the length of each sample.
+    """Return the rows of BERT samples without masks, int64 [3, samples, seq_length] (see `BertSample`), the position in
+    rows[0] of each id, and the length of each sample.
 
-    ids: both parts of all samples, concatenated. sizes: int64 [samples, 2], the number of ids in each part.
+    ids: concatenated parts of all samples. sizes: int64 [samples, 2], the number of ids in each part.
     """
     rows = np.empty((3, len(sizes), seq_length), np.int64)
     begins = sizes[:, :1] + 2  # columns of the second parts
@@ -382,7 +383,7 @@ def _filled(ids: NDArray[np.integer], sizes: Ints, seq_length: int, roles: Roles
 
 
 def _budgets(targets: Ints, sizes: Ints, mask_prob: float) -> Ints:
-    """Return the maximum number of tokens to mask in each sample. sizes: number of tokens."""
+    """Return the maximum number of tokens to mask in each sample. sizes: number of tokens in each sample."""
     budgets: Ints = np.minimum(mask_prob * targets, np.maximum(1, np.rint(sizes * mask_prob))).astype(np.int64)
     return budgets
 
@@ -390,7 +391,7 @@ def _budgets(targets: Ints, sizes: Ints, mask_prob: float) -> Ints:
 def t5_samples(
     texts: Texts, seq_length: int, decoder_seq_length: int, vocabulary: Vocabulary, *, mask_prob: float
 ) -> list[T5Sample]:
-    """Replace spans with sentinels: a b c d e with span c d -> encoder a b <0> e; decoder <bos> <0> c d.
+    """Replace spans with sentinels. For a b c d e with the span c d: encoder a b <0> e; decoder <bos> <0> c d.
 
     Raises ValueError if there are too few sentinels, or the decoder's sequence length is too short.
     """
@@ -404,7 +405,7 @@ def t5_samples(
         return np.stack([stream.geometric(0.2, count) for stream in streams])
 
     def attempt(lengths: Ints) -> Ints:
-        # The number of words of a run has a geometric distribution with mean 5, truncated at 10.
+        # The number of words in a run has a geometric distribution with mean 5, truncated at 10.
         runs = np.ones((len(sizes), 2 * lengths.shape[1] + SPARE), np.uint8)
         runs[:, :-SPARE:2] = np.minimum(lengths, 10)
         spans = np.full(len(words.positions), -1)
@@ -428,21 +429,21 @@ def _with_sentinels(
     lengths: tuple[int, int],
     roles: Roles,
 ) -> tuple[Ints, Ints]:
-    """Return the encoder's rows, int64 [samples, lengths[0]], and the decoder's, int64 [3, samples, lengths[1]].
+    """Return the rows of the encoder, int64 [samples, lengths[0]], and of the decoder, int64 [3, samples, lengths[1]].
 
     tokens: the ids of all samples, concatenated; sample i ends before ends[i]. token_positions: see
-    `WordIndex.positions`. drawn: the position of each token's draw, -1 if it is not chosen; the tokens of a span have
-    the same draw.
+    `WordIndex.positions`. drawn: the position of each token's draw, -1 if the token is not chosen; all tokens of a span
+    have the same draw.
     """
     chosen = (drawn >= 0).nonzero()[0]
     positions = token_positions.take(chosen)
-    first = np.diff(drawn[chosen], prepend=-1).nonzero()[0]  # of each span, as an index into positions
+    first = np.diff(drawn[chosen], prepend=-1).nonzero()[0]  # index into `positions` of each span's first token
     begins, last = positions[first], positions[np.append(first[1:], len(positions))[: len(first)] - 1]
     text = np.searchsorted(ends, begins, side="right")
     spans = np.bincount(text, minlength=len(ends))
     if (most := int(spans.max())) > len(roles.sentinels):
         raise ValueError(f"--vocab-extra-ids {len(roles.sentinels)}: a sample has {most} spans; raise it")
-    numbers = np.arange(len(first)) - np.repeat(spans.cumsum() - spans, spans)  # of each span in its sample
+    numbers = np.arange(len(first)) - np.repeat(spans.cumsum() - spans, spans)  # index of each span in its sample
     sentinels = np.array(roles.sentinels)[numbers]
     # tokens   a b  c  d e     span c d
     # becomes  a b <0> d e     d is then removed; the decoder gets <0> c d
@@ -460,8 +461,8 @@ def _with_sentinels(
 
 
 def _decoder_rows(tokens: Ints, sizes: Ints, length: int, roles: Roles) -> Ints:
-    """Return the decoder's rows, int64 [3, samples, length]; see `T5Sample`. tokens: the decoder's tokens of all
-    samples, concatenated. sizes: number of tokens of each sample."""
+    """Return the decoder's rows, int64 [3, samples, length]; see `T5Sample`. tokens: concatenated decoder tokens of all
+    samples. sizes: number of tokens in each sample."""
     if (most := int(sizes.max()) + 1) > length:
         raise ValueError(f"--decoder-seq-length {length}: a sample takes {most}; raise it")
     rows = np.empty((3, len(sizes), length), np.int64)

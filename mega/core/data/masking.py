@@ -1,13 +1,13 @@
-"""Choose the words of BERT and T5 samples that are masked. All random draws are identical to Megatron-LM's.
+"""Choose the words to mask in BERT and T5 samples. All random draws are identical to Megatron-LM's.
 
-Each sample uses a separate random stream, seeded with seed + sample index. A sample therefore does not depend on
-batches or ranks. Many samples are made in one call in four phases, so that few operations are done per sample:
+Each sample uses a separate random stream, seeded with seed + sample index, and therefore does not depend on batches or
+ranks. Many samples are built in one call, in four phases, to minimize the operations per sample:
 
-    1 per sample    seed its stream, and draw how its parts are cut
-    2 all at once   cut the parts and find their words
-    3 per sample    shuffle its words, and draw the numbers for phase 4
-    4 all at once   convert the numbers to what they mean at every position of a stream, and choose one run of words in
-                    each text at a time, in the drawn order, until the budget of tokens is used up
+    1 per sample    seed the stream, and draw how the parts are cut
+    2 all at once   cut all parts, and find their words
+    3 per sample    shuffle the words, and draw random numbers for phase 4
+    4 all at once   interpret the numbers at every position of a stream, and choose one run of words per text at a time,
+                    in the drawn order, until the budget of tokens is used
 
 This module does not read files and does not build rows.
 """
@@ -37,14 +37,14 @@ _SPECIAL, _BEGINS, _CONTINUES = 0, 1, 2
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The parts of a tokenizer's vocabulary that masking needs."""
+    """The properties of a tokenizer's vocabulary that masking needs."""
 
     roles: Roles
     """The control tokens."""
     continues: NDArray[np.bool_]
     """continues[t] is True if token t continues the word of the token before it."""
     ids: Ints
-    """The ids from which random replacements are drawn; at least two."""
+    """The ids from which random replacements are drawn, at least two."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, rows: int | None = None) -> Vocabulary:
@@ -67,7 +67,7 @@ class Vocabulary:
 
 
 class Stream:
-    """The random stream of one sample: numpy's RandomState, and its raw outputs."""
+    """The random stream of one sample: numpy's RandomState, with access to its raw outputs."""
 
     def __init__(self) -> None:
         bits = np.random.MT19937(0)
@@ -77,14 +77,14 @@ class Stream:
 
 
 class Streams(threading.local):
-    """Streams that are used again for each call, because creating a stream takes ten times as long as all other work
-    for a sample. Each thread has its own."""
+    """Streams that are reused in each call, because creating a stream takes ten times as long as all other work for a
+    sample. Each thread has separate streams."""
 
     def __init__(self) -> None:
         self._streams: list[Stream] = []
 
     def seeded(self, seeds: Sequence[int]) -> list[Stream]:
-        """Return one stream for each seed. They are valid until the next call."""
+        """Return one stream per seed, valid until the next call."""
         self._streams += [Stream() for _ in range(len(seeds) - len(self._streams))]
         streams = self._streams[: len(seeds)]
         for stream, seed in zip(streams, seeds, strict=True):
@@ -93,7 +93,7 @@ class Streams(threading.local):
 
 
 def draw_below(streams: Sequence[Stream], counts: Ints) -> list[int]:
-    """Return what `RandomState.randint(0, count)` returns for each stream, in a tenth of its time."""
+    """Return the result of `RandomState.randint(0, count)` for each stream, computed ten times as fast."""
     values = list[int]()
     for stream, last in zip(streams, (counts - 1).tolist(), strict=True):
         low_bits = (1 << last.bit_length()) - 1
@@ -105,18 +105,18 @@ def draw_below(streams: Sequence[Stream], counts: Ints) -> list[int]:
 
 
 def draw_coins(streams: Sequence[Stream], counts: Ints) -> NDArray[np.bool_]:
-    """Return what `RandomState.random_sample(count) < 0.5` returns for each stream, concatenated: the highest bit of
-    every second output."""
+    """Return the concatenated results of `RandomState.random_sample(count) < 0.5` for each stream, which depend on the
+    highest bit of every second output."""
     outputs = [stream.raw(count) for stream, count in zip(streams, (2 * counts).tolist(), strict=True)]
     return np.concatenate(outputs)[::2] < 2**31
 
 
 class Exhausted(Exception):
-    """More numbers are needed than were drawn."""
+    """Raised if more random numbers are needed than were drawn."""
 
 
 def with_enough(attempt: Callable[[Drawn], Result], draw: Callable[[int], Drawn], count: int) -> Result:
-    """Return attempt(draw(count)). If it raises `Exhausted`, draw further columns until they suffice."""
+    """Return attempt(draw(count)). If `attempt` raises `Exhausted`, draw further columns until they suffice."""
     draws = draw(count)
     while True:
         try:
@@ -126,7 +126,7 @@ def with_enough(attempt: Callable[[Drawn], Result], draw: Callable[[int], Drawn]
 
 
 class WordIndex(NamedTuple):
-    """The words of many texts. Tokens and words of all texts are numbered consecutively, without CLS and SEP.
+    """The words of many texts. Tokens and words are numbered consecutively across texts, without CLS and SEP.
 
     >>> kinds = np.array([0, 1, 2, 1, 0, 0, 1, 0])  # [CLS] un ##aff a [SEP] [CLS] b [SEP]
     >>> words = WordIndex.of(kinds, np.array([5, 8]))
@@ -140,20 +140,20 @@ class WordIndex(NamedTuple):
 
     @classmethod
     def of(cls, kinds: NDArray[np.integer], ends: Ints) -> WordIndex:
-        """Return the words of concatenated texts. The first token of a text begins a word in any case.
+        """Return the words of concatenated texts. The first token of a text always begins a word.
 
-        kinds: the kind of each token, see `Vocabulary.kinds`. ends: the end of each text.
+        kinds: the kind of each token (see `Vocabulary.kinds`). ends: the end of each text.
         """
         is_token = kinds != _SPECIAL
         positions = is_token.nonzero()[0]
-        bounds = np.append(0, np.searchsorted(positions, ends))  # of the texts, in tokens
+        bounds = np.append(0, np.searchsorted(positions, ends))  # bounds of the texts, in tokens
         begins = kinds[is_token] == _BEGINS
         begins[bounds[:-1][bounds[:-1] < bounds[1:]]] = True
         starts = np.append(begins.nonzero()[0], len(positions))
         return cls(starts, np.searchsorted(starts, bounds), positions)
 
     def shuffled(self, streams: Sequence[Stream]) -> Ints:
-        """Return the words of all texts. Those of each text are shuffled by its stream."""
+        """Return the indices of all words. Each text's words are shuffled with the text's stream."""
         order, bounds = np.arange(len(self.starts) - 1), self.bounds.tolist()
         for stream, begin, end in zip(streams, bounds, bounds[1:], strict=False):
             stream.shuffle(order[begin:end])
@@ -161,27 +161,27 @@ class WordIndex(NamedTuple):
 
 
 SPARE = 4
-"""The number of positions at the end of a text's draws at which no draw may begin."""
+"""Number of positions at the end of a text's draws at which no draw may begin."""
 
 
 def choose_words(
     words: WordIndex, order: Ints, budgets: Ints, runs: NDArray[np.uint8], steps: NDArray[np.uint8] | None = None
 ) -> tuple[Ints, Ints]:
-    """Choose runs of words of all texts, each in the order of its text. Return the chosen tokens, int64 [chosen], and
-    the position of each token's draw as an index into all positions, int64 [chosen].
+    """Choose runs of words in all texts, in the order of each text's words in `order`. Return the chosen tokens, int64
+    [chosen], and the position of each token's draw among all positions, int64 [chosen].
 
-    order: see `WordIndex.shuffled`. budgets: maximum number of tokens in all runs of each text. A run that exceeds the
-    budget is shortened. A run that overlaps an earlier run is dropped.
-    runs: uint8 [texts, width], the number of words that is drawn at each position of a text's draws. The position after
-    this draw is two further. steps: uint8 [4, texts * width], the number of positions that the draws for 0 .. 3 tokens
-    take; None if tokens have no draws, so that all tokens of a run have the position after the run's draw.
+    order: see `WordIndex.shuffled`. budgets: maximum total number of tokens in each text's runs. A run that exceeds the
+    budget is shortened. A run that overlaps an earlier run is dropped. runs: uint8 [texts, width], the number of words
+    in a run whose draw begins at each position of a text's draws. This draw takes two positions. steps: uint8 [4, texts
+    * width], the number of positions for the draws of 0 .. 3 tokens; None if tokens have no draws, so that all tokens
+    of a run have the position after the run's draw.
 
     Raises `Exhausted` if a text needs the draws of the last `SPARE` positions.
     """
     starts, ends, run_at, ahead = words.starts, words.starts[1:], runs.reshape(-1), np.arange(runs.max())[:, None]
     at = np.arange(len(budgets)) * runs.shape[1]
-    # Texts in which words are still to be chosen: their next word in `order`, the end of their words, the budget that
-    # is left, the position of their next draw and their last position
+    # State of the texts in which words are still to be chosen: next word in `order`, end of the words, remaining
+    # budget, position of the next draw, and last position.
     number, limit, budget, last = words.bounds[:-1], words.bounds[1:], budgets, at + runs.shape[1] - SPARE
     is_masked, spans = np.zeros(len(ends), np.bool_), list[tuple[Ints, Ints, Ints]]()
     while True:
@@ -194,7 +194,7 @@ def choose_words(
             number, limit, budget, at, last = (each.take(live) for each in (number, limit, budget, at, last))
         word = order.take(number)
         first, run = starts.take(word), np.minimum(word + ahead, limit - 1)
-        # The number of words that the budget allows
+        # number of words within the budget
         fitting = (ends.take(run) <= first + budget).view(np.uint8).sum(0, np.uint8)
         count, was_masked = np.minimum(run_at.take(at), fitting), is_masked.take(run)
         count *= ~(was_masked & (run < word + count)).any(0)
@@ -206,7 +206,7 @@ def choose_words(
 
 
 def _advanced(at: Ints, tokens: Ints, steps: NDArray[np.uint8]) -> Ints:
-    """Return the positions after the draws for a number of tokens. steps: see `choose_words`."""
+    """Return the positions after the draws of `tokens` tokens. steps: see `choose_words`."""
     positions: Ints = at + steps.take(np.minimum(tokens, 3) * steps.shape[1] + at)
     if len(long := (tokens > 3).nonzero()[0]):
         positions[long] = _advanced(positions.take(long), tokens.take(long) - 3, steps)
@@ -228,7 +228,7 @@ def _per_token(runs: list[tuple[Ints, Ints, Ints]], steps: NDArray[np.uint8] | N
 
 
 class BertDraws:
-    """What the outputs of BERT's streams mean, for a draw that begins at any of them. See `choose_words`.
+    """Interprets the outputs of BERT's streams, for a draw that begins at any output. See `choose_words`.
 
     outputs: uint64 [texts, draws], raw outputs of each text's stream. runs: uint8 [texts, draws]. steps: uint8 [4,
     texts * draws].
@@ -237,13 +237,13 @@ class BertDraws:
     def __init__(self, outputs: NDArray[np.uint64], vocabulary: Vocabulary) -> None:
         self._vocabulary, count = vocabulary, outputs.size
         padded = np.append(outputs, np.zeros(SPARE, np.uint64))
-        # RandomState makes a number in [0, 1) of two outputs: these integers, divided by 2**53.
+        # RandomState combines two outputs to a number in [0, 1): these integers divided by 2**53.
         uniform = ((padded[:count] >> 5) << 26) | (padded[1 : count + 1] >> 6)
         self.runs = np.ones(outputs.shape, np.uint8)
         for bound in _bounds()[:-1]:
             self.runs += (uniform >= int(bound * 2**53)).reshape(outputs.shape)
         self._masked, self._kept = uniform < int(0.8 * 2**53), padded[2 : count + 2] < 2**31
-        # It draws an integer below n from the low bits of the first output in which they are less than n.
+        # RandomState draws an integer below n from the low bits of the first output whose low bits are below n.
         last = len(vocabulary.ids) - 1
         self._numbers = padded & ((1 << last.bit_length()) - 1)
         begins, one = np.arange(count), self._step(outputs.shape, last)
@@ -252,10 +252,10 @@ class BertDraws:
         self.steps = np.stack([np.zeros_like(one), one, two, three])
 
     def _step(self, shape: tuple[int, int], last: int) -> NDArray[np.uint8]:
-        """Return uint8 [texts * draws], the number of outputs that the draw for one token takes: two if it is masked,
-        four if it is kept, else four and those of a random id. The last draw ends at the first spare position.
+        """Return uint8 [texts * draws], the number of outputs for the draw of one token: two if the token is masked,
+        four if it is kept, else four plus those for a random id. The last draw ends at the first spare position.
 
-        A draw of more than 255 outputs takes 250 rejected ones: probability 2**-250.
+        A draw of more than 255 outputs needs 250 rejected outputs, which has probability 2**-250.
         """
         rejected = self._numbers > last
         rejected[shape[0] * shape[1] :] = False
@@ -271,7 +271,7 @@ class BertDraws:
     def replacements(self, drawn: Ints, tokens: NDArray[np.integer]) -> Ints:
         """Return the ids that replace tokens. drawn: the position of each token's draw.
 
-        80 % of the tokens are replaced by [MASK]; 10 % are kept; 10 % are replaced by a random id.
+        80 % of the tokens are replaced with [MASK], 10 % are kept, and 10 % are replaced with a random id.
         """
         numbers = self._vocabulary.ids.take(self._numbers.take(drawn + self.steps[1].take(drawn) - 1), mode="clip")
         unmasked = np.where(self._kept.take(drawn), tokens, numbers)
@@ -280,7 +280,7 @@ class BertDraws:
 
 @cache
 def _bounds() -> list[float]:
-    """Return the cumulative probabilities of BERT's runs of n = 1, 2 or 3 words, which have weights 1 / n."""
+    """Return the cumulative probabilities of runs of n = 1, 2 or 3 words in BERT samples, which have weights 1 / n."""
     weights = 1.0 / np.arange(1, 4)
     weights /= weights.sum()
     bounds = (weights / weights.sum()).cumsum()
@@ -290,7 +290,7 @@ def _bounds() -> list[float]:
 
 
 def ranges(first: Ints, sizes: Ints) -> Ints:
-    """Return the concatenation of first[i] .. first[i] + sizes[i] - 1.
+    """Return the concatenated ranges first[i] .. first[i] + sizes[i] - 1.
 
     >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]

@@ -34,8 +34,8 @@ _MOST_BYTES = 1 << 20
 
 
 def query_name(split_name: str, hashes: Sequence[str]) -> str:
-    """Return the name of the folder with the neighbours of a blend's samples. hashes: the `md5` hash of each corpus's
-    description."""
+    """Return the name of the folder for the neighbours of a blend's samples. hashes: md5 hashes of the corpora's
+    descriptions."""
     return f"{split_name}_{md5(','.join(hashes))}"
 
 
@@ -45,8 +45,8 @@ def md5(text: str) -> str:
 
 @dataclass(frozen=True)
 class DatabaseManifest:
-    """The settings and corpora with which a database was built. A run that reads the database must have the same
-    settings and corpora."""
+    """The settings and corpora with which a database was built, which must equal those of a run that reads the
+    database."""
 
     NAME: ClassVar[str] = "retro.json"
 
@@ -67,7 +67,7 @@ class DatabaseManifest:
     embedder: str
     """Digest of the embedding model and its settings."""
     corpora: tuple[tuple[float, str, str], ...]
-    """For each corpus: share, prefix, and a digest of the lengths and bytes of its token files."""
+    """For each corpus: share, prefix, and digest of the lengths and bytes of the token files."""
 
     def as_json(self) -> dict[str, Json]:
         return {
@@ -108,7 +108,7 @@ class DatabaseManifest:
 
 
 def _corpus(entry: Json) -> tuple[float, str, str]:
-    """Parse a corpus of a manifest. A damaged entry gives a corpus with empty fields."""
+    """Parse a corpus of a manifest. For a damaged entry, return a corpus with empty fields."""
     match entry:
         case [int() | float() as ratio, str(prefix), str(digest)]:
             return float(ratio), prefix, digest
@@ -127,8 +127,8 @@ class DocumentedDataset(Protocol):
 def exclude_own(
     candidates: NDArray[np.int64], chunks: NDArray[np.uint32], own_documents: frozenset[tuple[int, int]], saved: int
 ) -> NDArray[np.int64]:
-    """Return the first `saved` of a chunk's candidates [n] that are not from documents of the chunk's sample, padded
-    with -1.
+    """Return the first `saved` of a chunk's candidates [n] that are not from the documents of the chunk's sample,
+    padded with -1.
 
     chunks: the chunks of the database. own_documents: the documents of the sample.
     """
@@ -156,8 +156,8 @@ def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
 class NeighbourTable:
     """The neighbours of a dataset's chunks, memory-mapped from their blocks.
 
-    Errors: ValueError naming a block that is missing, that `read_neighbours` rejects, or whose width differs from the
-    first block's width.
+    Errors: ValueError naming a block that is missing, is rejected by `read_neighbours`, or differs in width from the
+    first block.
     """
 
     def __init__(self, folder: Path, rows: int, size: int, chunks: int) -> None:
@@ -177,7 +177,7 @@ class NeighbourTable:
         return next((array.shape[1] for array in self._open.values()), 0)
 
     def __getitem__(self, rows: slice) -> NDArray[np.int64]:
-        """Return the chunk indices, [rows, saved], of these rows."""
+        """Return the chunk indices of the rows, [rows, saved]."""
         parts, row = [], rows.start
         while row < rows.stop:
             begin = row // self._size * self._size
@@ -189,13 +189,13 @@ class NeighbourTable:
 def neighbour_tokens(
     database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int, *, crossing: bool
 ) -> NDArray[np.int64]:
-    """Return the tokens [l, k, r] of neighbours, which are given as chunk indices [l, k]. A neighbour consists of
-    `retrieved` consecutive chunks, starting at its index. For index -1, all tokens are end-of-document tokens.
+    """Return the tokens [l, k, r] of neighbours, given as chunk indices [l, k]. A neighbour consists of `retrieved`
+    consecutive chunks, starting at its chunk index. For index -1, all tokens are end-of-document tokens.
 
         numbers[u, j] = n, retrieved = 2    ->    tokens[u, j] = chunk n | chunk n + 1
 
-    crossing: whether the later chunks of a neighbour may belong to the next document (after the last chunk, the first
-    chunk follows), as in Megatron-LM 23.06. The next document may be part of the sample for which the neighbour is
+    crossing: whether the later chunks of a neighbour may belong to the next document, as in Megatron-LM 23.06; after
+    the last chunk, the first chunk follows. The next document may be part of the sample for which the neighbour is
     retrieved. If False, chunks of the next document are replaced with end-of-document tokens.
     """
     length = database.length
@@ -221,9 +221,9 @@ class NeighbourSample(NamedTuple):
 class NeighbourDataset:
     """The samples of a dataset with the nearest neighbours of each chunk.
 
-    each: number of neighbours of a chunk. retrieved: number of consecutive chunks in a neighbour. A missing neighbour
-    is filled with end-of-document tokens and masked. loss_eod: the token after which the loss weight is 0; None if
-    every token has weight 1. crossing: see `neighbour_tokens`.
+    each: number of neighbours of a chunk. retrieved: number of consecutive chunks in a neighbour. Missing neighbours
+    are filled with end-of-document tokens and masked. loss_eod: id at which the loss weight is 0; None if every token
+    has weight 1. crossing: see `neighbour_tokens`.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class NeighbourDataset:
         return len(self._dataset)
 
     def alone(self) -> NeighbourDataset:
-        """Return the same samples with all neighbours missing."""
+        """Return a dataset of the same samples in which all neighbours are missing."""
         copied = copy(self)
         copied._reads = False
         return copied
@@ -280,7 +280,7 @@ class NeighbourDataset:
 
 
 def corpus_digest(content: Mapping[str, str | None]) -> str:
-    """Return a string that identifies a corpus, from `IndexedDataset.content`."""
+    """Return a string that identifies a corpus, given the result of `IndexedDataset.content`."""
     return ":".join(str(value)[:16] for name, value in content.items() if name != "tokens")
 
 
@@ -300,7 +300,7 @@ def manifest_for(folder: Path, length: int, tokenizer: Tokenizer | None) -> Data
 
 def query_folder(folder: Path, name: str, described: Sequence[str]) -> Path:
     """Return the folder with the neighbours of a split's samples. described: the split's `Datasets.described`. Errors:
-    ValueError if these samples were not queried."""
+    ValueError if the neighbours of these samples have not been computed."""
     query = folder / "query" / query_name(name, [md5(one) for one in described])
     if not query.is_dir():
         raise ValueError(
@@ -320,13 +320,12 @@ def with_neighbours(
     crossing: bool,
     eod_loss: bool,
 ) -> Datasets:
-    """Add to each dataset of a run the neighbours of its chunks. Also add a copy of the validation set without
-    neighbours.
+    """Add the neighbours of chunks to each dataset of a run, and add a copy of the validation set without neighbours.
 
     manifest: from `manifest_for`. each, retrieved, crossing: see `NeighbourDataset`. eod_loss: whether the loss
     after the end of a document is masked. Errors: ValueError naming flag or file.
     """
-    # Match corpora by content, because their prefixes may differ between the run and the database.
+    # Match corpora by content, because prefixes may differ between the run and the database.
     prefix_of = {corpus_digest(content): prefix for prefix, content in data.corpora.items()}
     for digest, prefix in prefix_of.items():
         if digest not in {made_of for _, _, made_of in manifest.corpora}:

@@ -21,7 +21,7 @@ _LEAST_RUNS = 8  # fewer parallel runs are not faster than one
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
-    """Parse `split`, such as "969, 30, 1", "90/10" or "1", into shares of train, validation and test that sum to 1.
+    """Parse `split`, such as "969, 30, 1", "90/10" or "1", into shares of training, validation and test that sum to 1.
 
     Raises ValueError if there are more than three shares, a share is not a number of at least 0, or all shares are 0.
     """
@@ -38,7 +38,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 
 def split_note(split: str) -> str:
-    """Return a message with the normalized shares if the given shares do not sum to a round number, else "".
+    """Return a message with the normalized shares if the sum of the given shares is not a round number, else "".
 
     >>> split_note("90,20"), split_note("969, 30, 1")
     ('--split 90,20: sums to 110: training has 81.8%, validation 18.2%, test 0.0% of the documents', '')
@@ -51,11 +51,11 @@ def split_note(split: str) -> str:
 
 
 def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int, int, int, int]:
-    """Return the boundaries of train, validation and test among `items` items.
+    """Return the boundaries of training, validation and test among `items` items.
 
-    Each share is rounded (half to even), and train absorbs the difference to `items`:
-    "90/10" of 7 -> shares 6.3 and 0.7 -> 0 6 7 7; "949,50,1" of 10 -> 9 + 0 (0.5) + 0 = 9 -> 0 10 10 10.
-    core: round cumulative sums of the shares, as in Megatron-core: "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
+    Each share is rounded (half to even), and training absorbs the difference to `items`: "90/10" of 7 -> shares 6.3 and
+    0.7 -> 0 6 7 7; "949,50,1" of 10 -> 9 + 0 (0.5) + 0 = 9 -> 0 10 10 10. core: round cumulative sums of the shares, as
+    in Megatron-core: "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
     """
     train, valid, test = split_shares(split)
     if core:
@@ -68,7 +68,7 @@ def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int
 
 
 def epochs(tokens: int, seq_length: int, samples: int) -> int:
-    """Return the smallest number E of passes that gives enough samples: floor((E tokens - 1) / seq_length) >= samples.
+    """Return the minimum number E of passes for `samples` samples: floor((E tokens - 1) / seq_length) >= samples.
 
     Example: with 44 tokens and sequences of 4, 10 samples need 1 pass (43 // 4 = 10), 11 samples need 2 (87 // 4 = 21).
     """
@@ -81,7 +81,7 @@ class SampleOrder:
     shuffle[i]."""
 
     documents: NDArray[np.integer]
-    """int32 [epochs * sequences], sequence indices in reading order."""
+    """int32 [epochs * sequences], sequence indices in the order in which they are read."""
     samples: NDArray[np.integer]
     """[n + 1, 2], first token of each row: position in `documents`, and token offset within the sequence at this
     position."""
@@ -97,8 +97,8 @@ def sample_order(
 ) -> SampleOrder:
     """Return the order of at least `samples` samples of seq_length + 1 tokens from sequences first .. last - 1.
 
-    If less than 80 % of the last epoch is needed, that epoch is shuffled separately and comes last. If it were shuffled
-    with the others, some documents would be read once more than other documents early in the run.
+    If less than 80 % of the last epoch is needed, it is shuffled separately and comes last. Otherwise, some documents
+    could be read once more than others early in the run.
     """
     tokens = int(lengths[first:last].sum(dtype=np.int64))
     passes = epochs(tokens, seq_length, samples)
@@ -154,7 +154,7 @@ def _shuffle(count: int, head: int, generator: np.random.RandomState) -> NDArray
 
 
 def blend_shares(weights: Sequence[float]) -> list[float]:
-    """Normalize weights to a sum of 1. The sum is computed in a loop, since Python 3.12's `sum` of floats rounds
+    """Normalize weights to a sum of 1. The sum is computed in a loop, because Python 3.12's `sum` of floats rounds
     differently."""
     total = 0.0
     for weight in weights:
@@ -163,8 +163,7 @@ def blend_shares(weights: Sequence[float]) -> list[float]:
 
 
 def blend_samples(shares: Sequence[float], samples: int, *, core: bool = False) -> list[int]:
-    """Return the number of samples to provide for each dataset of a blend: the share of the dataset plus half a
-    percent, rounded up.
+    """Return the number of samples to provide for each dataset of a blend: its share plus half a percent, rounded up.
 
     1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503. core: as in Megatron-core, the share itself is rounded up first.
     """
@@ -194,7 +193,7 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
 
 
 def entries_served(dataset_numbers: NDArray[np.int16], numbers: NDArray[np.int64], lengths: Sequence[int]) -> int:
-    """Return the number of entries of a blend before the first entry whose index exceeds the length of its dataset.
+    """Return the number of leading entries of a blend whose index is within their dataset.
 
     Datasets 0 1 0 0 with sample indices 0 0 1 2 and lengths 2, 5 -> 3.
     """
@@ -203,16 +202,15 @@ def entries_served(dataset_numbers: NDArray[np.int16], numbers: NDArray[np.int64
 
 
 def _blend_choices(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
-    """Return the dataset of each entry of a blend. The entries are divided into many runs, which are computed in
+    """Return the dataset index of each entry of a blend. The entries are divided into many runs, which are computed in
     parallel.
 
-    The next dataset depends on how often each dataset was chosen before, so the choices depend on each other
-    sequentially. However, a run that starts anywhere with nearly correct counts soon has exactly correct counts, since
-    the dataset furthest behind its share is always chosen next.
+    Each choice depends on how often each dataset was chosen before. However, a run that starts with nearly correct
+    counts soon has exactly correct counts, because the dataset furthest behind its share is always chosen next.
 
         1 guess    each run starts some steps early, with counts that are rounded shares
         2 advance  all runs take their steps together, as rows of one table
-        3 check    a run is valid if its initial counts equal the final counts of its predecessor; else it is repeated
+        3 check    a run whose initial counts differ from the previous run's final counts is repeated
 
     The result is therefore exact for any guess.
     """
@@ -243,8 +241,8 @@ def _guess(shares: NDArray[np.float64], total: int) -> NDArray[np.float64]:
 def _run(
     shares: NDArray[np.float64], begin: int, counts: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """Return `steps` choices by the rule of `blend_order`, starting at entry `begin` with the counts `counts`; and the
-    counts after these choices."""
+    """Choose datasets for `steps` entries by the rule of `blend_order`, starting at entry `begin` with the counts
+    `counts`. Return the choices and the final counts."""
     counts, errors = counts.copy(), np.empty_like(counts)
     choices = np.empty(steps, np.int16)
     for step in range(steps):
@@ -259,8 +257,8 @@ def _run(
 def _side_by_side(
     shares: NDArray[np.float64], begins: NDArray[np.int64], counts: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """Do the work of `_run` for many `begins` at the same time. counts: [runs, datasets]. Return choices [runs, steps]
-    and counts [runs, datasets]."""
+    """Do the work of `_run` for many `begins` simultaneously. counts: [runs, datasets]. Return choices, [runs, steps],
+    and counts, [runs, datasets]."""
     counts, errors = counts.copy(), np.empty_like(counts)
     flat, rows = counts.reshape(-1), np.arange(len(begins)) * len(shares)
     choices = np.empty((steps, len(begins)), np.int16)
@@ -274,7 +272,7 @@ def _side_by_side(
 
 
 def _running_numbers(dataset_numbers: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """Return the number of earlier occurrences of each entry: 2 1 2 2 -> 0 0 1 2."""
+    """Return, for each entry, the number of earlier occurrences: 2 1 2 2 -> 0 0 1 2."""
     numbers = np.empty(len(dataset_numbers), np.int64)
     before = np.zeros(datasets, np.int64)
     for first in range(0, len(dataset_numbers), _BLOCK):

@@ -1,9 +1,8 @@
-"""Build preference pairs: two answers to a prompt, of which one is preferred. Each answer is a row in which only the
-tokens of this answer have a loss; earlier assistant turns have no loss. Rows are padded to the longest row of their
-microbatch.
+"""Build preference pairs: two answers to a prompt, one of which is preferred. Each answer is a row in which only the
+answer's tokens have a loss; earlier assistant turns have none. Rows are padded to the longest row of their microbatch.
 
 A line of a file is an object {"prompt", "chosen", "rejected"} of texts or lists of messages (text/chat/messages.py).
-Without "prompt", both answers must be whole conversations; with "prompt", the answers can also be whole conversations.
+Without "prompt", both answers must be whole conversations; with "prompt", they may be.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 KEYS = ("prompt", "chosen", "rejected")
 ANSWER_RULE = 3
-"""Version of the rule that determines an answer's tokens; part of the cache key. In version 1, the prompt's assistant
-turns were included. In version 2, the part shared by both answers could end inside a message; now it ends with a
+"""Version of the rule that determines an answer's tokens; part of the cache key. Version 1 included the prompt's
+assistant turns. In version 2, the prefix shared by both answers could end inside a message; now it ends with a
 message."""
 
 
@@ -36,21 +35,21 @@ class PairRows(NamedTuple):
     tokens: NDArray[np.int64]  # int64 [2, s]
     labels: NDArray[np.int64]  # int64 [2, s]
     weights: NDArray[np.float32]  # float32 [2, s]
-    padding: NDArray[np.bool_]  # bool [2, s], whether the token only fills the row
+    padding: NDArray[np.bool_]  # bool [2, s], whether the token is padding
     reference: NDArray[np.float64] | None  # float64 [2], log-probabilities under the reference weights, or None
     longest: int  # Number of tokens in the longer row, without padding
 
 
 class PairDataset:
-    """A dataset of pairs. Sample i is pair order[i]. Every pass over the pairs is shuffled separately.
+    """A dataset of pairs. Sample i is pair order[i]. Each pass over the pairs is shuffled separately.
 
     texts: all answers, each with its prompt; pair n has texts 2 n and 2 n + 1.
     order: int64 [samples].
     digest: a digest of all inputs and settings that affect the rows.
     reference: float64 [pairs, 2], log-probabilities of both answers under the initial weights; None until they are
     computed.
-    unit: a microbatch is as long as its longest row, rounded up to a multiple of unit. If None, the length of every
-    microbatch is seq_length.
+    unit: the length of a microbatch is that of its longest row, rounded up to a multiple of `unit`. If None, the length
+    is seq_length.
     """
 
     def __init__(
@@ -141,15 +140,15 @@ def pair_dataset(
 
 
 def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled, Labelled]]:
-    """Yield every pair of the inputs as tokens, chosen first. Errors: ValueError naming file and line of an invalid
-    pair."""
+    """Yield every pair of the inputs as tokens, the chosen answer first. Errors: ValueError naming file and line of an
+    invalid pair."""
 
     def read(content: object) -> tuple[Labelled, Labelled]:
         one, other = (conversation(each) for each in conversations(content))
         if _question(one.messages) != _question(other.messages):
             raise ValueError("the answers are to different questions")
-        # The shared messages have no loss, because they cancel in the difference of the answers, but would count in the
-        # reward of each answer.
+        # The shared messages have no loss. They cancel in the difference of the answers, but would affect the reward of
+        # each answer.
         message_pairs = zip(one.messages, other.messages, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], message_pairs))
         return chat.labelled(one, shared), chat.labelled(other, shared)

@@ -1,9 +1,9 @@
-"""Read a blend whose weights change during the run. Every corpus continues at the position that it has reached, so that
+"""Read a blend whose weights change during the run. Reading of each corpus continues at its current position, so that
 no sample is lost or repeated.
 
 A run that resumes with a different blend has several phases. The samples before the change come from the earlier blend,
-in its original layout; later samples come from the new blend. Samples of a corpus that were read in earlier phases come
-last in the next pass. A corpus that is too short for the earlier layout is reshuffled for another pass.
+in their original order; later samples come from the new blend. In the next pass over a corpus, samples that earlier
+phases have read come last. If a corpus has too few samples for the original order, it is reshuffled for another pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Define recipes that turn a part of a corpus into samples: runs of tokens for GPT, pairs of sentences for BERT, spans
 for T5.
 
-A recipe defines which units `--split` divides, how many samples one pass yields, and how a dataset is built and cached.
-Recipes do not depend on flag values or blends.
+A recipe defines the units that `--split` divides, the number of samples in one pass, and how a dataset is built and
+cached. Recipes do not depend on flag values or blends.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class CorpusPart:
 
 
 class Recipe(Protocol):
-    """Interface of recipes, one for each type of sample."""
+    """The interface of recipes, one for each type of sample."""
 
     def units(self, corpus: IndexedDataset) -> int:
-        """Return the number of units that `--split` divides: sequences or documents."""
+        """Return the number of units (sequences or documents) that `--split` divides."""
         ...
 
     def once(self, part: CorpusPart) -> int:
@@ -51,8 +51,8 @@ class Recipe(Protocol):
         ...
 
     def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
-        """Return a dataset of at least `samples` samples. `note` is called with a message if the dataset takes several
-        passes. Errors: ValueError if the dataset would be empty."""
+        """Return a dataset of at least `samples` samples. note: function called with a message if the dataset needs
+        several passes. Errors: ValueError if the dataset would be empty."""
         ...
 
 
@@ -60,7 +60,7 @@ class Recipe(Protocol):
 class Gpt:
     """Recipe for samples of seq_length + 1 tokens. The units of a split are sequences, as in Megatron-LM."""
 
-    seq_length: int  # Number of tokens in a sample, minus one
+    seq_length: int  # Number of tokens in a sample minus one
     seed: int  # Seed of the order
     repeat_short: bool = False  # Whether to repeat a part that has fewer tokens than one sample
     infill: Infill | None = None  # Fill-in-the-middle permutation, or None
@@ -81,7 +81,7 @@ class Gpt:
             )
         if (passes := epochs(tokens, length, samples)) > 1:
             note(f"{part.label} has {tokens:,} tokens; {samples:,} samples of {length} take {passes} epochs")
-        key = {  # all values on which the order depends, because different runs may share the cache folder
+        key = {  # all values that affect the order, because different runs may share the cache folder
             "kind": "gpt",
             "corpus": part.corpus.fingerprint,
             "sequences": [part.first, part.last],
@@ -161,8 +161,7 @@ class Masked:
             mapping = cached(cache, key, ("mapping",), compute)["mapping"]
         except ValueError as error:
             raise ValueError(f"{part.label}: {error}") from None
-        # Count the passes: the sample with the smallest start, from the first usable document, occurs once in every
-        # pass.
+        # Count the passes. The sample that starts first, in the first usable document, occurs once in every pass.
         if (passes := int(np.count_nonzero(mapping[:, 0] == mapping[:, 0].min()))) > 1:
             note(f"{part.label} has {len(documents) - 1:,} documents; {samples:,} samples take {passes} epochs")
         if masking.sample_kind == "bert":
@@ -209,7 +208,7 @@ def recipe(
 
 
 def description(prefix: str, split_name: str, samples: int, seq_length: int, seed: int, split: str) -> str:
-    """Describe everything that determines the samples of one corpus, in the format of Megatron-LM 23.06."""
+    """Describe all settings that determine the samples of one corpus, in the format of Megatron-LM 23.06."""
     return (
         f"GPT Dataset\n\nData prefix {prefix}\nDataset name {split_name}\nNumber of samples {samples}\n"
         f"Sequence length {seq_length}\nRandom seed {seed}\nSplit {split}\n"

@@ -1,5 +1,4 @@
-"""Print samples exactly as a model receives them, one token per line. This module does not depend on the command
-line."""
+"""Print samples as a model receives them, one token per line. This module does not depend on the command line."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from mega.core.text.tokenizer import Tokenizer
 def conversations(
     inputs: Sequence[str], chat_template: str, tokenizer: Tokenizer, number: int, count: int
 ) -> Iterator[str]:
-    """Yield the printed lines of `count` conversations, starting at index `number`, in the order of the files. Raises
-    ValueError if `number` is too large."""
+    """Yield lines that show `count` conversations, starting at index `number`, in file order. Raises ValueError if
+    `number` is too large."""
     texts = labelled(inputs, chat_format(chat_template, tokenizer))
     printed = 0
     for printed, (ids, trained) in enumerate(islice(texts, number, number + count), 1):  # noqa: B007
@@ -43,7 +42,7 @@ def samples(
     seed: int,
     pairs: bool = True,
 ) -> Iterator[str]:
-    """Yield the printed lines of training samples `number` .. `number + count - 1` of a run with these configuration
+    """Yield lines that show the training samples `number` .. `number + count - 1` of a run with the given configuration
     sections."""
     datasets = build_datasets(
         data,
@@ -74,7 +73,7 @@ def samples(
 
 
 def _decoder(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the printed lines of a decoder sample. The column "trained" marks tokens whose prediction has a loss."""
+    """Yield lines that show a decoder sample. The column "trained" marks tokens whose prediction has a loss."""
     columns = ["positions", *(["documents"] if "documents" in arrays else [])]
     yield _row("token", "id", "trained", *(name[:-1] for name in columns))
     trained = [False, *(arrays["loss_weights"] > 0).tolist()]
@@ -105,7 +104,7 @@ def _t5(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Itera
 
 
 _FORMS = {"pairs": _bert, "encoder_tokens": _t5, "documents": _decoder, "positions": _decoder}
-"""A field that only one type of batch has -> the function that prints a sample of this type."""
+"""Field that identifies a type of batch -> function that prints a sample of this type."""
 
 
 def _yes(flag: bool) -> str:

@@ -38,8 +38,8 @@ _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _COLUMNS_SECONDS, _COLUMNS_BYTES = (
     100,
     2 << 30,
-)  # limits of a request: seconds, and bytes of address space (at least four times the file's size)
-_WINDOW_BYTES = 1 << 31  # largest window of a Zstandard frame, because large corpora are compressed by `zstd --long=31`
+)  # limits on a request: seconds, and bytes of address space (at least four times the file's size)
+_WINDOW_BYTES = 1 << 31  # maximum window of a Zstandard frame, as for large corpora compressed with `zstd --long=31`
 _FREE_WINDOW_BYTES = 1 << 27  # a larger window is accepted only if the compression ratio is below 1024
 _MOST_RATIO = 1 << 10
 _XZ_BYTES = 1 << 30  # memory limit for an xz stream's dictionary and tables
@@ -60,7 +60,7 @@ class Place(NamedTuple):
     size: int
 
     def read(self) -> bytes:
-        """Return the bytes in the range. Raises ValueError naming the file if the file has become shorter."""
+        """Return the bytes in the range. Raises ValueError naming the file if it was truncated."""
         with open(self.path, "rb", buffering=0) as file:
             data = os.pread(file.fileno(), self.size, self.first)
         if len(data) < self.size:
@@ -69,13 +69,13 @@ class Place(NamedTuple):
 
 
 class LineBlock(NamedTuple):
-    """Consecutive lines and, if the line after them is invalid, the reason."""
+    """Consecutive lines, and the reason if the line after them is invalid."""
 
     name: str  # Name of the file, for use in messages
     text: bytes | Place  # Whole JSON lines, or their byte range in a file
-    done: int  # Number of units of the piece (unpacked bytes, or rows) up to the block's end
+    done: int  # Number of units of the piece (decompressed bytes, or rows) up to the block's end
     read: int  # Number of stored bytes of all files up to the block's end
-    problem: str | None = None  # Why the line after these lines is invalid, or None
+    problem: str | None = None  # Reason why the line after these lines is invalid, or None
 
     @property
     def size(self) -> int:
@@ -89,7 +89,7 @@ class LineBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class SourcePiece:
-    """A part of one file: bytes `first` .. `last` of plain lines, row groups of parquet, or a whole file."""
+    """A part of one file: bytes `first` .. `last` of uncompressed lines, row groups of parquet, or a whole file."""
 
     path: Path  # The file
     kind: Kind  # Its format
@@ -103,8 +103,8 @@ class SourcePiece:
 
 
 def find(words: Sequence[str | Path], flag: str = "--input") -> list[Path]:
-    """Return the files that `words`, the values of `flag`, refer to: paths, globs, folders (searched recursively), or
-    `-` for standard input.
+    """Return the files specified by `words`, the values of `flag`: paths, globs, folders (searched recursively), or `-`
+    for standard input.
 
     Raises ValueError naming a value that matches no file, or a file that cannot be read.
     """
@@ -144,14 +144,14 @@ _SIGNATURES = {
     b"BZh": ("bzip2", ".bz2"),
     b"PAR1": ("parquet", ".parquet"),
 }
-"""First bytes of a compressed file -> the format of the file, and the suffix that selects this format."""
+"""First bytes of a compressed file -> format of the file, and suffix that selects this format."""
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def _check_begin(flag: str, path: Path) -> None:
-    """Check that the first bytes of a file match its suffix. Errors: ValueError. A file that cannot be opened is
-    reported only when it is read."""
+    """Check that the first bytes of a file match its suffix. Errors: ValueError. A file that cannot be opened is not
+    reported here, but when it is read."""
     try:
         with open(path, "rb") as file:
             begin = file.read(5)
@@ -170,8 +170,8 @@ def _check_begin(flag: str, path: Path) -> None:
 
 
 def _in_folder(flag: str, folder: Path) -> list[Path]:
-    """Return the files of a folder: the arrow files of a saved Hugging Face dataset in the dataset's order, or all
-    files below any other folder, sorted."""
+    """Return the files of a folder: the arrow files of a saved Hugging Face dataset, in its order, or the sorted files
+    below any other folder."""
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(str(folder / split) for split in _json(flag, folder / "dataset_dict.json")["splits"])
         raise ValueError(f"{flag} {folder}: a dataset of several splits; give one of {splits}")
@@ -192,7 +192,7 @@ def _json(flag: str, path: Path) -> Any:
 
 
 def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
-    """Return the format that a file's suffix implies. Any other suffix means JSON lines, or plain text if
+    """Return the format that a file's suffix selects. For an unknown suffix, this is JSON lines, or plain text if
     `text_lines`."""
     suffix = path.suffix.lower()
     packed = suffix in _PACKED
@@ -216,7 +216,7 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines
     sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
     low, high = (sum(sizes) * i // count for i in (index, index + 1))
     if index == count - 1:
-        high += 1  # include an empty last file, which begins at the very end
+        high += 1  # include an empty last file, which begins at the end of the input
     source_pieces: list[SourcePiece] = []
     before = 0
     for path, size in zip(paths, sizes, strict=True):
@@ -260,8 +260,8 @@ def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: i
 
 
 def _plain_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Yield blocks of lines of an uncompressed file. Only the byte range of each block is determined here; the worker
-    reads the text."""
+    """Yield blocks of lines of an uncompressed file. Each block contains only a byte range, from which the worker reads
+    the text."""
     with open(piece.path, "rb") as file:
         offset = piece.first + done
         if piece.first and not done:  # a line that begins before the piece belongs to the previous piece
@@ -291,7 +291,7 @@ def _end_of_line(file: BinaryIO, offset: int) -> int:
 
 
 def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Yield blocks of lines of a file that is decompressed, or converted from plain text, sequentially from the file's
+    """Yield blocks of lines of a file that must be decompressed or converted from plain text, sequentially from the
     beginning."""
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
         unpacked = _skipped(text, done)
@@ -330,8 +330,8 @@ def _rest_of_line(text: BinaryIO) -> int:
 
 
 def _as_json(data: bytes) -> bytes:
-    """Convert lines of plain text to JSON lines. Blank lines stay blank. A line of invalid UTF-8 is left unchanged and
-    rejected later."""
+    """Convert lines of plain text to JSON lines. Blank lines stay blank. A line that is not UTF-8 is left unchanged,
+    and is rejected later."""
     import orjson
 
     json_lines = []
@@ -431,8 +431,8 @@ def _from_xz(stored: BinaryIO) -> BinaryIO:
 
 
 def _xz_pieces(stored: BinaryIO) -> Iterator[bytes]:
-    """Decompress concatenated xz streams in pieces of at most _PIECE_BYTES. `lzma.open` is not used, because it has no
-    memory limit."""
+    """Decompress concatenated xz streams in pieces of at most _PIECE_BYTES. Replaces `lzma.open`, which has no memory
+    limit."""
     packed = stored.read(_PIECE_BYTES)
     while packed.strip(b"\0"):  # streams may be padded
         stream = lzma.LZMADecompressor(memlimit=_XZ_BYTES)
@@ -462,7 +462,7 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
                 bytes_in, bytes_out = bytes_in + len(packed), bytes_out + len(piece)
                 if min(window, bytes_out) > max(
                     _FREE_WINDOW_BYTES, bytes_in * _MOST_RATIO
-                ):  # a window uses memory only as it is filled
+                ):  # a window occupies memory only when it is filled
                     raise OSError(f"{bytes_out} bytes in {bytes_in}, and a window of {window} bytes")
                 yield piece
                 frame = None if ends else frame
@@ -476,8 +476,8 @@ def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """Yield the parts of concatenated frames, and whether each part ends a frame. A part decompresses to at most 128
     KiB.
 
-    The library decompresses its whole input in one call (64 KiB can become 2 GiB), and does not detect a truncated
-    file. Source: RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
+    The library itself decompresses its whole input in one call (64 KiB can become 2 GiB), and does not detect truncated
+    files. Source: RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
     """
 
     def exactly(size: int) -> bytes:
@@ -508,7 +508,7 @@ def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 
 def _skipped(text: BinaryIO, size: int) -> int:
-    """Read and drop `size` bytes."""
+    """Read and discard `size` bytes."""
     remaining = size
     while remaining:
         data = text.read(min(remaining, BLOCK_BYTES))
@@ -531,8 +531,8 @@ def _columns(memory: int) -> Confined:
 
 
 def _ask_columns(path: Path, /, **question: Any) -> Any:
-    """Send a request about a file to the process of `_columns`. The memory limit of the process grows with the size of
-    the file, since row groups can be larger when decompressed."""
+    """Send a request about a file to the process of `_columns`. The process's memory limit grows with the size of the
+    file, because decompressed row groups can be larger."""
     if find_spec("pyarrow") is None:
         raise ValueError(f"{path}: cannot be read: needs pyarrow; pip install '.[data]' in a clone")
     memory = _COLUMNS_BYTES
@@ -615,14 +615,14 @@ AN_ARRAY = "an array; one object a line is read, which `jq -c '.[]' FILE` makes 
 
 
 def describe_value(value: object) -> str:
-    """Describe a JSON value that is not an object, with advice."""
+    """Describe a JSON value that is not an object, and give advice."""
     if isinstance(value, list):
         return f"this is {AN_ARRAY}"
     return f"this is {json.dumps(value)[:40]}"
 
 
 def describe_keys(fields: Mapping[str, object], flag: str) -> str:
-    """Describe the keys of an object, and the flag that selects a key, for use in messages."""
+    """Describe an object's keys and the flag that selects a key, for use in messages."""
     return f"there are {', '.join(map(repr, fields)) or 'none'}; name it by {flag}"
 
 

@@ -1,4 +1,4 @@
-"""Generate synthetic batches, which depend only on sample indices, to compare layouts and to measure speed without
+"""Generate synthetic batches that depend only on sample indices, for comparing layouts and measuring speed without
 data."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def decoder_batch(
 ) -> DecoderBatch:
     """Return rows of `length` random tokens. samples: int64 [b], sample indices.
 
-    ragged: whether the number of tokens with a loss differs between rows, from a third of the tokens to all tokens, so
-    that a wrong mean over ranks is detected. If False, all tokens have a loss.
-    documents: whether rows contain several documents that do not attend to each other.
+    ragged: whether the fraction of tokens with a loss varies between rows, from a third to all, so that a wrong mean
+    over ranks is detected. If False, all tokens have a loss. documents: whether rows contain several documents that do
+    not attend to each other.
     """
     columns = torch.arange(length + 1, device=samples.device)
     bits = _bits(samples, columns, seed, "synthetic")
@@ -36,8 +36,7 @@ def decoder_batch(
 
 
 def packed(batch: DecoderBatch, shortest: int = 200, longest: int = 2000) -> DecoderBatch:
-    """Return the same rows, divided into documents of `shortest` to `longest` tokens that do not attend to each
-    other."""
+    """Divide the rows of a batch into documents of `shortest` to `longest` tokens that do not attend to each other."""
     rows, length = batch.tokens.shape
     bits = mix(mix(batch.samples.cpu() + key("packed"))[:, None] + torch.arange(length // shortest + 1))
     ends = (shortest + (bits & 0x7FFFFFFF) % (longest - shortest + 1)).cumsum(1)
@@ -65,8 +64,7 @@ def neighbour_batch(
 def neighbour_rows(
     samples: Sequence[NDArray[np.int64]], first: int, *, model: ModelConfig | None = None
 ) -> NeighbourBatch:
-    """Return a batch from rows of token ids, int64 [seq_length + 1]. The neighbour of every chunk is a copy of the
-    chunk."""
+    """Return a batch from rows of token ids, int64 [seq_length + 1]. Every chunk has a copy of itself as neighbour."""
     text = torch.stack([torch.from_numpy(row) for row in samples])
     tokens = text[:, :-1].contiguous()
     assert model is not None
@@ -82,8 +80,8 @@ def neighbour_rows(
 
 
 def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:
-    """Return a batch from ids, int64 [b, s], to be continued or scored. Each row is the beginning of a text. The labels
-    are placeholders."""
+    """Return a batch for continuing or scoring ids, int64 [b, s]. Each row is the beginning of a text. The labels are
+    placeholders."""
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     weights = torch.ones(ids.shape, device=ids.device)
     return DecoderBatch(ids, ids, weights, positions, torch.arange(len(ids), device=ids.device))
@@ -92,11 +90,11 @@ def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:
 def masked_batch(
     model: ModelConfig, length: int, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
 ) -> MaskedBatch:
-    """Return rows with two parts of random tokens, of which about one in seven is masked. samples: int64 [b], sample
+    """Return rows with two parts of random tokens, about one in seven of which is masked. samples: int64 [b], sample
     indices.
 
-    ragged: whether rows are padded by up to half of their length, and the pair label of every fourth row is unknown
-    (-1). documents: ignored, because a row is one document.
+    ragged: whether up to half of each row is padding, and the pair label of every fourth row is unknown (-1).
+    documents: ignored, because a row is one document.
     """
     bits = _masked_bits(samples, length, seed)
     lengths = length - (samples * 7919) % (length // 2 + 1) if ragged else torch.full_like(samples, length)
@@ -126,7 +124,7 @@ def _masked_bits(samples: torch.Tensor, length: int, seed: int) -> torch.Tensor:
 def _masked_rows(
     tokens: torch.Tensor, lengths: torch.Tensor, pairs: torch.Tensor, samples: torch.Tensor, bits: torch.Tensor
 ) -> MaskedBatch:
-    """Mask one of every seven columns with token 0. The second part begins in the middle of a row."""
+    """Mask one in every seven columns with token 0. The second part begins in the middle of a row."""
     length = tokens.shape[1]
     columns = torch.arange(length, device=samples.device)
     is_token = columns < lengths[:, None]
@@ -159,8 +157,7 @@ def encoder_decoder_batch(
     """Return rows of `length` random tokens for the encoder, and of `decoder_length` other random tokens for the
     decoder. samples: int64 [b], sample indices.
 
-    ragged: whether the rows of encoder and decoder are padded, each row by a different number of tokens. documents:
-    ignored.
+    ragged: whether the rows of encoder and decoder are padded to different degrees. documents: ignored.
     """
     columns = torch.arange(decoder_length + 1, device=samples.device)
     text = _ids(_bits(samples, columns, seed, "synthetic decoder"), model)
@@ -204,8 +201,8 @@ def _ids(bits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 def _counted(samples: torch.Tensor, length: int, ragged: bool) -> torch.Tensor:
-    """Return int64 [b, length], with 1 in the first columns of each row: in a third to all of the columns if `ragged`,
-    else in all."""
+    """Return int64 [b, length], 1 in the leading columns of each row and 0 elsewhere. If `ragged`, the leading columns
+    are a third to all of the columns, else all."""
     if not ragged:
         return torch.ones(len(samples), length, dtype=torch.int64, device=samples.device)
     counts = length // 3 + (samples * 7919) % (length - length // 3 + 1)

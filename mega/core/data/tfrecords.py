@@ -1,8 +1,8 @@
 """Read BERT samples from the TFRecord files of google-research/bert, without TensorFlow.
 
 A record is u64 length · checksum of the length · payload · checksum of the payload. The payload is a tf.train.Example,
-a map of names to lists of numbers. Files are memory-mapped. The offsets of the records are computed once and cached,
-and a record's checksum is verified whenever the record is read.
+a map of names to lists of numbers. Files are memory-mapped. The offsets of records are computed once and cached; a
+record's checksum is verified on every read.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FOOT = 4
 
 
 class TFRecordDataset:
-    """A dataset of the examples of all files, as `BertSample`s. Every pass over the examples is shuffled separately.
+    """A dataset of the examples in all files, as `BertSample`s. Each pass over the examples is shuffled separately.
 
     records: int64 [n, 3], with columns file index, first byte of the payload, and size of the payload. Raises
-    ValueError naming file and byte of a damaged record, or of a record that does not fit seq_length and vocab.
+    ValueError naming file and byte of a record that is damaged, or that does not match seq_length and vocab.
     """
 
     collate = staticmethod(bert_batch)
@@ -84,7 +84,7 @@ def record_dataset(
     if not len(records):
         raise ValueError(f"{flag} {' '.join(inputs)}: holds no record")
     dataset = TFRecordDataset(paths, records, samples=samples, seq_length=seq_length, vocab=vocab, seed=seed)
-    dataset[0]  # raises ValueError if the records are not BERT samples, or have another length
+    dataset[0]  # raises ValueError if the records are not BERT samples or have a different length
     return dataset
 
 
@@ -185,8 +185,8 @@ def _tables() -> NDArray[np.uint32]:
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of the data. The checksum is linear, that is, the contribution of each byte depends only on
-    its value and on its distance from the end.
+    """Return the CRC-32C of the data. The checksum is linear: the contribution of each byte depends only on its value
+    and on its distance from the end.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'

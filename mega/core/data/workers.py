@@ -1,8 +1,8 @@
-"""Start processes that apply one function to many blocks, and return the results in order through shared memory.
+"""Apply one function to many blocks in worker processes, and return the results in order through shared memory.
 
-If forking is safe, the processes are forked after this process has loaded all data for the work. Otherwise the
-processes are spawned, and each loads the data again. Every request has a shared memory buffer, so that large results do
-not pass through a pipe. This module does not depend on texts or tokens.
+If forking is safe, the workers are forked after this process has loaded all data. Otherwise, they are spawned, and each
+loads the data again. Every request has a shared memory buffer, so that large results do not pass through a pipe. This
+module does not depend on texts or tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 BUFFER_BYTES = 1 << 22
 BYTES_UNDER_WAY = 64 << 20
-_ASKS_EACH = 3  # per worker: one request in progress and two queued, so that no worker waits for this process
+_ASKS_EACH = 3  # requests per worker: one in progress and two queued, so that no worker waits for this process
 
 Buffer = memoryview
 """Shared memory of BUFFER_BYTES bytes; empty if the processes were not forked."""
@@ -33,7 +33,7 @@ Buffer = memoryview
 class HasSize(Protocol):
     @property
     def size(self) -> int:
-        """Memory in bytes that the request uses, in this process or in a worker."""
+        """Memory that the request uses in this process or in a worker, in bytes."""
         ...
 
 
@@ -43,13 +43,13 @@ Work = Callable[[Ask, Buffer], Answer]
 
 
 class Workers(Generic[Ask, Answer]):
-    """Processes that answer requests.
+    """Worker processes that answer requests.
 
         with Workers(2, here=lambda: encode, there=partial(made_encode, tokenizer)) as workers:
             for block, found, buffer in workers.answers(blocks):
                 ...
 
-    Forked workers inherit files and locks that were opened before `with`. Open files and locks inside `with`.
+    Open files and locks inside `with`, because forked workers inherit those opened before.
 
     here: function that returns the work function in this process, for forked processes. there: function that returns
     the same work function in a spawned process.
@@ -64,7 +64,7 @@ class Workers(Generic[Ask, Answer]):
             stack.enter_context(_one_thread_each())
             asks = (_ASKS_EACH * self._count) + 1
             forked = _can_fork()
-            work = self._here()  # even if processes are spawned, so that this process reports errors
+            work = self._here()  # also called if processes are spawned, so that this process reports errors
             if forked:
                 memory = memoryview(mmap.mmap(-1, asks * BUFFER_BYTES))
                 buffers = [memory[i * BUFFER_BYTES : (i + 1) * BUFFER_BYTES] for i in range(asks)]
@@ -88,7 +88,7 @@ class Workers(Generic[Ask, Answer]):
     def answers(self, asks: Iterable[Ask]) -> Generator[tuple[Ask, Answer, Buffer]]:
         """Yield every request with its answer, in order. The buffer is valid until the next answer is requested.
 
-        The requests in flight use at most BYTES_UNDER_WAY bytes in total; a larger request is sent alone. Raises
+        Requests in flight use at most BYTES_UNDER_WAY bytes in total; a larger request is sent alone. Raises
         ChildProcessError if a process dies.
         """
         under_way: deque[tuple[Ask, int, Future[Answer]]] = deque()
@@ -113,7 +113,7 @@ class Workers(Generic[Ask, Answer]):
 
 
 def _can_fork() -> bool:
-    """Whether forking is safe. With other threads, the child could inherit a lock that is never released."""
+    """Whether forking is safe. If there are other threads, the child could inherit a lock that is never released."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
@@ -151,7 +151,7 @@ def _begin(make: Callable[[], Work[Any, Any]], buffers: list[Buffer] | None) -> 
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent dies."""
+    """Terminate this worker when its parent dies."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])

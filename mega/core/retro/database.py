@@ -33,8 +33,8 @@ Report = Callable[[str], None]
 
 
 def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share, report: Report) -> None:
-    """Build the chunks of a database, then the vectors. A sharded process builds vectors only after all chunks have
-    been merged.
+    """Build the chunks of a database, then the vectors. With --shard, vectors are built only after all chunks have been
+    merged.
 
     Errors: ValueError naming flag or file; CheckpointError.
     """
@@ -44,7 +44,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
             f"--tokenizer {tokenizer.kind}: has no token that ends a document, with which chunks are filled"
         )
     if options.index is not None:
-        index_folder(folder, options.index)  # reject an invalid description before hours of embedding
+        index_folder(folder, options.index)  # reject an invalid description before the embedding, which can take hours
     corpora = sources(parse_blend("--data-path", options.data_path), options.split)
     device = Device.choose(options.device).torch
     embedder = BertEmbedder(
@@ -107,7 +107,7 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
 
 
 def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
-    """Return the run, its tokenizer and its database folder. Errors: ValueError naming the flag."""
+    """Return a run with its tokenizer and database folder. Errors: ValueError naming the flag."""
     if options.data.retro is None:
         raise ValueError("--retro is missing: give the folder that mega retro build has made")
     parallel = options.parallel  # the layout affects only the number of samples
@@ -118,7 +118,7 @@ def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
 
 
 def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest) -> None:
-    """Check that a run reads the corpora of the database. Errors: ValueError naming the flag."""
+    """Check that a run's corpora are those of the database. Errors: ValueError naming the flag."""
     folder = run.data.retro
     if not tokenizer.made(manifest.tokenizer):
         rule = f"the database of {folder} was made with {manifest.tokenizer}"

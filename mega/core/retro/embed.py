@@ -1,5 +1,5 @@
-"""Embed texts with a BERT. The vector of a text is the mean of the last hidden states of its tokens, without [CLS] and
-[SEP]. A thread prepares the tokens of the next texts while the device embeds the previous texts.
+"""Embed texts with a BERT model. The vector of a text is the mean of the last hidden states of its tokens, without
+[CLS] and [SEP]. A thread prepares the tokens of the next texts while the device embeds the previous ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOGETHER = 4096
 
 
 class Embedder(Protocol):
-    """Interface of objects that embed texts. digest: identifies the model and the settings that determine the
+    """The interface of objects that embed texts. digest: identifies the model and all settings that affect the
     vectors."""
 
     @property
@@ -41,11 +41,11 @@ class Embedder(Protocol):
 
 
 class BertEmbedder:
-    """Embeds texts with a BERT, from a checkpoint or a Hugging Face folder.
+    """Embeds texts with a BERT model, from a checkpoint or a Hugging Face folder.
 
-    batch: number of texts that are embedded together. length: maximum number of tokens in a text, without [CLS] and
-    [SEP]. dtype: dtype of the computation, fp32 or bf16. Errors: ValueError if the model is not a BERT, or has no
-    tokenizer; CheckpointError.
+    batch: number of texts per forward pass. length: maximum number of tokens in a text, without [CLS] and [SEP]. dtype:
+    dtype of the computation, fp32 or bf16. Errors: ValueError if the model is not a BERT model or has no tokenizer;
+    CheckpointError.
     """
 
     def __init__(self, load: str, *, batch: int, length: int, device: str, dtype: str = "fp32") -> None:
@@ -67,7 +67,7 @@ class BertEmbedder:
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the weights in bytes. The weights are loaded with the first text."""
+        """Size of the weights in bytes. The weights are loaded when the first text is embedded."""
         return sum(weight_bytes(self._opened.model, DTYPES[self._dtype].itemsize))
 
     @cached_property
@@ -80,8 +80,8 @@ class BertEmbedder:
         return len(self._tokenizer.encode(text))
 
     def __call__(self, texts: Iterable[str]) -> NDArray[np.float32]:
-        """Return the vectors of texts. Texts of similar length are embedded together. The result does not depend on the
-        order of the texts, except for rounding."""
+        """Return the vectors of texts. Texts of similar length are embedded together. Except for rounding, a vector
+        does not depend on the other texts."""
         windows, vectors = self._windows(texts), [np.empty((0, self._opened.model.hidden), np.float32)]
         with ThreadPoolExecutor(1, "texts") as thread:
             prepared = thread.submit(next, windows, None)
@@ -91,7 +91,7 @@ class BertEmbedder:
         return np.concatenate(vectors)
 
     def _windows(self, texts: Iterable[str]) -> Iterator[list[list[int]]]:
-        """Yield the ids of `TOGETHER` texts at a time."""
+        """Yield lists of ids for `TOGETHER` texts at a time."""
         rows = map(self._row, texts)
         while window := list(islice(rows, TOGETHER)):
             yield window
@@ -105,7 +105,7 @@ class BertEmbedder:
         return vectors
 
     def _row(self, text: str) -> list[int]:
-        """Return the ids of a text between [CLS] and [SEP]. A text without tokens is replaced with a single pad
+        """Return the ids of a text, enclosed in [CLS] and [SEP]. A text without tokens is replaced with a single pad
         token."""
         roles = self._tokenizer.roles
         assert roles is not None
@@ -113,7 +113,7 @@ class BertEmbedder:
 
 
 def open_embedder_of(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
-    """Return the embedder that made the vectors of a database. Errors: ValueError if `load` is a different model."""
+    """Return the embedder of a database's vectors. Errors: ValueError if `load` is a different model."""
     _, *dtype, length = manifest.embedder.split(" ") if " " in manifest.embedder else ("", "")
     if not length.isdecimal() or dtype not in ([], ["bf16"]):
         raise ValueError(f"{folder / manifest.NAME}: embedder {manifest.embedder!r}: is damaged; build it again")

@@ -28,13 +28,13 @@ from mega.core.retro.stages import read_vectors
 from mega.core.untrusted import below, parse_json, read_limited
 
 Search: TypeAlias = Callable[[NDArray[np.float32], int], NDArray[np.int64]]
-"""A function (queries [n, width], count) -> indices of the nearest vectors, [n, count], padded with -1."""
+"""A function (queries [n, width], count) -> indices of the nearest vectors [n, count], padded with -1."""
 
 _NAME = re.compile(r"[A-Za-z0-9_,()x.]{1,200}")
 
 
 class FaissIndex(Protocol):
-    """The part of an index of faiss that this module uses. ntotal: number of vectors. d: number of elements of a
+    """The attributes of a faiss index that this module uses. ntotal: number of vectors. d: number of elements in a
     vector."""
 
     ntotal: int
@@ -53,7 +53,7 @@ class FaissLists(Protocol):
 
 
 class Faiss(Protocol):
-    """The part of faiss that this module uses. faiss declares no types for it."""
+    """The functions of faiss that this module uses, for which faiss declares no types."""
 
     def index_factory(self, width: int, description: str) -> FaissIndex: ...
     def serialize_index(self, index: FaissIndex) -> NDArray[np.uint8]: ...
@@ -62,8 +62,8 @@ class Faiss(Protocol):
 
 
 def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device) -> Search:
-    """Return a search that compares all vectors, block by block. Errors: ValueError naming a damaged or missing
-    block."""
+    """Return a search function that compares all vectors, block by block. Errors: ValueError naming a damaged or
+    missing block."""
     for _ in read_vectors(folder, chunks, manifest.block_size):
         pass  # checks that all blocks exist and have the same width
 
@@ -76,8 +76,8 @@ def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: 
 def open_search(
     folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device, index: str | None, probes: int
 ) -> Search:
-    """Open the index with description `index`; None for exact search. probes: number of lists to search in an IVF
-    index.
+    """Return the search function of the index with description `index`; None selects exact search. probes: number of
+    lists to search in an IVF index.
 
     Errors: ValueError naming flag or file.
     """
@@ -104,8 +104,8 @@ def open_search(
 def search_bytes(
     folder: Path, manifest: DatabaseManifest, chunks: int, width: int, index: str | None, kind: str
 ) -> int:
-    """Return the bytes that `open_search` needs on a device of type `kind`: for two blocks of vectors, or for an index
-    in host memory. Errors: ValueError if `index` is not a description."""
+    """Return the bytes that the search of `open_search` needs on a device of type `kind`, for two blocks of vectors or
+    for an index in host memory. Errors: ValueError if `index` is not a description."""
     if index is None:
         return 2 * min(manifest.block_size, chunks) * width * np.dtype(np.float32).itemsize
     path = index_folder(folder, index) / "added.faissindex"
@@ -166,7 +166,7 @@ def _made(library: Faiss, width: int, index: str) -> FaissIndex:
 
 
 def _sample(folder: Path, manifest: DatabaseManifest, chunks: int, sample: int) -> NDArray[np.float32]:
-    """Return a random sample of the vectors, in order. Every call returns the same sample."""
+    """Return a random sample of the vectors, in their original order. Every call returns the same sample."""
     rows = np.sort(np.random.default_rng(0).choice(chunks, min(sample, chunks), replace=False))
     parts = [
         vectors[rows[(rows >= first) & (rows < first + len(vectors))] - first]

@@ -1,5 +1,5 @@
-"""Retrieve the neighbours of chunks that a model generates or scores: embed chunks, search and read neighbours on
-demand."""
+"""Retrieve neighbours for chunks that a model generates or scores: embed chunks, search for neighbours and read their
+tokens."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def open_retriever(retrieval: RetrievalOptions, model: ModelConfig, tokenizer: T
 
 
 def _check_corpora(retro: str, manifest: DatabaseManifest) -> None:
-    """Check the token files from which neighbours are read. Errors: ValueError if they are missing or have changed."""
+    """Check the token files from which neighbours are read. Errors: ValueError if files are missing or have changed."""
     for _, prefix, digest in manifest.corpora:
         if corpus_digest(IndexedDataset(prefix).content()) != digest:
             raise ValueError(f"--retro {retro}: its corpus {prefix} has changed since; build the database again")

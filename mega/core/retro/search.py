@@ -1,8 +1,7 @@
-"""Search exactly for the nearest vectors by Euclidean distance, block by block. At most two blocks are in memory.
+"""Find the exact nearest vectors by Euclidean distance, block by block, with at most two blocks in memory.
 
-A matrix product selects the best candidates of a block. Then the distances of the candidates are recomputed from
-differences in float64, so that the order does not depend on rounding errors in the product. Ties are broken by the
-lower index.
+A matrix product selects the best candidates of a block. Their distances are then recomputed from differences in
+float64, so that the order does not depend on rounding errors of the product. Ties are broken by the lower index.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 SPARE = 16
-"""Number of additional candidates per block, because rounding may rank a true neighbour too low."""
+"""Number of additional candidates per block, needed because rounding may rank a true neighbour too low."""
 
 
 def nearest(
@@ -35,7 +34,7 @@ def nearest(
 
 
 def _of_block(query_vectors: torch.Tensor, block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices within the block, and the distances, of the best candidates."""
+    """Return the best candidates in a block: their indices within the block, and their distances."""
     # [n, m]: |v - q|^2 without |q|^2, which is the same for all candidates of a query.
     rough = block.square().sum(1) - 2 * query_vectors @ block.T
     candidates = rough.topk(min(count + SPARE, len(block)), 1, largest=False).indices

@@ -1,8 +1,8 @@
 """Build a neighbour database in three stages: chunks, vectors of the chunks, and neighbours of a run's samples.
 
-Each stage writes blocks atomically, and a block depends only on its input. Existing blocks are kept. Therefore, a
-killed stage can be resumed, and several processes can share a stage with `--shard`. The settings and corpora of a
-folder are recorded in retro.json; a build with other settings or corpora is rejected.
+Each stage writes blocks atomically, a block depends only on its input, and existing blocks are kept. Therefore, a
+killed stage can be resumed, and several processes can share a stage with `--shard`. retro.json records the settings and
+corpora of a folder; a build with other settings or corpora is rejected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUERIES = 1000
 
 @dataclass(frozen=True)
 class Share:
-    """The share of one process in a stage: every `count`-th block, starting with block `index`."""
+    """The blocks of a stage that one process builds: every `count`-th block, starting with block `index`."""
 
     index: int = 0
     count: int = 1
@@ -50,7 +50,7 @@ class Share:
         return self.count == 1
 
     def of(self, all_blocks: Sequence[tuple[Block, Path]]) -> list[tuple[Block, Path]]:
-        """Return the blocks of this share that do not exist yet."""
+        """Return the missing blocks of this share."""
         return [each for each in all_blocks[self.index :: self.count] if not is_built(each[1])]
 
 
@@ -74,7 +74,7 @@ def build_chunks(
     share: Share,
     report: Report,
 ) -> None:
-    """Build the chunks. Phase 1 cuts blocks of documents into chunks. Phase 2, which is skipped if sharded, merges
+    """Build the chunks. Phase 1 cuts blocks of documents into chunks. Phase 2, which is skipped with --shard, merges
     these blocks."""
     for source in corpora:
         document_blocks = list(individual(folder, source, manifest.doc_block_size))
@@ -114,8 +114,8 @@ def write_array(path: Path, array: NDArray[np.generic]) -> None:
 def read_vectors(
     folder: Path, chunks: int, size: int, width: int | None = None
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield the index of the first chunk of each block, and the vectors. width: number of elements of a vector; None
-    for that of the first block. Errors: ValueError naming a missing or damaged file."""
+    """Yield the index of the first chunk of each block, and the vectors. width: number of elements in a vector; None
+    for the width of the first block. Errors: ValueError naming a missing or damaged file."""
     for block, path in vector_blocks(folder, chunks, size):
         try:
             vectors = read_array(path, "data")
@@ -150,7 +150,7 @@ def find_neighbours(
     share: Share,
     report: Report,
 ) -> None:
-    """Write the neighbours of all chunks of a dataset to query/NAME. search: function that returns the indices of the
+    """Write the neighbours of all chunks in a dataset to query/NAME. search: function that returns the indices of the
     nearest vectors."""
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     each = (len(dataset[0]) - 1) // manifest.chunk_length
@@ -158,7 +158,7 @@ def find_neighbours(
     query_blocks = [
         (block, folder / "query" / name / block.name) for block in blocks(rows, manifest.block_size, ".npy")
     ]
-    # Reject a value of --saved that differs from existing blocks before the first search.
+    # Before the first search, reject a value of --saved that does not match existing blocks.
     for block, path in query_blocks:
         width = read_neighbours(path, block.rows, len(database)).shape[1] if is_built(path) else saved
         if width != saved:

@@ -1,7 +1,7 @@
-"""Read files of labelled questions: MNLI and QQP (whose files glue.py reads), and RACE.
+"""Read files of labelled questions: MNLI and QQP (both with glue.py), and RACE.
 
-A format is a module named after its --task, with a `FORMAT` (data/labelled.py). `LABELLED` in the config lists each
-format with the head that it needs. A format is imported when it is first used.
+Each format is a module named after its --task, which defines `FORMAT` (a `Format` of data/labelled.py) and is imported
+when first used. `LABELLED` in the config lists the head that each format needs.
 """
 
 from __future__ import annotations

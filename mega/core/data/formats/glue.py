@@ -1,4 +1,4 @@
-"""Read GLUE's files (Wang et al. 2018), which have tab-separated columns, one header line, and no quoting."""
+"""Read GLUE's files (Wang et al. 2018), which have tab-separated columns, one header line and no quoting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Lines = Iterator[tuple[str, list[str]]]
 
 
 def table(flag: str, path: Path) -> tuple[list[str], Lines]:
-    """Return the column names in the header, and (location, columns) of every other line.
+    """Return the column names in the header, and pairs (location, columns) for all other lines.
 
     Errors: ValueError if the file is empty, not UTF-8, or has only a header.
     """
@@ -35,7 +35,7 @@ def _columns(line: str) -> list[str]:
 
 
 def number(location: str, column: str) -> int:
-    """Parse the number of a row. Errors: ValueError unless the number is an integer of at least 0."""
+    """Parse a row number. Errors: ValueError if the number is not a non-negative integer."""
     if not column.strip().isdecimal():
         raise ValueError(f"{location}: the first column is {column.strip()!r}; must be the row's number, at least 0")
     return int(column)

@@ -1,4 +1,5 @@
-"""Read MNLI (Williams et al. 2018), which labels whether the second sentence follows from the first, in GLUE's format.
+"""Read MNLI (Williams et al. 2018) in GLUE's format. The labels state whether the second sentence follows from the
+first.
 
 Columns are separated by tabs, with one header line and no quoting. Column 0 is the row number, columns 8 and 9 are the
 sentences, and the last column is the label. A file with 10 columns has no labels.

@@ -1,4 +1,4 @@
-"""Read QQP (Quora 2017), which labels whether two questions have the same meaning, in GLUE's format.
+"""Read QQP (Quora 2017) in GLUE's format. The labels state whether two questions have the same meaning.
 
 Columns are separated by tabs, with one header line and no quoting. A file has six columns: id, qid1, qid2, question1,
 question2, is_duplicate. A file without labels has three columns: id, question1, question2. The original files contain

@@ -1,8 +1,8 @@
 """Read RACE (Lai et al. 2017), in which one of four options answers a question about an article.
 
 The input is a folder, or the .tar.gz of the distribution. Every .txt file in the input has one JSON object per line,
-with the keys article, questions, options (four for each question) and answers (letters from A to D). If a question
-contains an underscore, the option replaces it; otherwise the option follows the question.
+with the keys article, questions, options (four per question) and answers (letters from A to D). An option replaces the
+question's underscore, or follows the question if it has no underscore.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
 
 
 def completed_question(question: str, option: str) -> str:
-    """Return the question with the option in place of the underscore, or followed by the option.
+    """Return the question with its underscore replaced with the option, or followed by the option.
 
     >>> completed_question("Light is _ by things . ", "taken in"), completed_question("Why?", "It is . ")
     ('Light is taken in by things.', 'Why? It is.')
@@ -83,7 +83,7 @@ def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path) as archive:
             contents = {}
-            for member in archive:  # sequential, since seeking would decompress the archive again
+            for member in archive:  # in file order, because seeking back would decompress the archive again
                 if not member.isfile() or not member.name.endswith(".txt"):
                     continue
                 content = archive.extractfile(member)

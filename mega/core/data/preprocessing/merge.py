@@ -46,7 +46,8 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = Fals
 
 
 def _common_tokenizer(prefixes: Sequence[str], mixed: bool, notes: list[str]) -> TokenizerIdentity | None:
-    """Return the tokenizer that made all pairs. If the tokenizer of a pair is not recorded, return None and add a note.
+    """Return the tokenizer that encoded all pairs. If the tokenizer of a pair is not recorded, return None and add a
+    note.
 
     mixed: whether to accept different tokenizers.
     """

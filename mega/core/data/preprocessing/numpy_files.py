@@ -1,8 +1,8 @@
-"""Convert token ids in numpy's .npy files, as stored by Megatron-LM of 2019 and other programs, to token files.
+"""Convert token ids in .npy files, as written by Megatron-LM in 2019 and by other programs, to token files.
 
-An array of integers is read directly. An array of arrays is stored as a pickle. The pickle is not loaded. Instead, the
-standard library's disassembler reads its opcodes without executing them, and only descriptions of integer arrays are
-accepted.
+An array of integers is read directly. An array of arrays is stored as a pickle, which is not loaded. Instead, the
+standard library's disassembler reads the pickle's opcodes without executing them, and only descriptions of integer
+arrays are accepted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LARGEST = 2**31 - 1
 def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *, overwrite: bool = False) -> Report:
     """Write the documents of all files as one pair of token files.
 
-    overwrite: replace a pair made from other inputs; a pair made from the same inputs is always kept.
-    Raises ValueError naming a file that contains data other than ids.
+    overwrite: whether to replace a pair made from other inputs. A pair made from the same inputs is always kept. Raises
+    ValueError naming a file that contains data other than ids.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     paths = [path for path in find(inputs) if path.suffix == ".npy"]
@@ -50,8 +50,8 @@ def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *
 
 
 def documents(path: Path, eod: int | None) -> Iterator[NDArray[np.integer]]:
-    """Yield the documents of a file: the items of an array of arrays, the rows of a two-dimensional array, or else all
-    ids.
+    """Yield the documents of a file: the items of an array of arrays, the rows of a two-dimensional array, or all ids
+    of any other array.
 
     eod: if given, this id ends a document within an array of ids. Example: 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
     """
@@ -91,8 +91,7 @@ def _array(path: Path) -> NDArray[np.integer]:
 
 
 class _Object:
-    """Represents an object to which a pickle refers. Stores the name, arguments and state of the object, and has no
-    behavior."""
+    """Represents an object in a pickle by its name, arguments and state, without behavior."""
 
     def __init__(self, name: str, arguments: tuple[object, ...] = ()) -> None:
         self.name, self.arguments = name, arguments
@@ -100,8 +99,8 @@ class _Object:
 
 
 def _rows(whole: object) -> list[NDArray[np.integer]]:
-    """Return the arrays in numpy's description of an array of objects. The last element of the state is a list of these
-    arrays."""
+    """Return the arrays in numpy's description of an array of objects, which are listed in the last element of the
+    state."""
     rows = whole.state[-1] if isinstance(whole, _Object) and isinstance(whole.state, tuple) else None
     if not isinstance(rows, list):
         raise ValueError("a pickle of something else than an array")
@@ -176,7 +175,7 @@ def _described(file: BinaryIO) -> object:
             stack[-1].extend(items)
         elif name == "REDUCE":
             arguments = stack.pop()
-            stack[-1] = _made(stack[-1].name, arguments)  # represents the call without executing it
+            stack[-1] = _made(stack[-1].name, arguments)  # record the call without executing it
         elif name == "BUILD":
             state = stack.pop()
             stack[-1].state = state

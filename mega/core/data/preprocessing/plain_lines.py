@@ -1,7 +1,6 @@
-"""Detokenize plain text, or encode plain text as token ids, line by line. These are the steps before fairseq's
-binarization.
+"""Detokenize plain text, or encode it as token ids, line by line, as before fairseq's binarization.
 
-Each input line gives one output line, so the output can be compared with fairseq's. `mega preprocess` writes token
+Each input line gives one output line, so that the output can be compared with fairseq's. `mega preprocess` writes token
 files instead.
 """
 
@@ -20,7 +19,7 @@ from mega.core.text.detokenize import DETOKENIZERS, fairseq
 from mega.core.text.tokenizer import Tokenizer
 
 _TOGETHER = 256
-"""Number of lines per call of the tokenizer."""
+"""Number of lines per tokenizer call."""
 
 
 def detokenize(inputs: Sequence[str], output: Path | None, name: str, *, overwrite: bool = False) -> int:

@@ -2,7 +2,7 @@
 
     1 read    the parent cuts the input into blocks of whole lines
     2 encode  each worker parses and tokenizes a block into arrays
-    3 write   the parent writes the blocks in input order, so the bytes do not depend on the number of workers
+    3 write   the parent writes the blocks in input order, so that the files do not depend on the number of workers
     4 save    with `resume`, progress is saved every few seconds, and a later call continues from it
 
 Only a few blocks per worker are in flight, so memory does not grow with the input. This module does not depend on the
@@ -53,7 +53,7 @@ from mega.core.untrusted import Json, parse_json, read_limited
 
 OnError = Literal["stop", "skip"]
 
-_LISTED = 100  # number of skipped lines that are reported in detail; further lines are only counted
+_LISTED = 100  # number of skipped lines to report in detail; further lines are only counted
 _BATCH_BYTES = 1 << 17  # size in bytes of the lines that are parsed and tokenized together
 _NOTES_BYTES = 1 << 24
 _EMPTY_LINES = re.compile(rb"\n+")
@@ -66,10 +66,10 @@ NO_END = (
 
 
 class Documents(NamedTuple):
-    """Tokenized documents, as the arguments of `IndexedWriter.extend`."""
+    """Tokenized documents: the arguments of `IndexedWriter.extend`."""
 
     ids: NDArray[np.integer]
-    """Ids of all documents, concatenated."""
+    """Concatenated ids of all documents."""
     lengths: NDArray[np.int64]
     """Number of tokens in each sequence."""
     counts: NDArray[np.int64]
@@ -78,7 +78,7 @@ class Documents(NamedTuple):
 
 @dataclass
 class Report:
-    """Counts of the work done so far. documents + skipped = number of input lines that are not blank."""
+    """Statistics of the work so far. documents + skipped is the number of input lines that are not blank."""
 
     documents: int = 0  # Number of documents written
     tokens: int = 0  # Number of tokens written
@@ -103,7 +103,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Sentences:
-    """The way in which documents are split into sentences, see `text.sentences.splitter`."""
+    """Options for splitting documents into sentences; see `text.sentences.splitter`."""
 
     splitter: str = "punkt"
     language: str = "english"
@@ -130,22 +130,22 @@ def preprocess(
 ) -> Report:
     """Tokenize `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
 
-    inputs: files, folders, globs or "-", see `sources.find`. JSON lines (also compressed: .gz .zst .xz .bz2), parquet,
-        arrow. A .txt file is one document under the key "text"; with `text_lines`, each of its lines is one document.
-    tokenizer: the fields of the configuration's tokenizer section, as arguments of `text.tokenizer.build`.
-    append_eod: append the end-of-document id to every document that has at least one token.
-    parse_special_tokens: parse names of special tokens in texts as these tokens. If False, the names are plain text.
-    sentences: split texts into sentences first. The files are then `<output_prefix>_<key>_sentence`.
-    shard: (i, n) with i in 0 .. n - 1: process only shard i of n of the input. `merge` joins the output of all shards.
-    resume: save the state every `save_every` seconds, and continue from an earlier call, even if it was killed.
-    overwrite: replace token files of other work; if False, raise ValueError. Files of the same work are always kept.
-    progress: called after every block with the report so far and the number of bytes read from the input files.
-    Raises ValueError naming the flag, or file and line. No output file is created in this case.
+    inputs: files, folders, globs or "-" (see `sources.find`) with JSON lines (also compressed: .gz .zst .xz .bz2),
+    parquet or arrow. A .txt file is one document under the key "text"; with `text_lines`, each of its lines is one
+    document. tokenizer: the fields of the configuration's tokenizer section, as arguments of `text.tokenizer.build`.
+    append_eod: append the end-of-document id to every document that has at least one token. parse_special_tokens: parse
+    names of special tokens in texts as these tokens. If False, the names are plain text. sentences: split texts into
+    sentences first. The files are then `<output_prefix>_<key>_sentence`. shard: (i, n) with i in 0 .. n - 1: process
+    only shard i of n of the input. `merge` joins the output of all shards. resume: save the state every `save_every`
+    seconds, and continue from the state of an earlier call, if any. overwrite: replace token files of other work; if
+    False, raise ValueError. Files of the same work are always kept. progress: called after every block with the report
+    so far and the number of bytes read from the input files. Raises ValueError naming the flag, or file and line, in
+    which case no output file is created.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     built_tokenizer = build(**tokenizer)
     eod = _checked_eod(built_tokenizer, append_eod)
-    built_tokenizer.encode("")  # load the tokenizer now, so that problems with its files are reported only once
+    built_tokenizer.encode("")  # load the tokenizer here first, so that problems with its files are reported once
     paths = find(inputs)
     _check(workers, json_keys, sentences, in_parts=STDIN in paths and (resume or shard != (0, 1)))
     level = "document" if sentences is None else "sentence"
@@ -206,8 +206,8 @@ def preprocess(
 def _warnings(
     tokenizer: Tokenizer, options: Mapping[str, Any], eod: int | None, sentences: Sentences | None
 ) -> list[str]:
-    """Return warnings about documents without an end-of-document token, about a doubtful choice of tokenizer, and about
-    text that the tokenizer loses."""
+    """Return warnings if documents have no end-of-document token, if the tokenizer may be of the wrong kind, or if it
+    loses text."""
     warnings = [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
     if (size := options.get("vocab_size")) is not None and tokenizer.kind != "NullTokenizer":
         warnings.append(f"--vocab-size {size}: changes nothing, {tokenizer.kind} has {tokenizer.vocab_size} tokens")
@@ -227,7 +227,7 @@ def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWri
 
 
 def existing_report(report: Report, pairs: Sequence[IndexedDataset]) -> Report:
-    """Fill `report` for work that was done before, from the existing pairs of files."""
+    """Fill `report` from existing pairs of files, for work that is already done."""
     report.documents, report.tokens = pairs[0].documents, sum(len(data.tokens) for data in pairs)
     report.skipped, report.kept = int(pairs[0].note.get("skipped", 0)), True
     return report
@@ -258,13 +258,13 @@ class Begin(NamedTuple):
     """A position in the input."""
 
     piece: int = 0
-    """Index of the piece."""
+    """Index of the piece of the input."""
     done: int = 0
-    """Number of finished units of the piece, see `sources.blocks`."""
+    """Number of finished units in the piece; see `sources.blocks`."""
 
 
 class Read(NamedTuple):
-    """A block, and the position in the input after the block."""
+    """A block, and the input position after the block."""
 
     block: LineBlock
     after: Begin
@@ -288,7 +288,7 @@ def _blocks(inputs: Sequence[SourcePiece], keys: Sequence[str], text_lines: bool
 
 @dataclass(frozen=True)
 class _Job:
-    """The settings with which workers encode every block."""
+    """The settings with which workers encode blocks."""
 
     keys: tuple[str, ...]  # Keys of the texts
     eod: int | None  # Id to append to documents, or None
@@ -298,8 +298,8 @@ class _Job:
 
     @property
     def described(self) -> dict[str, Json]:
-        """The job as recorded for `resume`. `parse` is omitted if False, so that records of earlier versions stay
-        valid."""
+        """Return the settings to record for `resume`. `parse` is omitted if False, so that records of earlier versions
+        stay valid."""
         return {name: value for name, value in asdict(self).items() if name != "parse" or value}
 
     def worker(self, tokenizer: Tokenizer) -> _Worker:
@@ -363,7 +363,7 @@ class _Worker:
         )
 
     def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]], names: list[str]) -> Iterator[_Batch]:
-        """Yield the documents in batches that fit in the processor's cache during parsing and tokenizing."""
+        """Yield the documents in batches that are small enough for the processor's cache."""
         view, begin, stop, batch = memoryview(text), 0, _BATCH_BYTES, _Batch([], [])
         number = 0
         while number < lines:
@@ -388,8 +388,7 @@ class _Worker:
         yield batch
 
     def _texts(self, document: object) -> list[list[str]]:
-        """Return the sentences under each key of a line. Without a sentence splitter, a plain string is one
-        sentence."""
+        """Return the sentences under each key of a line. Without a sentence splitter, each string is one sentence."""
         if not isinstance(document, dict):
             raise ValueError(f"not a JSON object; {describe_value(document)}")
         columns = [_sentences(document, key) for key in self.job.keys]
@@ -423,7 +422,7 @@ class _Worker:
         return Documents(ids, np.diff(offsets), counts)
 
     def _finished(self, parts: Sequence[Documents]) -> Documents:
-        """Concatenate all parts in order. Sentences without a token are dropped, then eod is appended."""
+        """Concatenate all parts in order. Empty sentences are dropped before eod is appended."""
         empty_part = Documents(np.zeros(0, self.job.dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
         columns = zip(empty_part, *parts, strict=True)
         ids, lengths, counts = (np.concatenate(c, dtype=c[0].dtype, casting="unsafe") for c in columns)
@@ -431,14 +430,14 @@ class _Worker:
         lengths, owners = lengths[lengths > 0], owners[lengths > 0]
         counts = np.bincount(owners, minlength=len(counts))
         if self.job.eod is not None and len(lengths):
-            lasts = np.flatnonzero(np.diff(owners, append=-1))  # the last sentence of each document with sentences
+            lasts = np.flatnonzero(np.diff(owners, append=-1))  # the last sentence of each document that has sentences
             ids = np.insert(ids, np.cumsum(lengths)[lasts], self.job.eod)
             lengths[lasts] += 1
         return Documents(ids, lengths, counts)
 
 
 def encoder(tokenizer: Tokenizer, *, append_eod: bool) -> Callable[[Sequence[str]], Documents]:
-    """Return a function that converts texts to the documents that `preprocess` would write, for pipelines of other
+    """Return a function that converts texts to documents like those of `preprocess`, for pipelines of other
     programs."""
     job = _Job(("text",), _checked_eod(tokenizer, append_eod), token_dtype(tokenizer.vocab_size), None)
     worker = job.worker(tokenizer)
@@ -457,13 +456,13 @@ def _sentences(document: dict[str, object], key: str) -> list[str]:
 
 
 class WorkerResult(NamedTuple):
-    """The result of a worker, sent to the parent."""
+    """The result that a worker sends to the parent."""
 
     found: EncodedBlock
     """The encoded block, without ids if the ids are in the shared buffer."""
     inside: list[int]
-    """Number of ids of each key in the shared buffer. The buffer contains the ids of all keys, concatenated. Empty if
-    the buffer is too small; the ids are then part of `found`."""
+    """Number of ids per key in the shared buffer, which contains the concatenated ids of all keys. Empty if the buffer
+    is too small; `found` then contains the ids."""
 
 
 def _encode_into(worker: _Worker, read: Read, buffer: Buffer) -> WorkerResult:
@@ -495,7 +494,7 @@ def _spawned_worker(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, 
 def _encoders(
     local_tokenizer: Tokenizer, tokenizer: Mapping[str, object], job: _Job, workers: int
 ) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, EncodedBlock]]]]:
-    """Context manager for a function that yields every block with its result, in input order."""
+    """Context manager that provides a function which yields every block with its result, in input order."""
     local_worker = job.worker(local_tokenizer)
     if workers == 1:
         local_worker.load()
@@ -514,7 +513,7 @@ def _encoders(
 
 
 class _Notes:
-    """Saved progress: one file next to the output, replaced atomically.
+    """Saved progress, in one file next to the output that is replaced atomically.
 
     identity: all inputs and settings on which the output depends. Saved progress with a different identity is rejected.
     """
@@ -567,7 +566,7 @@ class _Notes:
 
 
 def _is_note(state: dict[str, Any]) -> bool:
-    """Whether the object has the structure that `_Notes.save` writes."""
+    """Whether an object has the structure that `_Notes.save` writes."""
     try:
         report, begin = Report(**state["report"]), Begin(**state["begin"])
         counts = [*begin, state["line"], report.documents, report.tokens, report.bytes, report.skipped]
@@ -580,5 +579,6 @@ def _is_note(state: dict[str, Any]) -> bool:
 
 
 def _published(prefix: str) -> bool:
-    """Whether a writer has finished the pair at `prefix`. The temporary files of a writer are removed last."""
+    """Whether the pair at `prefix` is finished, that is, whether its temporary files, which are removed last, no longer
+    exist."""
     return exists(prefix) and not Path(f"{bin_path(prefix)}.tmp").exists()

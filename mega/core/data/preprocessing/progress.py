@@ -1,4 +1,4 @@
-"""Show the progress of preprocessing on stderr, as a bar on a terminal, otherwise as a line every few seconds."""
+"""Show the progress of preprocessing on stderr: a bar if stderr is a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextlib.contextmanager
 def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
-    """Context manager for a callback for `preprocess` that shows the progress. total: size of all input files in
-    bytes."""
+    """Context manager that provides the progress callback of `preprocess`. total: size of all input files in bytes."""
     begin = time.monotonic()
     if sys.stderr.isatty():
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -30,7 +29,7 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
         task = bar.add_task("", total=total)
 
         def draw(report: Report, read: int) -> None:
-            bar.start()  # starts a thread, so the bar must be started after the workers have been forked
+            bar.start()  # the bar starts a thread, so the workers must be forked first
             bar.update(task, completed=read, description=_line(report, begin))
 
         try:

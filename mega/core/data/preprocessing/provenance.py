@@ -1,8 +1,8 @@
-"""Check whether outputs already exist. Output that was made from the same inputs and settings is kept. Any other output
-is replaced only with --overwrite.
+"""Check whether outputs already exist. Outputs from the same inputs and settings are kept; any other output is replaced
+only with --overwrite.
 
-The "work" of an output is a hash of the names, sizes and modification times of the inputs, and of the settings. The
-work is recorded next to the output. This module does not interpret the settings.
+The "work" of an output is a hash of the settings and of the inputs' names, sizes and modification times. The work is
+recorded next to the output. This module does not interpret the settings.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from mega.core.untrusted import Json
 
 
 def work_of(settings: object, inputs: Sequence[Path]) -> str | None:
-    """Return a hash of settings (JSON values) and inputs; None if an input cannot be read twice."""
+    """Return the hash of settings (JSON values) and inputs; None if an input cannot be read twice."""
     if STDIN in inputs:
         return None
     return hashlib.sha256(json.dumps([settings, stamps(inputs)], sort_keys=True).encode()).hexdigest()
 
 
 def stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and modification time of every input. Files for which these are equal are assumed to have equal
+    """Return path, size and modification time of every input. If these are equal, files are assumed to have equal
     content."""
     statuses = [(path, path.stat()) for path in paths if path != STDIN]
     return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in statuses]
 
 
 def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: bool) -> None:
-    """Check that none of `paths` would be replaced. Errors: ValueError."""
+    """Check that no file in `paths` would be replaced. Errors: ValueError."""
     if (existing := next((path for path in paths if path.is_file()), None)) is not None and not overwrite:
         raise ValueError(f"{flag} {value}: {existing} exists; name another place, or give --overwrite to replace it")
 
 
 def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
-    """Return the token files at all `prefixes` if all of them exist and were made by the same work; otherwise [], which
-    means that the work must be done.
+    """Return the token files at all `prefixes` if the same work has written all of them; otherwise [], which means that
+    the work must be done.
 
-    Interrupted work may have written only some of the files. value: the value of --output-prefix.
-    Errors: ValueError if a pair of other work would be replaced.
+    Interrupted work may have written only some of the files. value: value of --output-prefix. Errors: ValueError if a
+    pair of other work would be replaced.
     """
     if overwrite:
         return []
@@ -68,7 +68,8 @@ class WorkRecord:
         self._path = paths[0].with_suffix(".made.json")
 
     def is_current(self, flag: str, value: object, overwrite: bool) -> bool:
-        """Whether this work made the existing files. Errors: ValueError if files of other work would be replaced."""
+        """Whether the work of this call has written the existing files. Errors: ValueError if files of other work would
+        be replaced."""
         if overwrite:
             return False
         record = {}

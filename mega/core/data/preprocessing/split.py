@@ -1,4 +1,4 @@
-"""Split documents into training, development and test files, according to shares and a seed. The output is lines of
+"""Split documents into training, development and test files, according to shares and a seed. The output files contain
 text, not tokens."""
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def split(
 ) -> dict[str, int]:
     """Write train.jsonl, valid.jsonl and test.jsonl into `directory`. Return the number of documents in each file.
 
-    shares: shares in the format of --split, such as "98, 1, 1". The file to which a document is written depends only on
-    the document's index, the number of documents and the seed. Within each file the documents are in input order. Blank
-    lines are dropped.
+    shares: shares in the format of --split, such as "98, 1, 1". The assignment of a document depends only on its index,
+    the number of documents and the seed. Each file has its documents in input order. Blank lines are dropped.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed {seed}: must be 0 .. {2**32 - 1}")
@@ -45,7 +44,7 @@ def split(
     if not total:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
     bounds = split_boundaries(shares, total)
-    owners = np.empty(total, np.int8)  # from a permutation, not from independent draws, so that the shares are exact
+    owners = np.empty(total, np.int8)  # a permutation instead of independent draws makes the shares exact
     order = np.random.RandomState(seed).permutation(total)
     for part in range(3):
         owners[order[bounds[part] : bounds[part + 1]]] = part
@@ -81,7 +80,7 @@ def presplit(
         for location, line in lines(inputs, [key]):
             try:
                 parsed(line)  # raises ValueError for lines that `preprocess` could not read
-                document = json.loads(line)  # `parsed` rounds integers of more than 64 bits
+                document = json.loads(line)  # `parsed` would round integers of more than 64 bits
                 document[key] = "\n".join(s for part in document[key].split("\n") for s in cut(part) if s.strip())
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise BadLine(f"{location}: not a JSON object with text under {key!r} ({error})") from None
@@ -91,7 +90,7 @@ def presplit(
 
 
 def _check_not_input(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-    """Check outputs. Errors: ValueError if an output is also an input, which would be overwritten."""
+    """Check outputs. Errors: ValueError if an output would overwrite an input."""
     output_paths = {os.path.realpath(path) for path in outputs}
     for path in inputs:
         if path != STDIN and os.path.realpath(path) in output_paths:

@@ -1,7 +1,7 @@
 """Write token files atomically, in bounded memory. An interrupted writer can be resumed.
 
-While a pair is written, it consists of three temporary files: `<prefix>.bin.tmp`, the sequence lengths, and the
-sequences per document. At the end, the .idx is built from the last two files. This module does not depend on texts or
+An unfinished pair consists of three temporary files: `<prefix>.bin.tmp`, the sequence lengths, and the numbers of
+sequences per document. At the end, the .idx is built from the last two. This module does not depend on texts or
 tokenizers.
 """
 
@@ -30,18 +30,16 @@ _BLOCK = 1 << 20
 
 
 class IndexedWriter:
-    """Writes a pair of token files. The files appear under `prefix` when `with` ends without an error; the .idx appears
-    last.
+    """Writes a pair of token files. The files get their final names, the .idx last, when `with` ends without an error.
 
         with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
             writer.add([[10, 11], [12]])     # one document of two sequences
 
-    Memory is bounded: lengths and documents are stored in files, not in lists. Raises ValueError if another writer uses
-    the same prefix.
+    Memory is bounded, because lengths and documents are stored in files. Raises ValueError if another writer uses the
+    same prefix.
 
-    keep: whether to keep the temporary files after an error. With the last `state()`, a later writer resumes from these
-    files.
-    noted: additional entries of the note, such as the tokenizer, which the writer does not interpret.
+    keep: whether to keep the temporary files after an error. Given the last `state()`, a later writer can resume from
+    these files. noted: additional entries of the note, such as the tokenizer, which the writer does not interpret.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class IndexedWriter:
                 for path in self._paths:
                     path.unlink(missing_ok=True)
             for file in self._files:
-                with contextlib.suppress(OSError):  # data that could not be written to a full disk was never counted
+                with contextlib.suppress(OSError):  # data that did not fit on a full disk has not been counted
                     file.close()
 
     @property
@@ -99,7 +97,7 @@ class IndexedWriter:
         return self._bin, self._lengths, self._counts
 
     def state(self) -> dict[str, Json]:
-        """Flush all data to disk, and return the sizes from which a later writer can resume."""
+        """Flush all data to disk, and return the file sizes from which a later writer can resume."""
         with self._named():
             for file in self._files:
                 file.flush()
@@ -118,8 +116,7 @@ class IndexedWriter:
         sizes = self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents
         with self._named():
             if self.tokens and not os.fstat(self._bin.fileno()).st_size and bin_path(self.prefix).exists():
-                # The writer was killed between the two renames of `_publish`, when the .bin already had its final name,
-                # so rename the .bin back.
+                # The earlier writer was killed in `_publish` after it had renamed the .bin, so rename the .bin back.
                 idx_path(self.prefix).unlink(missing_ok=True)
                 os.replace(bin_path(self.prefix), self._paths[0])
                 self._bin.close()
@@ -139,7 +136,7 @@ class IndexedWriter:
         self.extend(np.array(ids, np.int64), np.array(lengths, np.int64), np.array([len(lengths)]))
 
     def extend(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
-        """Add many documents, given by all ids, the lengths of all sequences, and the number of sequences per document.
+        """Add many documents, given as concatenated ids, sequence lengths, and numbers of sequences per document.
 
         Raises ValueError for an id that the dtype cannot represent.
         """
@@ -147,7 +144,7 @@ class IndexedWriter:
         self._write(ids, lengths, counts)
 
     def append(self, other: IndexedDataset) -> None:
-        """Append all documents of another pair. Errors: ValueError if the ids of that pair have a different dtype."""
+        """Append all documents of another pair. Errors: ValueError if the dtype of that pair differs."""
         if other.dtype != self.dtype:
             raise ValueError(f"{other.prefix}: its ids are {other.dtype}, those of {self.prefix} {self.dtype}")
         no_entries = np.zeros(0, np.int64)
@@ -192,7 +189,7 @@ class IndexedWriter:
         return (self._range or (0, 0))[1]
 
     def _publish(self) -> None:
-        """Remove the old index, then move ids, note and index to their final names, in this order."""
+        """Remove the old .idx, then rename the .bin, the note and the .idx to their final names, in this order."""
         self._bin.flush()
         os.fsync(self._bin.fileno())
         for old in (idx_path(self.prefix), note_path(self.prefix)):
@@ -247,7 +244,7 @@ def _open_exclusively(path: Path) -> BinaryIO:
         if not locked_alone(file.fileno()):
             file.close()
             raise ValueError(f"{path}: another process is writing this output")
-        # Another writer may have renamed or removed this file between open and lock, so check and try again.
+        # Another writer may have renamed or removed the file between open and lock, so check the file and retry.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
