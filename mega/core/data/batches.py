@@ -28,12 +28,13 @@ class Batches:
     """Reads a dataset in steps. `take(consumed, microbatches)` is a pure function of its two arguments.
 
     order: "single" reads the dataset's samples in sequence; "cyclic" assigns samples to ranks once and reshuffles each
-    rank's samples every epoch, like Megatron-LM's cyclic sampler. sharding: with cyclic order, whether each rank reads
-    a fixed share of the samples. If False, all samples are shuffled together and distributed round-robin, as with
-    --no-data-sharding. eod: the id that ends a document; required by eod_mask_loss, reset_positions and
-    reset_attention. collate: function (rows of token ids, index of the first row) -> batch, for batches other than
-    `DecoderBatch`. Datasets whose samples are not plain token ids have a method `collate` instead. read_ahead: whether
-    to prepare the next step in a background thread.
+    rank's samples every epoch, like Megatron-LM's cyclic sampler.
+    sharding: with cyclic order, whether each rank reads a fixed share of the samples. If False, all samples are
+    shuffled together and distributed round-robin, as with --no-data-sharding.
+    eod: the id that ends a document; required by eod_mask_loss, reset_positions and reset_attention.
+    collate: function (rows of token ids, index of the first row) -> batch, for batches other than `DecoderBatch`.
+    Datasets whose samples are not plain token ids have a method `collate` instead.
+    read_ahead: whether to prepare the next step in a background thread.
     """
 
     def __init__(

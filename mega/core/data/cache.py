@@ -67,7 +67,8 @@ def cached(
 
 
 def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
-    """Return the entry's arrays, memory-mapped; None if the file is missing, truncated, damaged, or has another key."""
+    """Return the entry's arrays, memory-mapped; None if the file is missing, truncated or damaged, or has a different
+    key."""
     try:
         stored = mapped(entry)
         begin = 8 + int.from_bytes(stored[:8], "little")

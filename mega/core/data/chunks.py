@@ -248,7 +248,8 @@ class ChunkDatabase:
     the end-of-document token.
 
     prefixes: prefixes of this run's token files, in the order of the corpora; if empty, those recorded in the database
-    are used. Errors: ValueError naming a file that is missing, damaged, or belongs to other corpora.
+    are used.
+    Errors: ValueError naming a file that is missing, damaged, or belongs to other corpora.
     """
 
     def __init__(self, folder: Path, length: int, eod: int, prefixes: Sequence[str] = ()) -> None:

@@ -91,8 +91,9 @@ class IndexedDataset:
     """A pair of token files, memory-mapped and checked.
 
     lengths: int32 [S]; document_index: int64 [D]; tokens: all ids in the .bin.
-    `dataset[i]` is a view of sequence i. mmap: if False, the whole .idx is read into memory, and tokens are read from
-    the .bin on each access. Raises ValueError naming the file if the contents of the pair are inconsistent.
+    `dataset[i]` is a view of sequence i.
+    mmap: if False, the whole .idx is read into memory, and tokens are read from the .bin on each access.
+    Raises ValueError naming the file if the contents of the pair are inconsistent.
     """
 
     def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:

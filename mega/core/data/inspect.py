@@ -45,8 +45,8 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
     """Write the note of a pair that has none, such as a pair from Megatron-LM, so that later damage can be detected.
 
     tokenizer: the tokenizer that encoded the pair, which is recorded so that training with another tokenizer is
-    rejected. A tokenizer that is already recorded is kept. Raises ValueError if the tokenizer lacks an id of the pair,
-    or if another tokenizer is recorded.
+    rejected. A tokenizer that is already recorded is kept.
+    Raises ValueError if the tokenizer lacks an id of the pair, or if another tokenizer is recorded.
     """
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()

@@ -100,8 +100,8 @@ def _shuffled(count: int, seed: int) -> NDArray[np.uint64]:
 
 
 def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
-    """Yield the output of the 64-bit Mersenne twister of the C++ standard, 312 words at a time: 5489 ->
-    14514284786278117030, ...
+    """Yield the output of the 64-bit Mersenne twister of the C++ standard, 312 words at a time. For example, seed 5489
+    gives 14514284786278117030, ...
 
     Source: Nishimura 2000, "Tables of 64-bit Mersenne twisters"; ISO C++ [rand.predef].
     """

@@ -331,9 +331,9 @@ def _pairs(texts: Texts, streams: Sequence[Stream], binary_head: bool) -> tuple[
     """Divide the sentences of each sample into two parts, exchange the parts with probability 1/2, and remove tokens
     until their total length is at most the sample's target. If not `binary_head`, the second part is empty.
 
-    Each token is removed from a random end of the longer part, or of the second part if both are equally long. Return
-    the positions in `Texts.ids` of both parts' first ids, int64 [samples, 2]; the parts' lengths, int64 [samples, 2];
-    and 1 if the parts were exchanged, else 0, int64 [samples].
+    Each token is removed from a random end of the longer part, or of the second part if both are equally long.
+    Return the positions in `Texts.ids` of both parts' first ids, int64 [samples, 2]; the parts' lengths, int64
+    [samples, 2]; and 1 if the parts were exchanged, else 0, int64 [samples].
     """
     samples, begins, ends = np.arange(len(texts.targets)), texts.begins, texts.begins + texts.sizes
     excess = np.maximum(texts.sizes - texts.targets, 0)

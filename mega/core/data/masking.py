@@ -171,10 +171,10 @@ def choose_words(
     [chosen], and the position of each token's draw among all positions, int64 [chosen].
 
     order: see `WordIndex.shuffled`. budgets: maximum total number of tokens in each text's runs. A run that exceeds the
-    budget is shortened. A run that overlaps an earlier run is dropped. runs: uint8 [texts, width], the number of words
-    in a run whose draw begins at each position of a text's draws. This draw takes two positions. steps: uint8 [4, texts
-    * width], the number of positions for the draws of 0 .. 3 tokens; None if tokens have no draws, so that all tokens
-    of a run have the position after the run's draw.
+    budget is shortened. A run that overlaps an earlier run is dropped.
+    runs: uint8 [texts, width], the number of words in a run whose draw begins at each position of a text's draws. This
+    draw takes two positions. steps: uint8 [4, texts * width], the number of positions for the draws of 0 .. 3 tokens;
+    None if tokens have no draws, so that all tokens of a run have the position after the run's draw.
 
     Raises `Exhausted` if a text needs the draws of the last `SPARE` positions.
     """

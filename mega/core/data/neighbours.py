@@ -173,7 +173,7 @@ class NeighbourTable:
 
     @cached_property
     def saved(self) -> int:
-        """Maximum number of neighbours of a chunk."""
+        """Maximum number of neighbours per chunk."""
         return next((array.shape[1] for array in self._open.values()), 0)
 
     def __getitem__(self, rows: slice) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 1 << 20
-_TOGETHER = 1 << 15  # number of entries in the table of parallel runs of a blend, which fits in the processor's cache
+_TOGETHER = 1 << 15  # number of entries in the table for parallel runs, which fits in the processor's cache
 _LEAST_RUNS = 8  # fewer parallel runs are not faster than one
 
 
@@ -53,9 +53,9 @@ def split_note(split: str) -> str:
 def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int, int, int, int]:
     """Return the boundaries of training, validation and test among `items` items.
 
-    Each share is rounded (half to even), and training absorbs the difference to `items`: "90/10" of 7 -> shares 6.3 and
-    0.7 -> 0 6 7 7; "949,50,1" of 10 -> 9 + 0 (0.5) + 0 = 9 -> 0 10 10 10. core: round cumulative sums of the shares, as
-    in Megatron-core: "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
+    Each share is rounded (half to even), and training absorbs the difference to `items`:
+    "90/10" of 7 -> shares 6.3 and 0.7 -> 0 6 7 7; "949,50,1" of 10 -> 9 + 0 (0.5) + 0 = 9 -> 0 10 10 10.
+    core: round cumulative sums of the shares, as in Megatron-core: "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
     """
     train, valid, test = split_shares(split)
     if core:

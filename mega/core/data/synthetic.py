@@ -23,8 +23,8 @@ def decoder_batch(
     """Return rows of `length` random tokens. samples: int64 [b], sample indices.
 
     ragged: whether the fraction of tokens with a loss varies between rows, from a third to all, so that a wrong mean
-    over ranks is detected. If False, all tokens have a loss. documents: whether rows contain several documents that do
-    not attend to each other.
+    over ranks is detected. If False, all tokens have a loss.
+    documents: whether rows contain several documents that do not attend to each other.
     """
     columns = torch.arange(length + 1, device=samples.device)
     bits = _bits(samples, columns, seed, "synthetic")

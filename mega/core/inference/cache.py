@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def never_used(self) -> int:
-        """Number of blocks other than SCRATCH if no block has been used or registered yet; otherwise 0."""
+        """Number of blocks other than SCRATCH if no block is in use or registered; otherwise 0."""
         return 0 if self._found or any(self._users) else self.count - 1
 
     def find(self, ids: Sequence[int], most: int, root: int = ROOT) -> tuple[list[int], int]:

@@ -27,7 +27,7 @@ SHARES = {"cuda": 0.85, "cpu": 0.25}
 
 @dataclass(frozen=True)
 class Capacity:
-    """The capacity of a server. weights, cache, neighbours: bytes on the rank with the most bytes."""
+    """The capacity of a server. weights, cache, neighbours: bytes on the rank that needs the most."""
 
     limits: Limits
     weights: int
@@ -78,8 +78,8 @@ class DraftSize:
     requests: int
 
     def blocks(self, cache: int, size: int) -> int:
-        """Return the number of blocks in the draft model's cache. They store the sequences in the model's cache of
-        `cache` tokens, the guesses after each sequence, and one block of padding."""
+        """Return the number of blocks in the draft model's cache. This cache stores the sequences in the model's cache
+        of `cache` tokens, the guesses after each sequence, and one block of padding."""
         return -(-(min(self.requests * self.sequence, cache) + self.requests * MOST) // size) + 1
 
     def fitting_blocks(self, share: int, token: int, size: int) -> int:

@@ -5,8 +5,8 @@ model's pool, so a token has one slot for both. Each step of the model also stor
 slot. This output is the input of the first layer:
 
     the model's step    keys and values of the stage's layers; output of the final norm -> slot
-    step of depth 0     output of the final norm <- slot; keys and values of layer 1; stream of layer 1; guesses
-    step of depth 1     stream of layer 1; keys and values of layer 2; ...
+    step of depth 0     output of the final norm <- slot; keys and values of layer 1; output of layer 1; guesses
+    step of depth 1     output of layer 1; keys and values of layer 2; ...
 
 Guesses stay on the device until the steps of all depths have started. A step depends only on the content of tensors, so
 steps are captured as CUDA graphs like the model's steps (graphs.py). This module does not depend on requests.

@@ -23,7 +23,7 @@ from mega.core.ops.paged_attention import Integers
 class DraftRun(NamedTuple):
     """Consecutive positions of a sequence in a step that guesses tokens."""
 
-    tokens: Integers  # int64 [t]; a negative value is a `from_request`
+    tokens: Integers  # int64 [t]; negative values are `from_request` placeholders
     first: int  # the first position
     blocks: Sequence[int]  # blocks of the sequence in the cache
     number: int  # unique number of the sequence

@@ -28,7 +28,7 @@ from mega.core.ops.trial import first_line
 from mega.core.parallel.replay import Replayable
 
 EIGHT = 8
-"""The number of rows in a graph is a multiple of this, or a smaller power of two."""
+"""The number of rows in a graph is a multiple of this value, or a smaller power of two."""
 
 FEW = (4, 8, 16, 32, 64)
 """Numbers of tokens in graphs of kind `few`."""
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 Record = Callable[[Callable[[], None]], Replayable]
 
 Decode = Callable[..., torch.Tensor]
-"""decode(ids, positions, wanted, cache, *cargo): the computation of a step, as `DecodeStep`. The launched kernels
+"""decode(ids, positions, wanted, cache, *cargo): the computation of a step; see `DecodeStep`. The launched kernels
 depend only on the number of tokens and on the content of tensors."""
 
 
@@ -168,7 +168,7 @@ def rows_of_graphs(most: int) -> set[int]:
 
 
 def known(ids: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
-    """In ids, int64 [n], replace each value of `from_request` with the request's last token in `latest`, int64
+    """In ids, int64 [n], replace each `from_request` placeholder with the request's last token in `latest`, int64
     [requests]."""
     return torch.where(ids < 0, latest.index_select(0, (~ids).clamp_(min=0)), ids)
 

@@ -180,7 +180,7 @@ class ChatOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(VerbSection):
-    """Sampling options of `mega generate`. None means that an option was not given, because beam search does not sample
+    """Sampling options of `mega generate`. Options that were not given are None, because beam search does not sample
     and a server applies its own defaults."""
 
     title: ClassVar[str] = "Sampling"

@@ -160,13 +160,12 @@ class Request:
     """Maximum number of new tokens; 0 to only score the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
-    """Ids that end the answer. The answer's last token is then such an id, and `finish` is "stop" instead of
-    "length"."""
+    """Ids that end the answer. Such an id is reported as the last token, and `finish` is "stop" instead of "length"."""
     logprobs: int | None = None
     """Number of most likely ids whose log-probabilities are reported with the log-probability of each new token; None
     to report no log-probabilities. Log-probabilities are computed before penalties, temperature and filters."""
     prompt_logprobs: bool = False
-    """Whether to report the same log-probabilities for the prompt's tokens."""
+    """Whether to report log-probabilities for the prompt's tokens, too."""
     beams: int = 0
     """Width of a beam search, which ignores `sampling`; 0 to sample instead."""
     length_penalty: float = 1.0

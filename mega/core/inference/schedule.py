@@ -1,4 +1,4 @@
-"""Choose the tokens that the next step computes, and turn the results of finished steps into events.
+"""Choose the tokens that the next step computes, and convert the results of finished steps to events.
 
 The scheduler implements continuous batching: requests join and leave between steps. Prompts are computed in chunks, in
 the same steps as the new tokens of running answers, and cached prefixes of earlier prompts are reused. A request is
@@ -427,7 +427,7 @@ class Scheduler:
         admitted = self.blocks.admit(shared, need)
         if not admitted and answer.short_until is not None and shared:
             # The request needs blocks for all its tokens, because all of them will be recomputed. Together with the
-            # shared blocks, these can be more blocks than are available.
+            # shared blocks, this may exceed the number of available blocks.
             shared, prefix = [], self._root(answer)
             admitted = self.blocks.admit(shared, need)
         if not admitted:

@@ -72,7 +72,7 @@ class Step:
     targets: Integers
     """int64 [m], the id to score, or CHOOSE or BEAM."""
     tops: Integers
-    """int64 [m], number of most likely ids to report; -1 if not even the log-probability is reported."""
+    """int64 [m], number of most likely ids to report; -1 to report no log-probabilities."""
     seen: Integers
     """int64 [m], row of `SeenIds` for the penalties; -1 for no penalties."""
     requests: Integers

@@ -236,7 +236,7 @@ class Worker:
             self._seen.favour(sent(biases[:, :2].astype(np.int64), self.device), sent(biases[:, 2].copy(), self.device))
 
     def _deliver(self, result: torch.Tensor | None, step: Step) -> Launched:
-        """Start sending the last stage's result to rank 0. Return a `Launched` without results on other ranks."""
+        """Start sending the last stage's result to rank 0. On other ranks, return a `Launched` without results."""
         pp, mesh = self.mesh.pp, self.mesh
         if pp.size == 1:
             keep_latest(self._latest, result, step, mesh.tp)

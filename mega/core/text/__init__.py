@@ -7,7 +7,7 @@ sentencepiece_json   a SentencePiece model as a tokenizer.json for transformers
 train, options       train a tokenizer on the user's texts; options of mega train-tokenizer
 special, neighbours  token names in a text, and the small JSON files that describe tokens
 identity             rules for tokenizers that differ from those of the weights or the token files
-normalization        what a tokenizer's normalization loses of a text
+normalization        the information that a tokenizer's normalization loses
 sentences, detokenize   split texts into sentences; undo the tokenization of published test sets
 probe, protobuf      read a user's tokenizer files within limits
 

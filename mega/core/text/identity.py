@@ -44,7 +44,7 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
 }
 """Subcommand -> case -> verdict. Cases that are not listed for a subcommand cannot occur. The rules of `serve` and
 `generate` also apply to the tokenizer of an adapter, and those of `serve` to its template. `eval` needs a template only
-with --apply-chat-template. `data merge` refuses the case "earlier version", because fingerprints computed by different
+with --apply-chat-template. `data merge` rejects the case "earlier version", because fingerprints computed by different
 versions may belong to different tokenizers."""
 
 ALLOW = "--allow-tokenizer-mismatch"
@@ -54,7 +54,8 @@ def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: 
     """Apply the rule for a difference. Return a message for the user, or None if the difference is accepted silently.
 
     advice: flags or files to give instead. allowed: whether --allow-tokenizer-mismatch was given, in which case the
-    message is returned instead of raised. Errors: ValueError if the rule rejects the difference.
+    message is returned instead of raised.
+    Errors: ValueError if the rule rejects the difference.
     """
     verdict = RULES[verb][case]
     if verdict == "refused" and not allowed:

@@ -142,7 +142,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def reference(ranks: Mapping[bytes, int]) -> Encode:
     """Return the encoder that defines the ids. The encoder splits texts into words at the pattern. A word that is a
-    token gets the token's id; in other words, bytes are merged by lowest rank."""
+    token gets the token's id; the bytes of any other word are merged by lowest rank."""
     import regex
 
     words = regex.compile(_WORDS)

@@ -1,4 +1,4 @@
-"""Describes what the normalization of a tokenizer loses of a text, by trying short samples."""
+"""Describe the information that a tokenizer's normalization loses, by trying short samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def losses_of(normalize: Callable[[str], str]) -> list[str]:
-    """Describe what `normalize` changes in a text, apart from spellings of Unicode that are canonically equivalent.
+    """Describe how `normalize` changes texts, apart from replacing characters with canonically equivalent ones.
 
     >>> losses_of(str.lower)
     ['letters become lower-case']

@@ -65,7 +65,7 @@ def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
 
 
 def _text_loss(path: Path, model: SentencePieceProcessor) -> str | None:
-    """Describe what the model's normalization and missing pieces lose of a text."""
+    """Describe the information lost by the model's normalization and missing pieces; None if nothing is lost."""
     losses_found = losses_of(lambda text: str(model.normalize(text)).replace("\u2581", " "))
     if model.unk_id() in model.encode("\n"):
         losses_found.append("line breaks are unknown tokens")

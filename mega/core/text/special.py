@@ -25,7 +25,7 @@ class Parsed(NamedTuple):
 
 
 class TextSection(NamedTuple):
-    """A token name in a text, or, with `name` None, the text up to the next token name."""
+    """A token name in a text or, if `name` is None, the text up to the next token name."""
 
     name: str | None
     begin: int

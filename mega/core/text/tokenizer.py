@@ -205,8 +205,8 @@ class Tokenizer(TextEncoder, Protocol):
         return None
 
     def text_loss(self) -> str | None:
-        """Describe what the tokenizer's normalization changes in a text, which decoding does not restore; None if it
-        changes nothing. The kinds of BERT return None, because they never keep white space."""
+        """Describe the changes by the tokenizer's normalization that decoding does not undo; None if there are none.
+        BERT's tokenizers return None, because they never preserve white space."""
         return None
 
     def publishing_loss(self) -> str | None:

@@ -118,9 +118,9 @@ def train_sentencepiece(
     """Write tokenizer.model and tokenizer.vocab into `directory` and return their paths.
 
     Ids 0, 1 and 2 are <unk>, <s> and </s>. coverage: fraction of the texts' characters that get a piece; other
-    characters are bytes, or unknown if `normalization` is not identity. normalization: identity keeps every character
-    of a text; None for identity, and for nmt_nfkc in a word model, which has no pieces for unknown words. Errors:
-    ValueError if the texts do not give `vocab_size` pieces.
+    characters are bytes, or unknown if `normalization` is not identity. normalization: SentencePiece's rule; identity
+    preserves every character. Default: identity, or nmt_nfkc for a word model, which cannot encode unknown words.
+    Errors: ValueError if the texts do not give `vocab_size` pieces.
     """
     import io
 
@@ -128,7 +128,7 @@ def train_sentencepiece(
 
     _check_sentencepiece(vocab_size, model, coverage, normalization)
     rule = normalization or ("nmt_nfkc" if model == "word" else "identity")
-    keeps = rule == "identity"  # with Llama 2's settings, a decoded text equals the encoded text
+    keeps = rule == "identity"  # with Llama 2's settings, decoding restores texts exactly
     counts = spaced_words(texts) if keeps else words(texts)
     buffer = io.BytesIO()
     try:
@@ -177,9 +177,9 @@ def _save_sentencepiece(proto: bytes, directory: Path) -> tuple[Path, Path]:
 
 
 def spaced_words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
-    """Count the words together with the spaces before them, except for one space, which SentencePiece adds.
+    """Count words, each with all but one of the spaces before it. SentencePiece adds the remaining space.
 
-    Control characters, such as a line break, separate words and are not counted: they are encoded as bytes.
+    Control characters, such as line breaks, separate words and are not counted, because they are encoded as bytes.
 
     >>> spaced_words(["if a:\\n    if  b:"])
     Counter({'if': 1, 'a:': 1, '   if': 1, ' b:': 1})

@@ -212,7 +212,7 @@ class WordPieceTokenizer(Tokenizer):
 
 
 def _settings(path: Path) -> Mapping[str, Json] | None:
-    """Read transformers' settings for a BERT; None if the file is missing, or describes another class of tokenizer."""
+    """Read transformers' settings for a BERT tokenizer; None if the file is missing or describes another class."""
     if not path.is_file():
         return None
     label = f"--vocab-file: {path}"
@@ -224,7 +224,8 @@ def _settings(path: Path) -> Mapping[str, Json] | None:
 
 
 def _whole_json(path: Path) -> dict[str, Json]:
-    """Read the tokenizer.json of a BERT. Errors: ValueError if the file is not for a BERT, or has different rules."""
+    """Read the tokenizer.json of a BERT model. Errors: ValueError if the file is not for BERT or has different
+    rules."""
     label = f"--vocab-file {path}"
     whole = parse_json(read_limited(path, FILE_BYTES, label), label)
     if not isinstance(whole, dict) or not is_bert(whole):

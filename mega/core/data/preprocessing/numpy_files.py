@@ -30,8 +30,8 @@ LARGEST = 2**31 - 1
 def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *, overwrite: bool = False) -> Report:
     """Write the documents of all files as one pair of token files.
 
-    overwrite: whether to replace a pair made from other inputs. A pair made from the same inputs is always kept. Raises
-    ValueError naming a file that contains data other than ids.
+    overwrite: whether to replace a pair made from other inputs. A pair made from the same inputs is always kept.
+    Raises ValueError naming a file that contains data other than ids.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     paths = [path for path in find(inputs) if path.suffix == ".npy"]

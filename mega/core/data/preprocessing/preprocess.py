@@ -130,17 +130,17 @@ def preprocess(
 ) -> Report:
     """Tokenize `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
 
-    inputs: files, folders, globs or "-" (see `sources.find`) with JSON lines (also compressed: .gz .zst .xz .bz2),
-    parquet or arrow. A .txt file is one document under the key "text"; with `text_lines`, each of its lines is one
-    document. tokenizer: the fields of the configuration's tokenizer section, as arguments of `text.tokenizer.build`.
-    append_eod: append the end-of-document id to every document that has at least one token. parse_special_tokens: parse
-    names of special tokens in texts as these tokens. If False, the names are plain text. sentences: split texts into
-    sentences first. The files are then `<output_prefix>_<key>_sentence`. shard: (i, n) with i in 0 .. n - 1: process
-    only shard i of n of the input. `merge` joins the output of all shards. resume: save the state every `save_every`
-    seconds, and continue from the state of an earlier call, if any. overwrite: replace token files of other work; if
-    False, raise ValueError. Files of the same work are always kept. progress: called after every block with the report
-    so far and the number of bytes read from the input files. Raises ValueError naming the flag, or file and line, in
-    which case no output file is created.
+    inputs: files, folders, globs or "-" (see `sources.find`) with JSON lines (also .gz .zst .xz .bz2), parquet or
+        arrow. A .txt file is one document under the key "text"; with `text_lines`, each of its lines is a document.
+    tokenizer: the fields of the configuration's tokenizer section, as arguments of `text.build.build`.
+    append_eod: append the end-of-document id to every document that has at least one token.
+    parse_special_tokens: parse names of special tokens in texts as these tokens. If False, the names are plain text.
+    sentences: split texts into sentences first. The files are then `<output_prefix>_<key>_sentence`.
+    shard: (i, n) with i in 0 .. n - 1: process only shard i of n of the input. `merge` joins the output of all shards.
+    resume: save the state every `save_every` seconds, and continue from the state of an earlier call, if any.
+    overwrite: replace token files of other work; if False, raise ValueError. Files of the same work are always kept.
+    progress: called after every block with the report so far and the number of bytes read from the input files.
+    Raises ValueError naming the flag, or file and line, in which case no output file is created.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     built_tokenizer = build(**tokenizer)

@@ -43,8 +43,8 @@ def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwr
     """Return the token files at all `prefixes` if the same work has written all of them; otherwise [], which means that
     the work must be done.
 
-    Interrupted work may have written only some of the files. value: value of --output-prefix. Errors: ValueError if a
-    pair of other work would be replaced.
+    Interrupted work may have written only some of the files. value: value of --output-prefix.
+    Errors: ValueError if a pair of other work would be replaced.
     """
     if overwrite:
         return []

@@ -39,7 +39,8 @@ class IndexedWriter:
     same prefix.
 
     keep: whether to keep the temporary files after an error. Given the last `state()`, a later writer can resume from
-    these files. noted: additional entries of the note, such as the tokenizer, which the writer does not interpret.
+    these files.
+    noted: additional entries of the note, such as the tokenizer, which the writer does not interpret.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ ANSWER_TOKENS = 512
 
 
 class Answering(Protocol):
-    """Interface of objects that answer conversations."""
+    """The interface of objects that answer conversations."""
 
     def answer(
         self, messages: Sequence[Message], how: Sampling, tokens: int | None, given: Collection[str] = ()

@@ -14,7 +14,7 @@ from mega.core.inference.request import SEEDS, Citation, Engine, Event, Request,
 
 @torch.no_grad()
 def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return logits [b, s, vocab], without padding of the vocabulary, for ids, int64 [b, s]."""
+    """Return the logits [b, s, vocab] for ids, int64 [b, s], without vocabulary padding."""
     prompt, model = family(stage.model).prompt, stage.architecture
     if prompt is None:
         kind = "with --retriever" if stage.model.retriever else f"of --family {model.family}"

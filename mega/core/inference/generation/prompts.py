@@ -62,7 +62,8 @@ class GenerationPlan:
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     """Options of a tokenizer that replaces the model's tokenizer; empty to use the model's tokenizer."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    """Name -> directory. Prompts in the --input file that do not name an adapter use the first adapter."""
+    """Name of an adapter -> its directory. Prompts in the --input file that do not name an adapter use the first
+    adapter."""
 
     @property
     def load(self) -> Path:
@@ -213,7 +214,7 @@ def write_texts(plan: GenerationPlan) -> int:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """Converts between texts and ids on rank 0."""
+    """Generates texts on rank 0, with an engine and a tokenizer."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -239,8 +240,8 @@ class TextGenerator:
         return "".join(pieces) + stream.finish()
 
     def continue_one(self, prompt: str, out: TextIO, stopped: Callable[[], bool] = lambda: False) -> int:
-        """Print a prompt, and print its continuation as tokens arrive, until `stopped()`. Return the number of new
-        tokens."""
+        """Print a prompt and, as tokens arrive, its continuation, until `stopped()` returns True. Return the number of
+        new tokens."""
         plan, ids, count = self.plan, self.ids(prompt), 0
         print(prompt, end="", flush=True, file=out)
         if plan.texts.beams:

@@ -4,7 +4,7 @@ engine's steps.
 app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and the APIs below
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api of Megatron-LM
 embeddings_api  /v1/embeddings                                    embedding_start  start the embedding engine
-start, options  start the server on every rank; server options       gate            access checks and request counters
+start, options  start the server on every rank; server options    gate            access checks and request counters
 service         state shared by all routes: the model's name, tokenizer, chat template, limits and driver
 session         the text of one sequence: stop strings, incomplete characters, disconnected clients
 driver          the thread that calls the engine, and its bounded queue

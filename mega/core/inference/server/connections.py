@@ -119,8 +119,8 @@ class BoundedConnection(H11Protocol):
 
     def _end(self, answer: bytes) -> None:
         """Send `answer`, which contains the reason, and close a connection without a request in progress. Input is
-        discarded for `_LINGER` seconds, because a client cannot read the reason if the connection is reset while it
-        writes."""
+        discarded for `_LINGER` seconds, because a client whose connection is reset during a write cannot read the
+        reason."""
         self.others.waiting.pop(self, None)
         if self._ended or self.transport.is_closing():
             return

@@ -153,7 +153,7 @@ class Service:
         return self.checked(name, ids)
 
     def framed(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids of a text as the model reads them. A BERT reads a text between [CLS] and [SEP]."""
+        """Return the ids of a text as the model reads them. For a BERT model, [CLS] and [SEP] enclose the text."""
         roles = self.tokenizer.roles if self.options.vector_width else None
         return tuple(ids) if roles is None else (roles.cls, *ids, roles.sep)
 

@@ -168,8 +168,8 @@ def _check_model(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> 
 
 
 def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[ChatFormat | None, str | None]:
-    """Return a pair: the chat format of --chat-template or of the model's template, or None, and the reason if the
-    model's template is invalid. The reason is printed to stderr and sent to clients that request a chat."""
+    """Return the chat format (of --chat-template, else of the model's template, else None) and, if the model's template
+    is invalid, the reason. The reason is printed to stderr and sent to clients that request a chat."""
     if plan.model.chat_template is not None:
         for line in chosen_template("serve", opened, opened.path, plan.model.chat_template).notes:
             print(f"mega: {line}", file=sys.stderr)
@@ -185,8 +185,8 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[C
 
 
 def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: int) -> Manner:
-    """Return the chat template and end tokens of an adapter. The default for each is the model's value, in `whole`. An
-    invalid template is reported on stderr. Errors: CheckpointError."""
+    """Return the chat template and end tokens of an adapter. Where the adapter's files contain no value, the model's
+    value in `whole` is used. An invalid template is reported on stderr. Errors: CheckpointError."""
     ends = declared_ends(adapter.source.attachments, vocab)
     manner = whole if ends is None else replace(whole, stop_ids=ends)
     try:

@@ -142,7 +142,7 @@ def thinks(template: str) -> bool:
 
 
 def grammar(form: Form, tools: Sequence[Mapping[str, object]]) -> str:
-    """Return a grammar for llguidance that accepts one call of any of these functions."""
+    """Return a grammar for llguidance that accepts one call of any of the given functions."""
     key = "parameters" if form == "object" else "arguments"
     kinds = [
         {

@@ -101,21 +101,20 @@ class ChatFormat:
 
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, object]] | None = None) -> tuple[int, ...]:
         """Return the ids of a conversation as the prompt for the assistant's next turn. tools: functions that the
-        assistant may call.
-        Errors: ValueError if the template refuses the conversation."""
+        assistant may call. Errors: ValueError if the template rejects the conversation."""
         rendered = self._rendered(Conversation(list(messages), tools), ask="text", reply=True)
         return tuple(self._parsed(rendered).ids)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt for the assistant's next turn as text with names of control tokens. In this text, such a
-        name within a message looks like the token."""
+        """Return the prompt for the assistant's next turn as text with names of control tokens. In this text, a control
+        token and its name within a message look the same."""
         return str(self._rendered(Conversation(list(messages)), ask="text", reply=True)["text"])
 
     def labelled(self, talk: Conversation, first: int = 0) -> Labelled:
         """Encode a whole conversation, and mark the tokens to train on. first: number of initial messages that are not
         trained on.
 
-        Errors: ValueError if the template refuses the conversation, or the end of a turn cannot be determined.
+        Errors: ValueError if the template rejects the conversation, or if the end of a turn cannot be determined.
         """
         rendered = self._rendered(talk, ask="turns", first=first, ends=self.end_names)
         turns = [(begin, end) for begin, end in rendered["turns"]]
