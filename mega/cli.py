@@ -115,7 +115,7 @@ def root(
 ) -> None:
     """Train large transformers on any tensor x pipeline x data layout.
 
-    For help on a verb: mega VERB --help.
+    For help on a subcommand: mega VERB --help.
     """
 
 

@@ -394,7 +394,8 @@ def _following(rest: list[str], most: int) -> list[str]:
 
 
 def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list[str]:
-    """Return the values of a flag, unchanged, from the text after its `=`, or removed from the front of `rest`."""
+    """Return the unchanged values of a flag: the text after its `=`, or words that are removed from the front of
+    `rest`."""
     _, equals_sign, value = word.partition("=")
     values = [value] if equals_sign else _following(rest, meaning.values)
     if isinstance(meaning, Refuses):

@@ -86,8 +86,8 @@ def without(*names: str) -> Without:
 class Command(TyperCommand):
     """A Typer command that accepts argparse's syntax.
 
-    stated_by: for a subcommand that reads a trained model, the reason why training options have no effect.
-    whole_line: for a subcommand whose arguments are the command line of another program, with that program's flags.
+    stated_by: reason why training options have no effect, for a subcommand that reads a trained model.
+    whole_line: whether the arguments are the command line of another program, with that program's flags.
     loads_model: whether the subcommand's model is the one at --load, if --load is given; None if this depends on
     --use-checkpoint-config.
     `load` sets these three attributes.

@@ -93,7 +93,7 @@ def run(
 
 
 def _tables() -> dict[str, list[Row]]:
-    """Return title -> rows, for each table. This function imports all installed optional libraries."""
+    """Return the rows of each table, by title. This function imports all installed optional libraries."""
     cuda = _cuda_devices()
     return {
         "Versions": list(_versions()),

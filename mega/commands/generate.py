@@ -81,8 +81,8 @@ def run(
 
 def _check_asked(texts: GenerateOptions, given: dict[str, float], others: Sequence[str], *, recorded: bool) -> None:
     """Check the flags given with --url. given: the sampling options, from which options that a server lacks are
-    removed. others: names of other given options. recorded: False for --no-cuda-graph. Errors: ValueError naming a flag
-    that --url excludes."""
+    removed. others: names of other given options. recorded: False if --no-cuda-graph is given.
+    Errors: ValueError naming a flag that --url excludes."""
     excluded = [name for name in changed(texts) if name not in ASKED]
     excluded += ["min_p"] * bool(given.pop("min_p", 0))
     excluded += ["repetition_penalty"] * (given.pop("repetition_penalty", 1) != 1)

@@ -95,7 +95,7 @@ def _matmul_flops(options: ModelConfig, lengths: tuple[int, ...], predicted: int
 
 
 def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predicted: int) -> int:
-    """Return the number of a sample's tokens that a matrix multiplies."""
+    """Return the number of tokens of a sample that are multiplied by a matrix."""
     rows, unit = model.output.rows, tensor.units[-1]
     if tensor.name.startswith(("pooler.", *(() if rows is None else (f"{rows.name}.",)))):
         return 1

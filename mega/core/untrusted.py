@@ -274,8 +274,8 @@ class Confined:
 _ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MALLOC_ARENA_MAX"), "1"
 ) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
-"""A child runs without threads of tokenizers, because each thread reserves address space that the child's limit
-counts."""
+"""Tokenizers use no threads in a child, because the address space that each thread reserves counts towards the
+limit."""
 
 
 def serve(answer: Callable[[Any], object]) -> None:

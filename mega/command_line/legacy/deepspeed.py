@@ -41,7 +41,7 @@ def above(
     file: Mapping[str, object], path: str, flags: Mapping[str, object], left_out: Problems | None = None
 ) -> Options:
     """Combine the options of a TOML `file` with those of the JSON at `path`. If both set an option, they must agree, or
-    a flag must set it. left_out: as in `read`. Errors: ValueError naming the option, and as in `read`.
+    a flag must set it. left_out: as in `read`. Errors: ValueError naming the option; those of `read`.
     """
     options = read(path, left_out)
     lines = [

@@ -93,7 +93,7 @@ def _validated(result: Translation, options: dict[str, list[str]]) -> None:
 
 
 def _merged(result: Translation, options: dict[str, list[str]]) -> None:
-    """Set a new output folder. merge_mp_partitions.py wrote into its input folder."""
+    """Set a new output folder, because merge_mp_partitions.py wrote into its input folder."""
     if "--load-dir" in options and "--save-dir" not in options:
         options["--save-dir"] = [options["--load-dir"][0].rstrip("/") + "-merged"]
 
@@ -355,7 +355,7 @@ def _retro_stages(line: CommandLine, _: Translate) -> Translation:
         if not values_of_flag.get(missing):
             values_of_flag[missing] = [f"$RETRO_{name}"]
             result.holes.append(hole(f"RETRO_{name}"))
-    # Behaviour of the original: it embeds padded chunks, and pretrain_retro.py trains a GPT with a retriever.
+    # The original embeds padded chunks, and its pretrain_retro.py trains a GPT with a retriever.
     extra_words = {"build": ["--pad-chunks"], "query": ["--family", "gpt", "--retriever"]}
     for verb, table_of in (("build", RETRO_BUILD), ("query", RETRO_QUERY)):
         if verb in verbs:

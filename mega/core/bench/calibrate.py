@@ -139,8 +139,8 @@ class Machine:
         return values, self._peaks(peak)
 
     def _peaks(self, peak: float) -> dict[str, float]:
-        """Peaks by dtype. On CUDA, fp32 and fp64 are not measured; the peaks of `base` are used. On devices with fp8
-        matmuls, the fp8 peak is twice the 16-bit peak."""
+        """Peak TFLOP/s by dtype. On CUDA, fp32 and fp64 are not measured; the peaks of `base` are used. On devices with
+        fp8 matmuls, the fp8 peak is twice the 16-bit peak."""
         names = ("bf16", "fp16") if self.device.is_cuda else ("bf16", "fp16", "fp32", "fp64")
         peaks = {name: peak / 1e12 / (2 if name == "fp64" else 1) for name in names}
         return peaks | ({"fp8": 2 * peak / 1e12} if fp8_matmuls(self.device.torch) else {})

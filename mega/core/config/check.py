@@ -180,7 +180,7 @@ def _needs(options: Options) -> Problems:
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
-        if value is False and entry.default is None:  # turning a derived option off has no requirements
+        if value is False and entry.default is None:  # off is valid for derived options
             continue
         for other, valid in entry.option.needs.items():
             if is_set_to(options, other, valid):
@@ -466,7 +466,7 @@ def _tensor(run: RunConfig) -> Problems:
 
 
 def _fp8(run: RunConfig) -> Problems:
-    """Check that the dimensions of the fp8 GEMMs are multiples of 16, or of whole blocks of 128."""
+    """Check that the dimensions of the fp8 GEMMs are multiples of 16 or, with --fp8-scaling block, of 128."""
     if not run.precision.fp8:
         return
     if run.precision.fp8_scaling == "block":

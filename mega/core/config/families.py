@@ -80,8 +80,8 @@ def check_typed(options: Options, given: Mapping[str, object], typed: Sequence[T
 
 
 def _unusual(family: str, given: Mapping[str, object], spelled: Mapping[str, str]) -> Iterator[str]:
-    """Refuse BERT's tokenizer without --family. Tokenizers belong to no family, but a script with this tokenizer
-    probably trains BERT."""
+    """Refuse BERT's tokenizer without --family. A tokenizer does not belong to a family, but a script with this
+    tokenizer probably trains BERT."""
     for name, value in given.items():
         entry = entries()[name]
         families = _families_at(entry.option.usual_in, value)

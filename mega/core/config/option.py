@@ -168,8 +168,8 @@ class Option:
 
 
 def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None = None, **properties: Any) -> Any:
-    """Return a dataclass field that is also a flag. megatron: as `Option.megatron`; a plain string is a flag followed
-    by the value. properties: the other fields of `Option`."""
+    """Return a dataclass field that is also a flag. megatron: value of `Option.megatron`, or a string, which is a flag
+    followed by the value. properties: the other fields of `Option`."""
     spellings = {megatron: VALUE} if isinstance(megatron, str) else dict(megatron or {})
     record = Option(help=help, megatron=spellings, **properties)
     return dataclasses.field(default=default, metadata={"option": record})

@@ -44,7 +44,7 @@ def write(run: AnyRun) -> str:
 
 def run_toml(run: RunConfig) -> str:
     """Return the run.toml of a checkpoint, from which the same run can be started with another --save: all options
-    except those of one start of the run (`Option.once`) and the default --metrics of --save."""
+    except those that apply to one start of the run (`Option.once`) and the default --metrics of --save."""
     schema, left_out = run_schema(), options_with(once=True)
     values = {name: value_of(run, name) for name in schema.entries}
     return write_values(schema, _without_derived(values | dict.fromkeys(left_out)))
@@ -136,7 +136,7 @@ def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, o
 
 
 def _take(table: str, keys: Mapping[str, object], schema: Schema, source: str, found: dict[str, object]) -> list[str]:
-    """Add the values of a table to `found`, and return a line for each mistake."""
+    """Add the values of a table to `found`, and return an error message for each mistake."""
     problems: list[str] = []
     for key, value in keys.items():
         if len(problems) > MOST_PROBLEMS:
@@ -172,7 +172,7 @@ def _unknown_table(table: str, schemas: Sequence[Schema]) -> str:
 
 def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> str | None:
     """Return the reason why a TOML or JSON `value` is invalid for `key` of `table`; None if the value is valid. schema:
-    None for the schema of a run."""
+    schema of the options; None means that of a run."""
     entries = (schema or run_schema()).entries
     entry = entries.get(key)
     if entry is None:

@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     """Kind of each block of the chunk; empty if all blocks of the model are alike."""
     before: int | None = None
     """Number of the model's blocks before the chunk. None unless a block's position affects memory or time, as in
-    Retro, where some blocks read retrieved neighbours that others encode."""
+    Retro, where some blocks read retrieved neighbours that other blocks encode."""
 
     @property
     def blocks(self) -> int:

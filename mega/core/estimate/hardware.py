@@ -86,8 +86,8 @@ def hardware(name: str, source: str | None = None) -> Hardware:
 
 
 def from_table(name: str, table: Mapping[str, Any], source: str) -> Hardware:
-    """Return the device that the values of a file describe. source: for messages. Errors: ValueError naming the
-    field."""
+    """Return the device that the values of a file describe. source: name of the file, used in messages. Errors:
+    ValueError naming the field."""
     base, field_names = _known_devices()["base"], {field.name for field in fields(Hardware)} - {"name"}
     curves = checked(source, table["curves"]) if "curves" in table else None
     table = {key: value for key, value in table.items() if key not in RETIRED | {"curves"}}

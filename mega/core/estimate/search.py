@@ -30,7 +30,7 @@ RESERVE = 0.03
 """Fraction of a device's memory that a layout must leave free, which is about the error of predicted peaks."""
 
 CONTEXT = 4096
-"""Minimum number of tokens per context rank. For shorter sequences, other axes cost less time."""
+"""Minimum number of tokens per context rank. For shorter sequences, other parallel axes are faster."""
 
 MICRO = (1, 2, 4, 8, 16)
 """Microbatch sizes that are tried."""
@@ -151,7 +151,7 @@ def search(options: Options, world: int, device: Hardware, keep: int = 8) -> Sea
     """Find the fastest layouts of `options` on `world` devices.
 
     options: the options of a run as the user gave them, with the vocabulary size. Layout options among them are
-    replaced. Errors: ValueError if the global batch is missing or no layout obeys the rules.
+    replaced. Errors: ValueError if the global batch is missing or no layout is valid.
     """
     if options.batch.global_batch is None:
         raise ValueError("--global-batch is missing: layouts can only be compared at one batch size")

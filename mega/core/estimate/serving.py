@@ -27,7 +27,8 @@ from mega.core.inference.capacity import even_layers
 from mega.core.parallel.one_shot import limit_of
 
 FP8_READ = 0.75
-"""Speed of reading 8-bit weights, as a fraction of the speed of reading 16-bit weights. Measured for one row."""
+"""Speed of reading 8-bit weights, as a fraction of the speed of reading 16-bit weights. Measured with one token per
+step."""
 
 SUM = 4.3e-6
 """Delay of a sum over tensor ranks, in seconds per rank. Every rank waits for a signal from each other rank."""

@@ -33,7 +33,7 @@ MOMENTUM = 4.5
 """Additional number of values per parameter that SGD reads and writes if it has momentum."""
 
 HOST_BOUND = 0.05
-"""Fraction of the passes from which a step is reported as host-bound."""
+"""Minimum fraction of host-bound passes for a step to be reported as host-bound."""
 
 HIDES, LAST = 0.8, 0.1
 """HIDES: fraction of a pass that can overlap with an exchange between data ranks. LAST: fraction of the exchange that
@@ -58,7 +58,8 @@ class StepTime:
 def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True) -> StepTime:
     """Predict one step of a resolved `run`.
 
-    play: if False, compute the pipeline's time from the slowest stage only, which is much faster.
+    play: whether to simulate the pipeline; otherwise its time is computed from the slowest stage only, which is much
+    faster.
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     recorded = records_graph(run, world)

@@ -80,7 +80,8 @@ class Part(NamedTuple):
     """The tuple (unit, index in the unit) of the weight at whose gradient this part ends. None if the part ends with
     its unit."""
     opens: bool = False
-    """If True, the part ends when the gradient of `weight` is first accumulated, otherwise when it is complete."""
+    """If True, the part ends when the gradient of `weight` is first accumulated, otherwise when that gradient is
+    complete."""
 
 
 Parts = tuple[tuple[Part, ...], ...]
@@ -619,7 +620,7 @@ class _Rank:
 
     def trace(self, rows: int) -> Trace:
         """Trace one microbatch of `rows` samples. With exchanges, the microbatch runs twice and the second run is
-        measured, because buffers of the preceding microbatch are then alive."""
+        measured, which starts with live buffers of the preceding microbatch."""
         batch = _batch(self.run.model, self.run.batch, self.run.masking, self.run.data, rows, self.mesh.cp.size)
         self.live.ignore(*batch.tensors().values())
         if self.exchanges is not None:

@@ -68,7 +68,7 @@ class Weights:
         return self.parameters - self.frozen_parameters
 
     def by_axis(self, shards: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-        """Yield (trained elements, number of data ranks with copies of them). shards: from `data_shards`."""
+        """Yield (trained elements, number of data ranks with copies of them). shards: result of `data_shards`."""
         yield self.trained - self.experts, shards["dp"]
         if self.experts:
             yield self.experts, shards["edp"]

@@ -109,7 +109,8 @@ def code() -> str:
 
 
 def read_rows(path: str, commit: str) -> list[Row]:
-    """Read the rows that `append` wrote for this commit. Errors: ValueError if the file contains other lines."""
+    """Read the rows that `append` wrote for this commit. Errors: ValueError if the file contains lines that are not
+    rows."""
     if not os.path.exists(path):
         return []
     try:

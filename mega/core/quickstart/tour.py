@@ -63,7 +63,7 @@ MORE = "generate --load {out}/one-rank --prompt 'import ' --temperature 0.8 --to
 
 
 _WAIT_SECONDS = 0.2
-"""Time after which a signal is passed on to a command that has not ended."""
+"""Seconds after which a signal is passed on to a command that has not ended."""
 
 
 def tour(out: Path | None, steps: int) -> int:
@@ -97,7 +97,7 @@ def _run(command: Sequence[str]) -> tuple[int, signal.Signals | None]:
     """Run a command to its end. Return the exit code and the first signal that arrived, or None.
 
     Signals are passed on, so that a training run can save before it ends; `subprocess.run` would kill the run. The
-    terminal signals the command as well, which treats both signals as one request.
+    terminal may also send the signal to the command, which treats both signals as one request.
     """
     arrived = list[signal.Signals]()
     before = {

@@ -46,10 +46,10 @@ class Suggestion(NamedTuple):
 
 
 def sweep(options: Options) -> Options:
-    """Return the options for a sweep, which neither saves nor validates, as high learning rates ruin the weights. The
-    run's length and the options for saving and resuming are ignored.
+    """Return the options for a sweep, which neither saves nor validates, because high learning rates ruin the weights.
+    The run's length and the options for saving and resuming are ignored.
 
-    Errors: ValueError if the sweep would not begin below its end.
+    Errors: ValueError if the first learning rate is not below the last.
     """
     steps = options.batch.steps or STEPS
     first, last = options.schedule.min_lr or FIRST, options.optimizer.lr or LAST

@@ -105,7 +105,7 @@ def _known_tasks(options: HarnessOptions) -> object:
 
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ValueError(f"--include-path {options.include_path}: no such directory")
-    if options.include_path is not None:  # first without the tasks of the harness, which take seconds to read
+    if options.include_path is not None:  # first without the harness's own tasks, which take seconds to read
         local_tasks = TaskManager(include_path=options.include_path, include_defaults=False)
         if all(local_tasks.match_tasks([name]) for name in options.tasks):
             return local_tasks
@@ -199,7 +199,7 @@ class NativeModel:
     scorer: TokenScorer
     tokenizer: Tokenizer
     answers: StoredAnswers  # answers of an interrupted run and of this run
-    chat: ChatTexts | None  # formats conversations; None without --apply-chat-template
+    chat: ChatTexts | None  # formats conversations; None if there is no --apply-chat-template
     length: int  # maximum number of columns in a row
     micro_batch: int  # number of rows in a microbatch
 

@@ -127,9 +127,9 @@ def check_model(
 ) -> tuple[CheckedModel, OpenedModel]:
     """Open the model that --load names, and check that the layout and the flags are valid for this model.
 
-    task: for a task with labels, the model must have the task's head; for any other task, the model must generate text.
-    retrieves: whether a model with a retriever may use the database of --retro. Errors: ValueError naming flag or file,
-    its value, and the rule.
+    task: name of the task. For a task with labels, the model must have the task's head; otherwise it must generate
+    text. retrieves: whether a model with a retriever may use the database of --retro. Errors: ValueError naming flag or
+    file, its value, and the rule.
     """
     load = options.checkpoint.load
     if load is None:
@@ -191,7 +191,7 @@ def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
 
 
 def open_here(checked: CheckedModel, rank: int, world: int, device: Device, groups: Groups | None) -> ModelHere:
-    """Open one rank's shard. Without --dtype the model computes in the weights' dtype, or on a CPU in fp32 or wider."""
+    """Open one rank's shard. Without --dtype the computation uses the weights' dtype, but at least fp32 on a CPU."""
     model, run = open_model(checked.load), checked.run
     if not checked.typed_dtype:
         run = variant(run, {"dtype": DTYPE_NAMES[compute_dtype(model, device)], "grad_dtype": None})

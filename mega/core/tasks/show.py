@@ -92,7 +92,7 @@ def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
 
 
 def _number(value: float | None) -> str:
-    """Format the value of a figure. value: None for a figure whose total weight is 0.
+    """Format the value of a figure. value: None if the figure's total weight is 0.
 
     >>> _number(3.14159265), _number(270330), _number(0.46123456), _number(None)
     ('3.1416', '270,330', '0.4612', 'none')

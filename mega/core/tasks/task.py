@@ -114,7 +114,7 @@ class Sums:
             row += torch.stack([ones, total, weight, total * total, total * weight, weight * weight]).sum(1)
 
     def zeros(self, examples: int, where: torch.device) -> Sums:
-        """Return empty sums, with memory for the probabilities of the next `examples` examples."""
+        """Return empty sums, with space for the probabilities of the next `examples` examples."""
         values = torch.zeros(len(self.names), 6, dtype=torch.float64, device=where)
         if self.shares is None:
             return Sums(self.names, values)

@@ -26,8 +26,8 @@ from mega.core.training.stop import StopSignal
 class Evaluation:
     """Runs the validations and the final test of one run.
 
-    meters: None except on rank 0. on_validation: called with the step and the loss of the first validation set.
-    last_validated: the step of the latest validation.
+    meters: the meters of the run; None except on rank 0. on_validation: called with the step and the loss of the first
+    validation set. last_validated: the step of the latest validation.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class Pending:
 
 
 class Judge:
-    """Checks the steps of a run on one rank. meters: None except on rank 0. report: function that prints a message on
-    rank 0."""
+    """Checks the steps of a run on one rank. meters: the meters of the run; None except on rank 0. report: function
+    that prints a message on rank 0."""
 
     def __init__(
         self,

@@ -35,9 +35,9 @@ def routines(
     *,
     steps: int,
 ) -> Iterator[Routine]:
-    """Yield the routines of a run. The last step is validated after training, not by a routine. evaluation: None if
-    there are no held-out sets. If the length of a run is given in epochs, each epoch ends with a validation and a
-    save."""
+    """Yield the routines of a run. The last step is validated after training, not by a routine. evaluation: the
+    evaluation of the held-out sets; None if there are none. If the length of a run is given in epochs, each epoch ends
+    with a validation and a save."""
     run, epoch = state.run, epoch_steps(state.run)
     yield Routine(every(run.runtime.audit_interval), lambda: audit(state), needs_numbers=False)
     if evaluation is not None:

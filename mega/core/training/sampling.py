@@ -25,7 +25,7 @@ MULTIPLE = 64
 
 class Sampler:
     """Continues each prompt by `tokens` tokens. prompts: texts; if empty, one text is generated from the start of a
-    document. meters: None except on rank 0."""
+    document. meters: the meters of the run; None except on rank 0."""
 
     def __init__(
         self,

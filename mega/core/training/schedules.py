@@ -89,7 +89,7 @@ class Schedules:
     def differences(self, other: Schedules) -> Iterator[tuple[str, object, object]]:
         """Yield (flag, value here, value in `other`) for every value that has an effect and differs."""
         values, other_values = _effective(self), _effective(other)
-        for name in sorted(values.keys() & other_values.keys()):  # a value of only one follows from its style
+        for name in sorted(values.keys() & other_values.keys()):  # other values follow from the styles
             if values[name] != other_values[name]:
                 yield _LABELS[name], values[name], other_values[name]
 

@@ -84,7 +84,7 @@ class TrainState:
     """Everything on one rank that a step reads or changes."""
 
     run: RunConfig
-    """The config of the run, which checkpoints store; a step does not read it."""
+    """The config of the run. Checkpoints store the config; steps do not read it."""
     mesh: Mesh
     device: Device
     stages: list[Any]

@@ -151,7 +151,7 @@ def _ignore(number: int, frame: object) -> None:
 
 
 class StopFlag:
-    """The requests of all ranks, while they are reduced."""
+    """The requests of all ranks during their reduction."""
 
     def __init__(self, stop: StopSignal, flag: torch.Tensor, work: CollectiveHandle):
         self._stop, self._flag, self._work = stop, flag, work

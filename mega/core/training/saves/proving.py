@@ -114,8 +114,8 @@ class Proving:
             self._write()
 
     def observe(self, step: int, loss: float | None, applied: bool) -> None:
-        """Record a step's loss and whether its update was applied. Must be called for every step, in order. loss: None
-        if the loss cannot be compared with the loss of a random guess."""
+        """Record a step's loss and whether its update was applied. Must be called for every step, in order. loss: the
+        step's loss; None if it is not comparable with that of a random guess."""
         if loss is not None and self._limit == math.inf:
             self._limit = LIMIT * max(self._guess, loss)
         if loss is not None and loss > self._limit:

@@ -207,7 +207,8 @@ def check_resumable(run: RunConfig, point: ResumePoint, *, whole: bool = False) 
 
 
 def progress_of(point: ResumePoint | None) -> Progress:
-    """Return the progress with which a run starts. Errors: CheckpointError if the checkpoint does not state it."""
+    """Return the progress with which a run starts. Errors: CheckpointError if the checkpoint does not contain the
+    progress."""
     if point is None or point.weights_only:
         return Progress()
     return Progress.from_meta(numbers_below(_stated(point.checkpoint, "progress")))
@@ -436,7 +437,7 @@ def _same_rule(run: RunConfig, checkpoint: StoredWeights) -> None:
 
 
 def _check_state(run: RunConfig, checkpoint: StoredWeights) -> None:
-    """Check that the checkpoint has optimizer state, if the optimizer has any. Errors: CheckpointError."""
+    """Check that the checkpoint has optimizer state, if the optimizer needs any. Errors: CheckpointError."""
     stateless = run.optimizer.optimizer == "sgd" and not run.optimizer.sgd_momentum
     kinds = {key.partition("/")[0] for key in checkpoint.tensors}
     if not stateless and not kinds - {"weights", "master"}:

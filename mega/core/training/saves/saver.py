@@ -46,7 +46,7 @@ from mega.core.training.state import TrainState
 from mega.core.untrusted import Json, numbers_below
 
 RETRY_PAUSES = (1.0, 30.0)
-"""Seconds between two attempts at a save: the first pause, and the longest pause."""
+"""Seconds between two attempts to save: the first pause, and the longest pause."""
 
 
 class Saver:
@@ -168,7 +168,8 @@ class Saver:
 
     def observe(self, step: int, loss: float | None, applied: bool) -> None:
         """Record the finite loss of a step, and whether its update was applied. Must be called for every step, in
-        order, before a save of that step. loss: None if the loss cannot be compared with the loss of a random guess."""
+        order, before a save of that step. loss: the step's loss; None if it is not comparable with that of a random
+        guess."""
         if self._proving is not None:
             self._proving.observe(step, loss, applied)
 
@@ -178,7 +179,7 @@ class Saver:
             self._proving.record_validation(step, loss)
 
     def diverged(self, reason: str) -> None:
-        """Mark the newest saves as suspect, so that a resume ignores them. Called when the run ends because it
+        """Mark the latest saves as suspect, so that a resume ignores them. Called when the run ends because it
         diverged."""
         with contextlib.suppress(SaveError):
             self.wait()

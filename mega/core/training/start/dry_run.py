@@ -2,7 +2,7 @@
 each kind without allocating memory, verify the pipeline plan, and report sizes.
 
 Stages are built on the meta device in a mesh without process groups, so a 128-rank layout needs only one process. All
-tensor and data ranks of a stage hold blocks of equal size, except that the last tensor rank may hold less of the
+tensor and data ranks of a stage hold blocks of equal size, except that the last tensor rank may hold fewer rows of the
 vocabulary. So only the first and the last tensor rank of the first data rank are built.
 """
 
@@ -45,7 +45,7 @@ from mega.core.training.wire import build_mesh, build_stages
 
 def dry_run(inputs: Inputs, world: int) -> None:
     """Compare with the checkpoint, build the stages, verify the pipeline plan, and print the sizes. Errors: the
-    ValueError that training would raise for an invalid layout, or for a checkpoint from which it would not start."""
+    ValueError that training would raise for an invalid layout, or for a checkpoint from which a run cannot start."""
     run, console = inputs.run, Console(highlight=False)
     report = partial(console.print, markup=False, emoji=False, soft_wrap=True)
     overlaps, overlapped = _compare(inputs, world, report)
@@ -66,15 +66,16 @@ def dry_run(inputs: Inputs, world: int) -> None:
 
 def _compare(inputs: Inputs, world: int, report: Callable[[str], None]) -> tuple[bool, bool | None]:
     """Find the checkpoint from which the run would start, check that the run may start from it, and report the
-    differences. Return whether the exchanges of tensor ranks would overlap GEMMs, and `overlapped_before`.
+    differences. Return whether the exchanges of tensor ranks would overlap GEMMs, and the result of
+    `overlapped_before`.
 
-    Only metadata are compared; tensors are read to verify a checkpoint. Errors: ValueError, as in training.
+    Only metadata are compared; tensors are read only to verify the checkpoint. Errors: ValueError, as in training.
     """
     run = inputs.run
     point = find_resume_point(run, report)
     overlapped = overlapped_before(run, point)
     overlaps = overlaps_exchanges(run)
-    if run.parallel.tp_overlap is None and overlapped is not None:  # a run that resumes keeps the choice
+    if run.parallel.tp_overlap is None and overlapped is not None:  # a resumed run keeps its choice
         overlaps = overlapped and not overlap_exclusions(run)
     if point is not None:
         check_resumable(run, point)
@@ -83,7 +84,7 @@ def _compare(inputs: Inputs, world: int, report: Callable[[str], None]) -> tuple
     steps = None
     if run.evaluation.skip_train or (run.optimizer.lr is not None and (run.batch.steps or run.batch.samples)):
         steps, _ = planned(inputs, point, progress, report)
-    else:  # a dry run needs no length
+    else:  # a dry run may omit the length
         check_no_newer(run, progress.step)
     for line in differing(inputs, point, build_mesh(run, 0, world), _threads(run), overlaps, progress.step):
         report(line)

@@ -49,7 +49,7 @@ SWEEPS = ("range-test", "range-exponential")
 class ResolvedRun:
     """A checked and resolved run, and messages for the user. The launcher sends this object to ranks by pickle.
 
-    tokenizer: None if this process has not opened the tokenizer, or if the run has no tokenizer.
+    tokenizer: the run's tokenizer; None if the run has none, or if this process has not opened it.
     """
 
     run: RunConfig

@@ -177,7 +177,7 @@ def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
 
 def overlap_note(run: RunConfig, overlaps: bool, overlapped: bool | None, refusal: str | None) -> str:
     """Return the message about the exchanges of tensor ranks (--tp-overlap). overlaps: whether they overlap GEMMs.
-    overlapped: from `overlapped_before`. refusal: from `no_overlap_reason`."""
+    overlapped: result of `overlapped_before`. refusal: result of `no_overlap_reason`."""
     if run.parallel.tp_overlap is not None:
         reason = "as asked"
     elif overlapped == overlaps and (overlaps or refusal is None):

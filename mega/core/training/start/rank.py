@@ -68,8 +68,8 @@ class TrainingResult:
     step: int
     """Index of the last step."""
     numbers: Mapping[str, float]
-    """The numbers of the last step: "loss", "grad_norm" and the other numbers of a row of metrics; empty if there was
-    no step."""
+    """The numbers of the last step: "loss", "grad_norm" and the other values of a metrics row; empty if there was no
+    step."""
     evaluation: Mapping[str, Mapping[str, float]]
     """Name of each held-out set -> its latest results, including "loss"."""
     checkpoint: str | None
@@ -94,7 +94,7 @@ class StartedRun:
     task: Task
     schedules: Schedules
     point: ResumePoint | None
-    """The checkpoint from which the run starts; None for new weights."""
+    """The checkpoint from which the run starts; None if the weights are new."""
     saved: int
     """The step of the checkpoint from which the run starts, or 0. Copies in memory may be newer."""
     copies: PeerCopies | None
