@@ -70,7 +70,8 @@ def adapted(adapters: Adapters | None, tensors: Iterable[Tensor]) -> Iterator[Te
 
 
 def adapter_specs(adapters: Adapters | None, tensors: Iterable[Tensor]) -> dict[str, AdapterSpec]:
-    """Return name of a linear layer's weight -> the layer's adapter. tensors: the result of `adapted`."""
+    """Return a map from the name of a linear layer's weight to the layer's adapter. tensors: the result of
+    `adapted`."""
     if adapters is None:
         return {}
     by_name = {tensor.name: tensor for tensor in tensors}

@@ -272,7 +272,7 @@ class Architecture:
 
     @property
     def tied(self) -> bool:
-        """Whether the table of tokens is also the output matrix."""
+        """Whether the token table is also the output matrix."""
         return self.output.words is not None and self.output.words.tied
 
     def ends(self, stack: Stack) -> str:

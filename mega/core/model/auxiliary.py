@@ -61,7 +61,7 @@ class AuxiliarySums:
         split: bool,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attach a loss as `ForwardContext.auxiliary_loss` does, for a total that is already computed. shape: (batch,
+        """Attach a loss as in `ForwardContext.auxiliary_loss`, for a total that is already computed. shape: (batch,
         seq) of the layer's input. tokens: as in `divisor`."""
         assert total.dim() == 0 and total.dtype in (torch.float32, torch.float64), "totals are summed in fp32 at least"
         if self._open:

@@ -435,7 +435,7 @@ def _linear(
 def _attention_function(
     attention: SelfAttention, parts: DecodeParts, project: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor, DecodeContext], torch.Tensor]:
-    """Return the attention of a branch as a function. project: computes query, key and value."""
+    """Return the attention of a branch as a function. project: function that computes query, key and value."""
     layer, heads, kv_heads, ops = attention.layer, attention.heads, attention.kv_heads, attention.ops
     q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm))
     rope, few, fused_heads = parts.ropes.index(attention.value.rope), parts.few, heads + 2 * kv_heads

@@ -62,8 +62,9 @@ class StackStage(nn.Module, Generic[B]):
     A subclass for a family sets `head_terms` and `metrics` and implements the four methods that raise
     NotImplementedError. The head is called with a `ResidualState`, a batch and the scales of the head's terms, which
     the head may ignore, and returns `Losses`. If no batch is given, the head returns logits [tokens, ids of this rank].
-    head_terms: name of each loss of the head -> its coefficient; the losses of layers follow from the architecture.
-    with_full_params: hook that runs a unit with unsharded weights (ZeRO 3); None if weights are never sharded.
+    head_terms: name of each loss of the head -> its coefficient; the losses of layers are determined by the
+    architecture. with_full_params: hook that runs a unit with unsharded weights (ZeRO 3); None if weights are never
+    sharded.
     """
 
     head_terms: Mapping[str, float] = MappingProxyType({})

@@ -22,8 +22,8 @@ _NUMBER = 0x2545F4914F6CDD1D
 _LOW = (1 << 32) - 1
 
 OLD_RULE, RULE = 1, 2
-"""Versions of the dropout rule. A run that started with the old rule (SplitMix64 for every element) continues to use
-this rule after a resume."""
+"""Versions of the dropout rule. A run that started with the old rule (SplitMix64 for every element) continues with the
+old rule after a resume."""
 
 
 def _signed(value: int) -> int:

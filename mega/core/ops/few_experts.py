@@ -7,10 +7,10 @@ is `plain_experts`. A rank may hold some of the experts, or a shard of each expe
 This module does not depend on layers, sequences or ranks.
 
 Logits and factors are fp32 here. Training, prefill and decoding without these kernels (model/router.py) round logits
-and factors to the dtype of x, unless the router has the dtype fp32. If the router has no dtype, the logits of the last
-chosen expert and the next expert may round to equal or neighbouring numbers. This module may then choose the other of
-these two experts. Rounding logits here would not remove the difference, because the kernels for one token do not round
-the norm before the router either.
+and factors to the dtype of x, unless the router has the dtype fp32. If the router's dtype is not set, the logits of the
+last chosen expert and the next expert may round to equal or neighbouring numbers. This module may then choose the other
+of these two experts. Rounding logits here would not remove the difference, because the kernels for one token do not
+round the norm before the router either.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ops of third-party packages, which are used only with `--ops flash-attn` or `--ops apex`.
 
 Each op is tested against its reference like any other op. For cases that a package does not support, mega's op is used.
-A package is imported when it is first used; config/check.py checks earlier that it is installed.
+A package is imported when it is first used; config/check.py checks in advance that it is installed.
 """
 
 from __future__ import annotations

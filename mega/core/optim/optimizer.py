@@ -150,8 +150,8 @@ class Optimizer:
     ) -> None:
         """Update the weights with one kernel per bucket. The kernel reads from device memory whether to skip the step,
         so the host does not wait."""
-        # Computed in float64 on the device: 1 - beta^t loses digits in float32, and `t` is a device value, because only
-        # the device knows which steps were skipped.
+        # Computed in float64, because 1 - beta^t loses digits in float32, and on the device, because `t` counts only
+        # the steps that the device has not skipped.
         t = self._updates
         scalars = torch.stack([finite.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
         for owned in self.shards:

@@ -53,8 +53,9 @@ class LowRank(nn.Module):
 class Adapter(LowRank):
     """The adapters of linear layers that are fused into one GEMM.
 
-    parts: for each layer, the columns of y that the layer computes, and its adapter. down: the A matrices of all parts,
-    [parts x rank, in]. up: the B matrix of each part, [out, rank]. dropout: dropout probability for x.
+    parts: for each layer, the columns of y that the layer computes, and its adapter.
+    down: the A matrices of all parts, [parts x rank, in]. up: the B matrix of each part, [out, rank].
+    dropout: dropout probability for x.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[tuple[slice, AdapterSpec]]):
@@ -113,7 +114,7 @@ class Adapter(LowRank):
 class _AdaptedGrad:
     """dy in the formats that the GEMMs of the backward pass need."""
 
-    prepared: Any  # dy as the layer's own GEMMs prepared it
+    prepared: Any  # dy, as prepared by the layer's own GEMMs
     grad: torch.Tensor  # dy itself, for the adapter
     h: torch.Tensor  # saved by the adapter's forward pass
     drop: Dropout | None  # the dropout of the forward pass

@@ -171,7 +171,7 @@ class RingShift:
 
 
 def local_shard(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a view of this rank's shard, along dim 0, of a tensor that is whole on every rank."""
+    """Return a view of this rank's shard, along dim 0, of a tensor that is replicated on every rank."""
     return x.chunk(axis.size, dim=0)[axis.index] if axis.size > 1 else x
 
 
@@ -189,7 +189,7 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def exchange(x: torch.Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
-    """All-to-all in which each pair of ranks exchanges its own number of rows.
+    """All-to-all with a separate number of rows for each pair of ranks.
 
     The rows of `x`, [sum(send_sizes), ...], are ordered by destination rank; the rows of the result,
     [sum(receive_sizes), ...], are ordered by source rank.
@@ -251,8 +251,9 @@ def all_reduce_both_ways(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
-    """Leave a tensor-parallel region by summing the partial results of all ranks. sequence: whether this rank gets the
-    sum only for its own tokens.
+    """Leave a tensor-parallel region by summing the partial results of all ranks.
+
+    sequence: whether this rank gets the sum only for its own tokens.
     """
     if axis.size == 1:
         return x

@@ -1,4 +1,4 @@
-"""Dispatch rows of tokens to their experts, and combine the results, by sorting, gathering and exchanging rows over
+"""Dispatches rows of tokens to their experts and combines the results, by sorting, gathering and exchanging rows over
 ranks.
 
     tokens [t, h], each routed to k experts                                                   backward
@@ -210,7 +210,8 @@ class RowExchange:
         return RowPlan(order, row_of[:, None], self.counts, True)
 
     def move(self, x: torch.Tensor, forwards: bool) -> torch.Tensor:
-        """Exchange rows without sorting them. forwards: from tokens to experts; otherwise back."""
+        """Exchange rows without sorting them. forwards: whether rows are sent from tokens to experts rather than
+        back."""
         if x.is_meta:
             Finished(waited=observe.exchange("all-to-all", x.nbytes, self._ep.ranks)).wait()
             return torch.empty_like(x)

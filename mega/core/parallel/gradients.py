@@ -49,8 +49,8 @@ class Bucket:
     data: the data axis. span: the range [begin, end) that this rank owns and updates; the whole bucket without ZeRO.
     decay_end: weight decay applies to the weights before this offset. counted: whether norms include this rank's copy.
     axes: axes over which the gradients are summed after `data`. holders: the stages that hold the bucket, as an axis.
-    own_weights, own_grads: this rank's span; gradients are valid after `GradBuffer.finish`. gathering: the handle of an
-    all-gather of weights in flight, or None.
+    own_weights, own_grads: this rank's span; gradients are valid after `GradBuffer.finish`.
+    gathering: the handle of an all-gather of weights in flight, or None.
     """
 
     def __init__(self, spec: BucketSpec, candidates: Sequence[Weight], mesh: Mesh, *, zero: int, dtype: torch.dtype):
@@ -270,7 +270,7 @@ class GradBuffer:
     # -- one step
 
     def start(self) -> None:
-        """Begin a step: set all gradients to zero, and mark them as not yet computed."""
+        """Begin a step by setting all gradients to zero and marking them as not yet computed."""
         for bucket in self.buckets:
             (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
             bucket.waiting, bucket.works = bucket.uses, []
@@ -459,7 +459,7 @@ def _wait_param_gather(buckets: list[Bucket], *_: object) -> None:
 
 
 def _unobserved(bucket: Bucket) -> None:
-    """The default of `before_reduce`: do nothing."""
+    """Do nothing. This function is the default of `before_reduce`."""
 
 
 def _settle(bucket: Bucket) -> None:

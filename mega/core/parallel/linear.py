@@ -169,7 +169,7 @@ def column_matmul(
     Under sequence parallelism x holds only the tokens of this rank. bias: added by the GEMM; this function computes no
     gradient for the bias. drop: dropout for adapters, for all tokens.
     """
-    if not region.sequence and not torch.is_grad_enabled():  # nothing to save: skip autograd, which costs host time
+    if not region.sequence and not torch.is_grad_enabled():  # skip autograd, which costs host time
         return gemms.forward(x, gemms.cast(x.dtype), bias, drop)[0]
     return _ColumnMatmul.apply(x, gemms, bias, region, drop, *gemms.weights)  # type: ignore[no-any-return, no-untyped-call]
 

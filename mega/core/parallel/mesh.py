@@ -183,8 +183,8 @@ class Mesh:
         return cls(rank, **sizes)  # type: ignore[arg-type]
 
     def own_group(self, purpose: str) -> Axis:
-        """Return all ranks on a separate gloo group, for a thread whose collectives must not mix with those of
-        training.
+        """Return an axis of all ranks with a separate gloo group, for a thread whose collectives must not mix with
+        those of training.
 
         All ranks must call this together.
         """

@@ -1,5 +1,5 @@
-"""Execute a pipeline plan, which runs compute steps and moves activations and gradients between stages. This module
-does not depend on the schedule or the model.
+"""Executes a pipeline plan by running its compute steps and moving activations and gradients between stages. This
+module does not depend on the schedule or the model.
 
 A stage is a callable `stage(batch, *cargo) -> StageOutput`. The cargo is the tuple of tensors (activations or their
 gradients) that one stage sends to another. The stage declares the shapes and dtypes of these tensors, so the number of
@@ -62,9 +62,10 @@ class Stage(Protocol):
     metrics: tuple[str, ...]
 
     def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Return the weights of each loss term, by name. The sum of a term's weights is its divisor. The weights are
-        needed before the first forward pass. Their sum divides gradients, and the sum of the stages' `Term.weight`
-        values divides reported losses, so both sums must be equal.
+        """Return the weights of each loss term, by name. The sum of a term's weights is its divisor.
+
+        The weights are needed before the first forward pass. Their sum divides gradients, and the sum of the stages'
+        `Term.weight` values divides reported losses, so both sums must be equal.
         """
 
     def __call__(

@@ -29,7 +29,7 @@ def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sha
     part = conjugate(x, share, _own_part, all_gather)
 
     def from_part(part: torch.Tensor) -> torch.Tensor:
-        return run(conjugate(part, share, all_gather, _own_part))  # every rank has the whole gradient, so no sum
+        return run(conjugate(part, share, all_gather, _own_part))  # no sum, because every rank has the whole gradient
 
     return recompute(from_part, part)
 

@@ -1,4 +1,4 @@
-"""Run the forward and backward pass of a microbatch as one CUDA graph, which is captured once and then replayed for the
+"""Runs the forward and backward pass of a microbatch as one CUDA graph, which is captured once and then replayed for
 later microbatches.
 
 The host takes about 2 ms to launch the kernels of a block. A device that finishes a block sooner would be idle, whereas

@@ -155,7 +155,7 @@ _LOCK = threading.Lock()
 
 
 def _fence() -> None:
-    """A memory fence: reads and writes are not reordered across the fence.
+    """Execute a memory fence, across which reads and writes are not reordered.
 
     Releasing a lock and then acquiring it has this effect on any processor.
     """

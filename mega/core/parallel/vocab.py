@@ -52,7 +52,7 @@ class _LookUp(torch.autograd.Function):
 
 def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Return the rows [tokens, h] of `ids` in a table that is not sharded."""
-    if not torch.is_grad_enabled():  # nothing to save: skip autograd
+    if not torch.is_grad_enabled():  # skip autograd, because nothing is saved
         return weight.index_select(0, ids)
     return _LookUp.apply(ids, weight, None)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -303,7 +303,9 @@ def score_labels(
     x: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, ops: Ops, *, greedy: bool = False
 ) -> TokenScores:
     """Score labels int64 [tokens] under logits x [tokens, ids of this rank]. The result is the same on every rank of
-    the axis. vocab: number of ids without padding. Logits are not gathered; ranks exchange a few numbers per token.
+    the axis.
+
+    vocab: number of ids without padding. Logits are not gathered; ranks exchange a few numbers per token.
     """
     first = axis.index * x.shape[1]
     local_vocab = min(max(vocab - first, 0), x.shape[1])

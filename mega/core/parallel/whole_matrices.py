@@ -1,4 +1,4 @@
-"""Apply a function to whole matrices, of which each rank stores only rows, columns or a span of a bucket.
+"""Applies a function to whole matrices, of which each rank stores only rows, columns or a span of a bucket.
 
     parts of a bucket's matrices  --to owner ranks-->  whole matrices  --function-->  --back-->  parts
 

@@ -53,8 +53,8 @@ class PipelineSchedule:
 def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan:
     """Return the plan of one training step, which contains every rank's compute steps and the exchanges between them.
 
-    kind: one of `SCHEDULES`, or "forward" for evaluation without a backward pass, with any number of chunks. stages:
-    number of pipeline ranks, >= 1. The plan for a single stage has no exchanges.
+    kind: one of `SCHEDULES`, or "forward" for evaluation without a backward pass, with any number of chunks.
+    stages: number of pipeline ranks, >= 1. The plan for a single stage has no exchanges.
     chunks: number of model chunks on each rank, >= 1. microbatches: any number >= 1.
 
     Raises ValueError, naming the flag, if the schedule does not support the given numbers.

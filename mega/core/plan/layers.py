@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
-"""The number of a block, or the name of another unit of the model, as `architecture.Unit`."""
+"""The number of a block, or the name of another unit of the model, as in `architecture.Unit`."""
 
 
 def stage_layers(
@@ -92,7 +92,8 @@ def _to(stages: int) -> str:
 
 
 def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dict[Unit, tuple[int, int]]:
-    """Return unit -> (pipeline rank, chunk) that holds the unit. units: the units in the order of the forward pass.
+    """Return a map from each unit to the (pipeline rank, chunk) that holds the unit. units: the units in the order of
+    the forward pass.
 
     layers: the result of `stage_layers`. Units before the first block belong to the first stage, units after the last
     block to the last stage, and other units to the stage of the next block.

@@ -1,4 +1,4 @@
-"""Join and leave the process group, under torchrun, mpirun, srun, `launch` or as a single process.
+"""Joins and leaves the process group, under torchrun, mpirun, srun, `launch` or as a single process.
 
 This module does not depend on the work that ranks do.
 """
@@ -82,7 +82,7 @@ def _check_interfaces() -> None:
 
 @contextlib.contextmanager
 def _naming_interface() -> Iterator[None]:
-    """Turn gloo's C++ error about an interface without an address into a ValueError."""
+    """Convert gloo's C++ error about an interface without an address to a ValueError."""
     try:
         yield
     except RuntimeError as error:

@@ -177,7 +177,8 @@ def _note(report: ExitReport, rank: int) -> None:
 
 
 def exit_notes(prefix: str) -> dict[int, ExitReport]:
-    """Return the report that each rank has written for its launcher, by rank. prefix: the value of LAUNCHER_FILE."""
+    """Return a map from ranks to the reports that they have written for their launcher. prefix: the value of
+    LAUNCHER_FILE."""
     reports = {}
     for path in Path(prefix).parent.glob(Path(prefix).name + ".exit-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):  # the rank was killed while it wrote

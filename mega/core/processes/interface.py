@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _ADDRESS_OF = 0x8915
-"""SIOCGIFADDR: the IPv4 address of an interface."""
+"""The ioctl request SIOCGIFADDR for the IPv4 address of an interface."""
 
 
 def choose_interface(store: Store, world: World) -> None:

@@ -236,7 +236,7 @@ class Leader:
         if not failed or final:
             self._finish(exit_code(max(final, key=lambda ending: ending.cause)) if final else 0)
             return
-        name, first = min(failed, key=lambda named: not named[1].cause)  # a cause rather than a consequence
+        name, first = min(failed, key=lambda named: not named[1].cause)  # prefer a cause to a consequence
         self._reason = f"{first.reason}, on host {name}" if first.here else first.reason
         assert self._restarts is not None
         if (following := self._restarts.after(*self._saved())) is None:

@@ -44,8 +44,8 @@ class Questions:
         return json.loads(self._store.get(key))[0] if self._store.check([key]) else None
 
     def hosts(self, keep: Callable[[list[str]], bool] = lambda addresses: True) -> dict[int, str]:
-        """Return rank -> name of the rank's host, for hosts whose addresses satisfy `keep`. The dict is empty on a
-        single host."""
+        """Return a map from ranks to the names of their hosts, for hosts whose addresses satisfy `keep`. The map is
+        empty on a single host."""
         keys = {rank: f"host/{rank}" for rank in range(self._world)}
         hosts = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         return {rank: name for rank, (name, addresses) in hosts.items() if keep(addresses)}
@@ -63,8 +63,8 @@ class Questions:
         *,
         answers: bool = False,
     ) -> dict[int, Position]:
-        """Ask all ranks. Returns rank -> position for the ranks that answer before the timeout and before a rank writes
-        the verdict.
+        """Ask all ranks, and return a map from ranks to positions for the ranks that answer before the timeout and
+        before a rank writes the verdict.
 
         stop: function that returns whether the ranks that have answered are enough. answers: whether to answer
         questions while waiting, so that ranks can ask each other. If another rank has just asked, this rank uses the

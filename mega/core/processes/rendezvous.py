@@ -54,13 +54,13 @@ again."""
 
 
 class StoreLost(ConnectionError):
-    """The store was lost during the rendezvous."""
+    """Raised if the store is lost during the rendezvous."""
 
     elsewhere = True
 
 
 class RankFailed(ConnectionError):
-    """Another rank failed before all ranks had joined."""
+    """Raised if another rank fails before all ranks have joined."""
 
     elsewhere = True
 

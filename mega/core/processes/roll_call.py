@@ -93,9 +93,10 @@ class RollCall:
         host: tuple[str, Collection[str]] | None = None,
     ):
         """
-        hosted: whether rank 0 hosts the store, rather than a launcher's agent. remote: whether the store is on a
-        network and may stop answering; False for a file. phase_minutes: time limit of phases that may take long; None
-        for no limit on ranks that answer. host: name and addresses of this host, if there are several hosts.
+        hosted: whether rank 0 hosts the store, rather than a launcher's agent.
+        remote: whether the store is on a network and may stop answering; False for a file.
+        phase_minutes: time limit of phases that may take long. None: no limit on ranks that answer.
+        host: name and addresses of this host, if there are several hosts.
         """
         self.minutes, self._hosted, self._remote = minutes, hosted, remote
         self._rank, self._world, self._host = rank, world, host

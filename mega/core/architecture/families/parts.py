@@ -206,8 +206,10 @@ def stack(
     opens: str = "embedding",
     first: int = 0,
 ) -> Stack:
-    """Return a stack of `depth` layers, with a norm after the last layer. each: function that creates the layer with a
-    given index in the stack. Equal layers become one object, so that comparing layers is fast.
+    """Return a stack of `depth` layers, with a norm after the last layer.
+
+    each: function that creates the layer with a given index in the stack. Equal layers become one object, so that
+    comparing layers is fast.
     """
     check_depth(depth)
     unique: dict[Layer, Layer] = {}

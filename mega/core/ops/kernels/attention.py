@@ -97,7 +97,8 @@ def _store(x, batch, head, row, length, value, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @jit
 def _visible(seen, batch, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Mask of the visible (query, key) pairs. query, key: indices of shapes [n, 1] and [1, n], in either order."""
+    """Return a mask of the visible (query, key) pairs. query, key: indices of shapes [n, 1] and [1, n], in either
+    order."""
     distance = query + seen.offset - key
     visible = (key < seen.t) & (query < seen.s)
     if CAUSAL:
@@ -124,8 +125,8 @@ def _keys_seen(
     seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the loop over keys for a tile of queries: first visible key, first key visible to all queries, end
-    of the keys visible to all queries, end of the visible keys."""
+    """Return the bounds of the loop over keys for a tile of queries: first visible key, first key visible to all
+    queries, end of the keys visible to all queries, end of the visible keys."""
     # Positions of the first and last query among the keys. All bounds except `end` are multiples of COLUMNS.
     low = tile * ROWS + seen.offset
     high = tl.minimum(tile * ROWS + ROWS, seen.s) - 1 + seen.offset
@@ -154,7 +155,7 @@ def _queries_seeing(
     seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the loop over queries for a tile of keys, ordered like those of `_keys_seen`."""
+    """Return the bounds of the loop over queries for a tile of keys, ordered like those of `_keys_seen`."""
     # Positions of the first and last key among the queries. All bounds except `end` are multiples of ROWS.
     low = tile * COLUMNS - seen.offset
     high = tl.minimum(tile * COLUMNS + COLUMNS, seen.t) - 1 - seen.offset
@@ -182,7 +183,7 @@ def _queries_seeing(
 def _kept(
     dropped, rows, key, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST: tl.constexpr
 ):  # fmt: skip
-    """Mask of the scores that survive dropout, for `rows` and the keys key, key + 1, ...: [rows, COLUMNS] or
+    """Return a mask of the scores that survive dropout, for `rows` and the keys key, key + 1, ...: [rows, COLUMNS] or
     transposed."""
     if ALIGNED:
         first = key + tl.where(key >= dropped.border, dropped.late, dropped.early)
@@ -460,7 +461,7 @@ def _attention_documents(
 
 
 class Tiles(NamedTuple):
-    """The size of tiles and the options of a launch."""
+    """The tile sizes and options of a launch."""
 
     rows: int  # number of queries
     columns: int  # number of keys
@@ -486,7 +487,7 @@ PLANS = {
 
 
 class Problem(NamedTuple):
-    """The arguments of one attention call that the three kernels have in common."""
+    """The arguments of an attention call that all three kernels use."""
 
     seen: Visibility
     dropped: DropoutValues | None

@@ -53,7 +53,7 @@ BLOCK = 1024
 
 
 class ExpertTile(NamedTuple):
-    """The work of one program of a GEMM."""
+    """The tile that one program of a GEMM computes."""
 
     rows: int  # number of choices
     outs: int  # number of outputs

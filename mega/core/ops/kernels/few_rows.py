@@ -39,7 +39,7 @@ TOGETHER = 8
 
 
 class RowTile(NamedTuple):
-    """The part of a GEMM that one program computes."""
+    """The tile of a GEMM that one program computes."""
 
     outs: int  # number of outputs (rows of the weight)
     warps: int

@@ -1,8 +1,8 @@
-"""Casts to fp8 with one scale per block, in one pass: a program reads a tile of 128 x 128, which consists of whole
+"""Casts to fp8 with one scale per block, in one pass. A program reads a tile of 128 x 128, which consists of whole
 blocks of both shapes in both directions. GEMMs use cuBLAS, or a Triton kernel on devices for which cuBLAS has no such
 GEMMs.
 
-Scales are stored as cuBLAS reads them:
+Scales have the layout that cuBLAS requires:
 
     rows of 1 x 128       inverse [r, k / 128] with strides (1, r)
     blocks of 128 x 128   inverse [r / 128, k / 128] with strides (k / 128 rounded up to a multiple of 4, 1)

@@ -93,7 +93,7 @@ kernels must call `before_next` first, and `after_kernel` before they write or r
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Return the launch options of a kernel that supports overlapping."""
+    """Return the launch options of a kernel that may overlap with the previous kernel."""
     able = OVERLAP and before_next is not None and overlaps_kernels(device)
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
