@@ -141,7 +141,7 @@ class LabelledSet:
         return LabelledRow(tokens, types, lengths, int(self.labels[number]))
 
     def longest(self, numbers: Sequence[int]) -> int:
-        """Return the number of tokens in the longest packed row of these questions."""
+        """Return the number of tokens in the longest packed row of the questions `numbers`."""
         return min(self.length, int(self._sizes(list(numbers)).max()))
 
     def _sizes(self, numbers: slice | list[int] | NDArray[np.integer]) -> NDArray[np.integer]:

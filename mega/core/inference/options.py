@@ -22,7 +22,7 @@ BLOCK = 16
 """Number of tokens in a block of the cache."""
 
 NGRAM = "ngram"
-"""Value of --speculate for guessing tokens from the text so far."""
+"""Value of --speculate for guessing tokens from the preceding text."""
 
 MTP = "mtp"
 """Value of --speculate for guessing tokens with the model's own multi-token prediction layers."""

@@ -165,7 +165,7 @@ class Request:
     """Number of most likely ids whose log-probabilities are reported with the log-probability of each new token; None
     to report no log-probabilities. Log-probabilities are computed before penalties, temperature and filters."""
     prompt_logprobs: bool = False
-    """Whether to report log-probabilities for the prompt's tokens, too."""
+    """Whether to also report log-probabilities for the prompt's tokens."""
     beams: int = 0
     """Width of a beam search, which ignores `sampling`; 0 to sample instead."""
     length_penalty: float = 1.0

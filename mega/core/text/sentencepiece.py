@@ -292,7 +292,7 @@ class ExtendedSentencePiece(Tokenizer):
         sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
         self.added_sentinels = sum(name not in id_of for name in sentinels)
         self.specials: dict[str, int] = {}
-        # This order, which is the same as in Megatron-LM, determines the ids of missing tokens.
+        # the order, as in Megatron-LM, determines the ids of missing tokens
         for name in ["<CLS>", "<SEP>", "<EOD>", "<MASK>", pad, bos, eos, *sentinels]:
             self.specials[name] = id_of.setdefault(name, len(id_of))
         self._names = {token: name for name, token in self.specials.items()}
