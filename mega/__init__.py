@@ -12,7 +12,7 @@ import importlib
 __version__ = "0.1.0"
 
 COMPLETE_VARIABLE = "_MEGA_COMPLETE"
-"""Environment variable with which a shell asks `mega` for completions."""
+"""Environment variable with which a shell requests completions from `mega`."""
 
 _MODULES = {
     "config": "api.config",

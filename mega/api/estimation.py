@@ -56,7 +56,7 @@ class RunEstimate:
 
     @cached_property
     def step(self) -> StepTime | None:
-        """Estimated time of a step, with MFU, pipeline bubble and other parts; None if no device is given."""
+        """Estimated time of a step and its components, with MFU and pipeline bubble; None if no device is given."""
         from mega.core.estimate.steptime import step_time
 
         return None if self.device is None else step_time(self.run, self.world, self.device)

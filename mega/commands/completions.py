@@ -1,7 +1,7 @@
 """`mega completions`: write files with which shells complete mega's subcommands and flags.
 
 A file calls `mega` to get the completions, so new subcommands and flags do not change the file. A new version of Typer
-may change it.
+may change the file.
 """
 
 from __future__ import annotations

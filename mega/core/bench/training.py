@@ -283,7 +283,7 @@ def _timed(
 
 
 class _SlowProgress:
-    """Prints progress to stderr during slow steps, as on a CPU, with at most one line every SILENCE seconds."""
+    """Prints progress to stderr during slow steps, as on a CPU, with at most one message every SILENCE seconds."""
 
     def __init__(self, name: str):
         self._name, self._last = name, time.monotonic()

@@ -100,7 +100,7 @@ def training_time(
 
     save_seconds: time of one save. Training stops during a save unless `overlapped`. restart_seconds: time from a
     failure to the next step. failure_seconds: mean time between failures of the whole machine, not of one device; None
-    for no failures.
+    if failures are ignored.
 
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps". The wall time is
     his equation 20: M exp(R/M) (exp((t+d)/M) - 1) T/t for interval t, save time d, restart time R, failure time M, work

@@ -89,11 +89,11 @@ class Memory:
 
     @property
     def need(self) -> int:
-        """Bytes that a device needs for the fullest rank, including slack."""
+        """Bytes that a device needs for the rank with the highest peak, including slack."""
         return max(stage.peak + stage.slack for stage in self.stages)
 
     def needed(self, communicator: float) -> float:
-        """GiB of the fullest rank, with `communicator` GiB for each process group."""
+        """GiB of the rank with the highest peak, with `communicator` GiB for each process group."""
         return (self.need + self.mapped) / GIB + self.communicators * communicator
 
 

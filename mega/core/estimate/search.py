@@ -86,7 +86,7 @@ class Candidate:
 
     @property
     def need(self) -> float:
-        """GiB of the fullest rank, including slack and communicators."""
+        """GiB of the rank with the highest peak, including slack and communicators."""
         return self.memory.needed(self.communicator)
 
 

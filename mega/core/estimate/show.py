@@ -135,8 +135,8 @@ def as_json(run: RunConfig, world: int, memory: Memory, device: Hardware | None 
 
 
 def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
-    """Return the result of a search as JSON values. Layouts are listed fastest first; each has its options, the memory
-    of its fullest rank in GiB, and its step time.
+    """Return the result of a search as JSON values. Layouts are listed fastest first; each has its options, the highest
+    memory of any rank in GiB, and its step time.
 
     start: command lines that start the fastest layout. missing: flags that the user must add to these command lines.
     """

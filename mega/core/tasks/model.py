@@ -127,9 +127,9 @@ def check_model(
 ) -> tuple[CheckedModel, OpenedModel]:
     """Open the model that --load names, and check that the layout and the flags are valid for this model.
 
-    task: name of the task. For a task with labels, the model must have the task's head; otherwise it must generate
-    text. retrieves: whether a model with a retriever may use the database of --retro. Errors: ValueError naming flag or
-    file, its value, and the rule.
+    task: name of the task. For a task with labels, the model must have the task's head; otherwise the model must
+    generate text. retrieves: whether a model with a retriever may use the database of --retro. Errors: ValueError
+    naming flag or file, its value, and the rule.
     """
     load = options.checkpoint.load
     if load is None:

@@ -201,7 +201,7 @@ class Training:
         return Pending(progress.step, progress.consumed, lr, size, start, numbers, flag, limits, batches, sums)
 
     def _read(self, pending: Pending | None) -> None:
-        """Wait for the numbers of a step, check and report them, and read whether any rank was asked to stop."""
+        """Wait for the numbers of a step, check and report them, and read whether any rank has a request to stop."""
         if pending is None:
             return
         progress, numbers = self.state.progress, pending.numbers.numbers()

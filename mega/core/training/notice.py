@@ -140,7 +140,7 @@ class SignalNotice:
                     elif self._prints and not reported:
                         reported = True
                         if not launchers_note():  # otherwise the launcher has reported why this rank ends
-                            # Asking the ranks takes time, so another thread asks while this thread reads signals.
+                            # Querying the ranks takes time, so another thread does it while this thread reads signals.
                             self._reporting = threading.Thread(target=self._report_first, args=(number,), daemon=True)
                             self._reporting.start()
 
