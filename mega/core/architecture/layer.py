@@ -236,7 +236,7 @@ class ExpertCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(_Mixer):
-    """A mixture of feed-forward networks (experts), some of which a router chooses for each token (Shazeer et al.
+    """A mixture of feed-forward networks (experts), from which a router chooses some for each token (Shazeer et al.
     2017)."""
 
     name: str

@@ -18,7 +18,7 @@ from mega.core.parallel.vocab import VocabEmbedding, look_up
 from mega.core.parallel.weight import ParameterFactory
 
 OUTSIDE = -1
-"""Layer index used for dropout outside the layers."""
+"""Layer index for dropout outside the layers."""
 
 
 class Embedding(nn.Module):

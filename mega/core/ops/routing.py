@@ -141,7 +141,7 @@ def choice_counts(
 ) -> torch.Tensor:
     """Return [batch, E]: for each row of the batch and each expert, the number of tokens for which this expert has one
     of the `chosen` largest scores. Bias, groups and capacity are ignored. rows: int64 [t], the row of each token.
-    valid: bool [t], the tokens that count; None for all."""
+    valid: bool [t], which tokens are counted; None for all tokens."""
     picked = torch.zeros_like(own).scatter(1, own.detach().topk(chosen, -1).indices, 1.0)
     if valid is not None:
         picked = picked * valid[:, None]

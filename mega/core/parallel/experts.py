@@ -192,12 +192,12 @@ class RowExchange:
         self._owners = None if total is None else owners.repeat_interleave(received.flatten(), output_size=total)
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """Dispatch: [rows, ...] -> [rows of this rank's experts, ...]."""
+        """Dispatch rows: [rows, ...] -> [rows of this rank's experts, ...]."""
         received = _Exchange.apply(rows, self, True)  # type: ignore[no-untyped-call]
         return permute(received, self._by_expert(received))
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Combine: the inverse of `there`."""
+        """Send rows back, as the inverse of `there`."""
         return _Exchange.apply(unpermute(rows, self._by_expert(rows)), self, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def _by_expert(self, rows: torch.Tensor) -> RowPlan:

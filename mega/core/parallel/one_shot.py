@@ -1,4 +1,4 @@
-"""Sum and gather the tensors of an inference step over an axis, through memory that all ranks of the axis map.
+"""Sums and gathers the tensors of an inference step over an axis, through memory that all ranks of the axis map.
 
 A decoding step sums 8 KB twice per block, and nearly all the time of a collective of this size is latency. In this
 module, every rank writes its tensor into memory that the other ranks read, sets a mark, waits for the marks of the
@@ -65,8 +65,8 @@ def trial_sizes(limit: int) -> tuple[int, ...]:
 
 
 class OneShot:
-    """Sums across CUDA ranks on one host. All ranks of the axis must construct it together. limit: maximum size of a
-    tensor in bytes.
+    """Sums across CUDA ranks on one host. All ranks of the axis must construct the object together. limit: maximum size
+    of a tensor in bytes.
 
     Errors: RuntimeError if memory cannot be mapped.
     """

@@ -188,7 +188,7 @@ def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> 
 
 @cache
 def _turns(size: int, index: int, count: int, ours_first: bool, coming: bool) -> tuple[range, ...]:
-    """The cached computation of `_order`. count: number of ranks in a group."""
+    """Compute `_order`, with cached results. count: number of ranks in a group."""
     groups = size // count
     steps = range(groups) if ours_first else range(1, groups + 1)
     begins = [(index // count + (-step if coming else step)) % groups * count for step in steps]

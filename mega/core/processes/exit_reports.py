@@ -1,4 +1,4 @@
-"""Report why ranks failed, so that each reason is printed only once, with any launcher.
+"""Reports why ranks failed, so that each reason is printed only once, with any launcher.
 
     1 every failed rank publishes its report         in the store of the rendezvous, even if the rendezvous is not
                                                      complete; ranks that wait there then end

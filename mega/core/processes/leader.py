@@ -333,7 +333,7 @@ def _differ(joining: Mapping[str, object], leading: Mapping[str, object]) -> lis
 
 
 def listen_first(leader: Leader, server: socket.socket) -> None:
-    """Additionally listen on MASTER_ADDR, which has turned out to be an address of this host."""
+    """Also listen on MASTER_ADDR, after it has been found to be an address of this host."""
     leader._first = None
     threading.Thread(target=_accept, args=(server, leader._events), name="accept-first", daemon=True).start()
 

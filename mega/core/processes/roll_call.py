@@ -14,9 +14,9 @@ store.
                                  that message
 
 The timeouts of exchanges therefore matter only if this thread or the store has failed. The main thread of a server may
-not move for a long time, because it waits for requests. The ranks of a server therefore ask regularly (`keep_asking`),
-and a rank that has not answered for --timeout-minutes is lost. Every call to the store has a time limit, because the
-store does not answer if its rank or host was stopped or disconnected. This module depends neither on collectives nor on
+not move for a long time while it waits for requests. The ranks of a server therefore ask regularly (`keep_asking`), and
+a rank that has not answered for --timeout-minutes is lost. Every call to the store has a time limit, because the store
+does not answer if its rank or host was stopped or disconnected. This module depends neither on collectives nor on
 training.
 """
 
@@ -188,7 +188,7 @@ class RollCall:
             if self._host is not None:
                 name, addresses = self._host
                 self._in_time(lambda: self.questions.introduce(name, addresses), self._silence)
-            stood, since, ask = None, time.monotonic(), math.inf  # position, its time, next question
+            stood, since, ask = None, time.monotonic(), math.inf  # position, time when reached, next question
             still = self._standing(), time.monotonic()
             while not self._closed.wait(self._look):
                 standing, moment = self._standing(), time.monotonic()
