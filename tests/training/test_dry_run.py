@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,7 @@ RUN = (
 
 
 @pytest.fixture
-def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunCli:
+def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
     """Run the command line and give (exit code, the lines that it and its ranks printed)."""
     monkeypatch.chdir(tmp_path)
     for variable in ("WORLD_SIZE", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "MEGA_DEBUG"):
@@ -27,9 +29,13 @@ def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 
     def run(line: str) -> tuple[int, list[str]]:
         verb, *flags = line.split()
-        capfd.readouterr()
-        code = cli.main([verb, *(RUN if verb == "pretrain" else RUN[6:]), *flags])
-        return code, "".join(capfd.readouterr()).splitlines()
+        words = [verb, *(RUN if verb == "pretrain" else RUN[6:]), *flags]
+        if "--nproc" in flags:  # its ranks print where the process that started the first of them printed
+            done = subprocess.run([sys.executable, "-m", "mega", *words], capture_output=True, text=True, check=False)
+            return done.returncode, (done.stdout + done.stderr).splitlines()
+        capsys.readouterr()
+        code = cli.main(words)
+        return code, "".join(capsys.readouterr()).splitlines()
 
     return run
 
@@ -127,12 +133,12 @@ def test_what_is_on_another_machine_is_not_compared(run_cli: RunCli) -> None:
 
 @pytest.mark.usefixtures("checkpoint")
 def test_a_plan_without_length_and_rate_is_compared_by_its_model(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sizes = [*RUN[: RUN.index("--lr")], "--device", "cpu"]
     line = ["pretrain", *sizes, "--save", "r", "--resume", "auto", "--dry-run"]
     with contextlib.chdir(tmp_path):
-        capfd.readouterr()
+        capsys.readouterr()
         assert cli.main(line) == 0
         assert cli.main([*line, "--hidden", "16"]) == 2
-    assert "--hidden 16: the checkpoint" in capfd.readouterr().err
+    assert "--hidden 16: the checkpoint" in capsys.readouterr().err

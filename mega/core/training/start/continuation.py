@@ -103,7 +103,7 @@ def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, s
     """Check that the data suffice up to the last step, if the batch size has changed since the checkpoint. Errors:
     ValueError."""
     batch = run.batch
-    if dataset is None or run.data.order == "cyclic" or batch.samples is not None:
+    if dataset is None or run.data.order == "cyclic" or batch.samples is not None or not progress.consumed:
         return
     end = progress.consumed + (steps - progress.step) * batch.global_batch
     if end > len(dataset) and progress.step < steps:
