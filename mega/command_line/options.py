@@ -379,8 +379,16 @@ def _model_source(run: Options, ctx: typer.Context) -> str | None:
     checkpoint."""
     checkpoint, verb = run.checkpoint, ctx.command
     if isinstance(verb, Command) and verb.loads_model is not None:
-        return (checkpoint.pretrained_checkpoint or checkpoint.load) if verb.loads_model else None
-    return checkpoint.load if checkpoint.use_checkpoint_config else None
+        if not verb.loads_model:
+            return None
+        if (load := checkpoint.pretrained_checkpoint or checkpoint.load) is not None:
+            return load
+    if not checkpoint.use_checkpoint_config:
+        return None
+    from mega.core.training.start.inputs import model_place
+
+    place = model_place(run)
+    return None if place is None else place[1]
 
 
 def _as_used(run: Options, ctx: typer.Context) -> Options:

@@ -193,3 +193,41 @@ def test_a_tokenizer_of_another_model_is_told_by_that_model(tmp_path: Path, caps
     assert cli.main([*line.split(), "--micro-batch", "1", "--lr", "1e-3", "--steps", "2", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert f"--load {theirs}: has a vocabulary of " in said and "NullTokenizer has 5001 tokens: not its" in said, said
+
+
+def test_a_resumed_run_takes_the_checkpoints_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the refusal of another model advises, for the newest step and for a named one."""
+    monkeypatch.chdir(tmp_path)
+    short = [word for word in RUN if word not in ("--model", "tiny-gpt")]
+    first = ["pretrain", *RUN[1:], "metrics.jsonl", "--save", "run", "--save-interval", "1", "--ffn", "96"]
+    assert cli.main(first) == 0
+    capsys.readouterr()
+    resumed = [*first[: first.index("--ffn")], "--resume", "auto"]
+    assert cli.main(resumed) == 2 and "(or give --use-checkpoint-config)" in capsys.readouterr().err
+    for resume in ("auto", "step-0000002", "run/step-0000002"):
+        line = [*short, "metrics.jsonl", "--save", "run", "--resume", resume, "--use-checkpoint-config"]
+        assert cli.main([*line, "--hidden", "128"]) == 0
+        printed = "".join(capsys.readouterr())
+        assert "--use-checkpoint-config: the checkpoint's model counts, and not --hidden 128\n" in printed
+        assert "at step 2\n" in printed
+        assert cli.main([*line, "--hidden", "128", "--print-config"]) == 0
+        model = run_of_text(capsys.readouterr().out).model
+        assert (model.hidden, model.ffn) == (64, 96)
+
+
+def test_the_checkpoints_model_before_there_is_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = [word for word in RUN if word not in ("--model", "tiny-gpt")]
+    more = ["metrics.jsonl", "--use-checkpoint-config"]
+    resumed = [*more, "--save", "run", "--resume", "auto"]
+    begin = "--use-checkpoint-config: there is no checkpoint under run yet"
+    assert cli.main([*short, *resumed]) == 2
+    assert f"mega: {begin}; the first start needs --model, or --layers" in capsys.readouterr().err
+    assert cli.main([*RUN, *resumed, "--dry-run"]) == 0
+    assert f"{begin}, so the model is that of the other options\n" in capsys.readouterr().out
+    assert cli.main([*RUN, *more]) == 2
+    assert "mega: --use-checkpoint-config: needs --load, or --resume with --save\n" in capsys.readouterr().err

@@ -319,6 +319,8 @@ def _run_and_checkpoint(options: Options) -> Problems:
         yield _line(options, "save_retry_minutes", f"must be at most --phase-timeout-minutes {most:g}")
     if checkpoint.resume == "auto" and checkpoint.save is None:
         yield "--resume auto: needs --save, under which it looks for checkpoints"
+    if checkpoint.use_checkpoint_config and checkpoint.load is None and checkpoint.resume is None:
+        yield "--use-checkpoint-config: needs --load, or --resume with --save"
     if checkpoint.finetune and checkpoint.resume not in (None, "auto"):
         yield _line(options, "resume", "excludes --finetune, which starts at step 0; valid with it: auto")
     if checkpoint.override_schedule and checkpoint.use_checkpoint_schedule:

@@ -1633,9 +1633,8 @@ class CheckpointConfig(Section):
     )
     use_checkpoint_config: bool = option(
         False,
-        "use the model section of the checkpoint",
+        "use the model section of the checkpoint of --load, or else of the checkpoint from which --resume continues",
         megatron={"--use-checkpoint-args": True},
-        needs={"load": ()},
     )
     override_schedule: bool = option(
         False,

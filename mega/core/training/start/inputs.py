@@ -179,7 +179,7 @@ def _tokenizer(options: TokenizerConfig) -> Tokenizer | None:
 
 
 def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str]) -> int:
-    vocab, load = options.model.vocab, options.checkpoint.load if options.checkpoint.use_checkpoint_config else None
+    vocab, place = options.model.vocab, model_place(options) if options.checkpoint.use_checkpoint_config else None
     if tokenizer is None:
         if vocab is None:
             raise ValueError("--vocab is missing: give it, or a tokenizer with --tokenizer and its files")
@@ -188,11 +188,11 @@ def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str])
         return tokenizer.vocab_size
     if vocab < (least := least_vocab(tokenizer, options.model.family)):
         size_words = f"{tokenizer.kind} has {tokenizer.vocab_size} tokens"
-        if load is not None:
-            raise ValueError(f"--load {load}: has a vocabulary of {vocab}, and {size_words}: not its tokenizer")
+        if place is not None:
+            raise ValueError(f"{' '.join(place)}: has a vocabulary of {vocab}, and {size_words}: not its tokenizer")
         raise ValueError(f"--vocab {vocab}: {size_words}; must be at least {least}")
     if vocab > tokenizer.vocab_size:
-        which = f"--vocab {vocab}:" if load is None else f"--load {load}: has a vocabulary of {vocab}, and"
+        which = f"--vocab {vocab}:" if place is None else f"{' '.join(place)}: has a vocabulary of {vocab}, and"
         notes.append(f"{which} the tokenizer has {tokenizer.vocab_size:,} tokens")
     return vocab
 
@@ -229,19 +229,50 @@ def _has_data(run: RunConfig) -> bool:
     return bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
 
 
+def model_place(options: Options) -> tuple[str, str] | None:
+    """Return (flag, path) of the checkpoint whose model --use-checkpoint-config uses: the weights of --load, otherwise
+    the checkpoint from which the run resumes; None if --save contains none yet. Errors: ValueError."""
+    checkpoint = with_named_step(options).checkpoint
+    if checkpoint.load is not None:
+        return "--load", checkpoint.load
+    if checkpoint.resume not in (None, "auto"):
+        return "--resume", str(checkpoint.resume)
+    if checkpoint.resume is None or checkpoint.save is None:
+        return None
+    from mega.core.checkpoint.own.store import store_at
+
+    return ("--save", checkpoint.save) if store_at(checkpoint.save).steps() else None
+
+
+def _without_checkpoint(options: Options, notes: list[str]) -> Options:
+    """Return `options` without --use-checkpoint-config, because --save contains no checkpoint yet. Errors: ValueError
+    if the options do not describe a model."""
+    save, model = options.checkpoint.save, options.model
+    if options.checkpoint.resume is None or save is None:
+        return options  # refused by `check`
+    words = f"--use-checkpoint-config: there is no checkpoint under {save} yet"
+    if None in (model.layers, model.hidden, model.heads):
+        raise ValueError(f"{words}; the first start needs --model, or --layers, --hidden and --heads")
+    notes.append(f"{words}, so the model is that of the other options")
+    return updated(options, {"use_checkpoint_config": False})
+
+
 def with_checkpoint_model(options: Options, notes: list[str]) -> Options:
-    """With --use-checkpoint-config, return `options` with the model of --load and the sample kind of the model's
-    family. Model options that a resumed run may change take precedence over the checkpoint; other options are ignored,
-    with a message."""
-    load, typed = options.checkpoint.load, options.model
-    if load is None or not options.checkpoint.use_checkpoint_config:
+    """With --use-checkpoint-config, return `options` with the model of the checkpoint (`model_place`) and the sample
+    kind of the model's family. Model options that a resumed run may change take precedence over the checkpoint; other
+    options are ignored, with a message. If --save contains no checkpoint yet, the model is that of `options`, with a
+    message. Errors: ValueError."""
+    if not options.checkpoint.use_checkpoint_config:
         return options
-    check_source("--load", load)
+    typed, place = options.model, model_place(options)
+    if place is None:
+        return _without_checkpoint(options, notes)
+    check_source(*place)
     from mega.core.checkpoint.forms.open import open_weights
     from mega.core.checkpoint.own.model import model_of
 
-    source = open_weights(load)  # errors are ignored here, because a later read of the weights reports them
-    model, default = model_of(source.meta, load), ModelOptions()
+    source = open_weights(place[1])  # errors are ignored here, because a later read of the weights reports them
+    model, default = model_of(source.meta, place[1]), ModelOptions()
     if not model.lora_rank:
         model = with_adapters(model, typed)
     if typed.retriever and not model.retriever:
