@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""Writes the hashed locks that ./run installs from: every package of an environment, every wheel, nothing to build.
+"""Write the lock files with hashes from which ./run installs: all packages of an environment, as wheels only.
 
-    core.txt   what `mega[track]` needs, and what builds the project itself; without torch
-    dev.txt    what `mega[data,corpus,serve,retro,peft,docs,dev]` needs besides
-    cpu.txt    torch without CUDA, of PyTorch's own index
-    cuda.txt   torch with CUDA, of PyPI, and the libraries that it loads
+    core.txt   requirements of `mega[track]`, and of building the project; without torch
+    dev.txt    additional requirements of `mega[data,corpus,serve,retro,peft,docs,dev]`
+    cpu.txt    torch without CUDA, from PyTorch's own index
+    cuda.txt   torch with CUDA, from PyPI, and the libraries that it loads
 
-Run it with the Python of an environment in which the tests pass. The versions are that environment's; packages that it
-lacks keep their version in the old locks, or get the newest. The hashes are those of the index: all wheels for Python
-3.11 to 3.13 on Linux (x86_64, aarch64) and macOS (arm64). It installs nothing, and knows no package but torch.
+Run it with the Python of an environment in which the tests pass. The versions are those of the environment; packages
+that are not installed keep their version in the old locks, or get the newest version. The hashes come from the index,
+and cover all wheels for Python 3.11 to 3.13 on Linux (x86_64, aarch64) and macOS (arm64). The script installs nothing,
+and treats only torch specially.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ INDEX = "https://pypi.org/simple"
 TORCH = "https://download.pytorch.org/whl/cpu"
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = (("linux", "Linux", "x86_64"), ("linux", "Linux", "aarch64"), ("darwin", "Darwin", "arm64"))
-BUILD = ("hatchling", "editables")  # hatchling asks for the second one when a project is installed editable
+BUILD = ("hatchling", "editables")  # hatchling requires the second package for an editable install
 PLATFORM = re.compile(r"any|manylinux\w*_(x86_64|aarch64)|macosx_\d+_\d+_(arm64|universal2)")
 
 
@@ -67,7 +68,7 @@ def write(name: str, words: str, packages: Iterable[str], *, mac: bool = True) -
 
 
 def write_cpu(version: str) -> None:
-    """torch's own index where it can be reached, else the hashes that are noted for this version."""
+    """Write cpu.txt. The hashes are those of PyTorch's index or, if it cannot be reached, those in the old cpu.txt."""
     path = HERE / "cpu.txt"
     old = path.read_text() if path.exists() else ""
     linux = re.findall(rf"^# (\w{{64}}) (torch-{re.escape(version)}\+cpu-\S+)$", old, re.MULTILINE)
@@ -95,9 +96,10 @@ def hash_lines(digests: Iterable[str]) -> Iterator[str]:
 
 
 def closure(wanted: Iterable[str], *, installed: bool = True) -> set[str]:
-    """The names of all packages that some requirements need, on any of `PYTHONS` and `MACHINES`.
+    """Return the names of all packages that the requirements `wanted` need, on any of `PYTHONS` and `MACHINES`.
 
-    installed: whether what the environment has says what it needs itself; else the index does, for Linux.
+    installed: whether the requirements of installed packages are read from the environment, instead of from the index
+        (for Linux).
     """
     machines = MACHINES if installed else MACHINES[:1]
     found: dict[str, set[str]] = {}
@@ -117,7 +119,7 @@ def closure(wanted: Iterable[str], *, installed: bool = True) -> set[str]:
 
 
 def applies(need: Requirement, where: tuple[str, str, str], extra: str) -> bool:
-    """Whether a requirement holds on a machine for any Python."""
+    """Return whether a requirement applies on a machine with any of `PYTHONS`."""
     if need.marker is None:
         return True
     platform, system, machine = where
@@ -133,7 +135,8 @@ _ASKED: dict[str, SpecifierSet] = {}
 
 
 def pinned(name: str, within: str = "") -> str:
-    """The version of a package: that of the environment, else of the old locks, else the newest that all allow."""
+    """Return the version of a package: that of the environment, that of the old locks, or the newest that all
+    requirements allow."""
     allowed = _ASKED[name] = _ASKED.get(name, SpecifierSet()) & SpecifierSet(within)
     if name not in _PINS:
         try:
@@ -166,7 +169,7 @@ def needs_of(name: str, version: str, installed: bool) -> list[str]:
 
 
 def about(wheel: dict[str, Any]) -> str:
-    """The metadata of a wheel: of the index, or, where it has none, of the wheel itself."""
+    """Return the metadata of a wheel, from the index or, if the index has none, from the wheel itself."""
     try:
         return fetched(f"{wheel['url']}.metadata").decode()
     except urllib.error.HTTPError:
@@ -176,7 +179,7 @@ def about(wheel: dict[str, Any]) -> str:
 
 
 def wheels_of(name: str, version: str) -> list[dict[str, Any]]:
-    """The wheels of a package for the machines of the lock, Linux on x86_64 last; each of `PYTHONS` must have one."""
+    """Return a package's wheels for the machines of the lock, Linux on x86_64 last. Each of `PYTHONS` must have one."""
     found = fitting(f"{INDEX}/{name}/", version)
     for python in PYTHONS:
         if not any(fits(tag, (python,)) for file in found for tag in tags_of(file)):
@@ -191,7 +194,7 @@ def fitting(page: str, version: str) -> list[dict[str, Any]]:
 
 
 def version_of(file: dict[str, Any]) -> Version | None:
-    """Of a wheel; None for what is not one, or has a name that is no longer valid."""
+    """Return the version of a wheel; None if the file is not a wheel, or its name is no longer valid."""
     try:
         return parse_wheel_filename(file["filename"])[1]
     except InvalidWheelFilename:
@@ -203,7 +206,7 @@ def tags_of(file: dict[str, Any]) -> frozenset[Tag]:
 
 
 def fits(tag: Tag, pythons: Iterable[str]) -> bool:
-    """Whether a wheel of this tag is for one of `pythons`, on a machine of the lock."""
+    """Return whether a wheel with this tag is for one of `pythons` on a machine of the lock."""
     own = {kind + python.replace(".", "") for python in pythons for kind in ("cp", "py")}
     stable = tag.abi == "abi3" and re.fullmatch(r"cp3\d?", tag.interpreter) is not None
     later = tag.abi == "abi3" and tag.interpreter in ("cp310", "cp311")

@@ -1,9 +1,9 @@
-"""Writes the tables of figures into the pages: `python docs/figures.py`. A test compares the pages with it.
+"""Write the tables of figures into the pages: `python docs/figures.py`. A test checks that the pages are up to date.
 
-A table is a file of docs/results: rows with `what`, `figure`, `unit`, `card`, `command` and `date` (the day of the
-measured version). More figures of a row have their own names. A row whose outcome is not one number has `what`,
-`result`, `command` and `date`. A page has the table between `<!-- results: NAME -->` and `<!-- end -->`. A new
-figure is a new row, or replaces one. This script imports nothing of `mega`.
+A table is a file in docs/results. Its rows have the keys `what`, `figure`, `unit`, `card`, `command` and `date` (the
+date of the measured version). Additional figures of a row have their own keys. A row whose outcome is not one number
+has the keys `what`, `result`, `command` and `date`. On a page, the table is between `<!-- results: NAME -->` and
+`<!-- end -->`. A new figure is a new row, or replaces an old row. This script does not import `mega`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def shown(value: Any) -> str:
-    """A cell: numbers with separators of thousands.
+    """Return the text of a cell. Numbers have thousands separators.
 
     >>> shown(216315), shown(2.5), shown(None)
     ('216,315', '2.5', '')
@@ -33,7 +33,8 @@ def shown(value: Any) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as Markdown. A unit that all rows have is in the head; the command of the row above is not repeated.
+    """Return rows as a Markdown table. A unit shared by all rows is in the header; a command equal to that of the row
+    above is not repeated.
 
     >>> row = {"what": "a", "figure": 1000, "unit": "s", "card": "H100", "command": "mega bench w1", "date": ""}
     >>> print(table([row]))
@@ -58,13 +59,13 @@ def table(rows: list[Row]) -> str:
 
 
 def _lines(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A table of cells; an empty one is a single blank."""
+    """Return the Markdown lines of a table; an empty cell is a single space."""
     lines = ["|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in (head, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:], ""])
 
 
 def filled(page: str) -> str:
-    """The text of a page with its tables written again."""
+    """Return the text of a page with its tables regenerated."""
 
     def fill(match: re.Match[str]) -> str:
         rows = json.loads((DOCS / "results" / f"{match[2]}.json").read_text(encoding="utf-8"))

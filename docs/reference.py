@@ -1,8 +1,8 @@
-"""Writes the tables that are derived from the code into the pages: `PYTHONPATH=. python docs/reference.py`. A test
+"""Write the tables that are derived from the code into the pages: `PYTHONPATH=. python docs/reference.py`. A test
 compares the pages with the code.
 
-A page has such a table between `<!-- reference: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. Needs the
-extra `serve`.
+On a page, such a table is between `<!-- reference: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. The script
+needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DOCS = Path(__file__).resolve().parent
 WIDTH = 120
 """Maximum length of a line of prose."""
 LARGE = 10**9
-"""Bounds from here on are limits of the number format, and are not shown."""
+"""Bounds of at least this magnitude are limits of the number format, and are not shown."""
 MARKED = re.compile(r"(<!-- reference: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -30,7 +30,7 @@ def _table(head: list[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def values(schema: dict[str, Any]) -> str:
-    """The values that a JSON schema accepts.
+    """Return a description of the values that a JSON schema accepts.
 
     >>> values({"type": ["integer", "null"], "minimum": 0, "maximum": 20}), values({"enum": ["float", "base64", None]})
     ('integer, 0 to 20', '`float` or `base64`')
@@ -54,7 +54,7 @@ def values(schema: dict[str, Any]) -> str:
 
 
 def request_fields() -> str:
-    """The fields of requests for text, and the fields that are accepted with one value only."""
+    """Return a table of the request fields for text, and of the fields that are accepted with only one value."""
     from mega.core.inference.server.fields import schema
     from mega.core.inference.server.megatron_api import MegatronRequest
     from mega.core.inference.server.openai_api import Chat, Completion
@@ -85,7 +85,7 @@ def request_fields() -> str:
 
 
 def checkpoint_forms() -> str:
-    """The forms of checkpoints: how each is recognised and written."""
+    """Return a table of the checkpoint formats: how each is recognised and written."""
     from mega.core.checkpoint.forms.form import FORMS, OWN
 
     def flags(names: tuple[str, ...]) -> str:
@@ -101,11 +101,11 @@ def checkpoint_forms() -> str:
 
 
 TABLES = {"request_fields": request_fields, "checkpoint_forms": checkpoint_forms}
-"""Name of a table -> the function that writes it."""
+"""Table name -> function that returns the table."""
 
 
 def filled(page: str) -> str:
-    """The text of a page with its tables written again."""
+    """Return the text of a page with its tables regenerated."""
     return MARKED.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], page)
 
 

@@ -1,11 +1,11 @@
-"""Builds the site of these pages into build/site: `python docs/site.py`. Needs the extra `docs` (Zensical), no network.
+"""Build the site of these pages in build/site: `python docs/site.py`. Needs the extra `docs` (Zensical), no network.
 
-1. Pages are copied to build/pages. README.md, CONTRIBUTING.md, CHANGELOG.md and recipes/README.md become pages too.
-2. Links follow. A link to a file that the site does not contain, such as a source file, becomes the file's name.
-3. Each heading gets the anchor that GitHub gives it, so that one link works in both places.
-4. Zensical renders build/pages by mkdocs.yml. It ends with an error where a page or a link is wrong.
+1. Pages are copied to build/pages. README.md, CONTRIBUTING.md, CHANGELOG.md and recipes/README.md also become pages.
+2. Links are adapted. A link to a file that the site does not contain, such as a source file, becomes the file's name.
+3. Each heading gets the anchor that GitHub generates for it, so that a link works in both places.
+4. Zensical renders build/pages as configured in mkdocs.yml, and fails if a page or a link is wrong.
 
-It imports nothing of `mega`. MkDocs with its theme Material reads the same mkdocs.yml.
+This script does not import `mega`. MkDocs with the Material theme reads the same mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "recipes/README.md": "recipes.md",
 }
-"""Page outside docs/ -> its name in the site."""
+"""Page outside docs/ -> name of the page in the site."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def slug(heading: str) -> str:
-    """The anchor of a heading, as GitHub makes it.
+    """Return the anchor that GitHub generates for a heading.
 
     >>> slug("Small work: `--cuda-graph`")
     'small-work---cuda-graph'
@@ -40,9 +40,9 @@ def slug(heading: str) -> str:
 
 
 def site_link(source: str, target: str) -> str | None:
-    """Where a link leads in the site; None for a file that the site does not contain.
+    """Return the target of a link in the site; None for a file that the site does not contain.
 
-    source: the page's path in the repository. target: the link, relative to that page.
+    source: the page's path in the repository. target: the link, relative to `source`.
 
     >>> site_link("docs/python.md", "../CHANGELOG.md"), site_link("docs/guides/slurm.md", "../endings.md")
     ('changelog.md', '../endings.md')
@@ -60,7 +60,7 @@ def site_link(source: str, target: str) -> str | None:
 
 
 def site_text(source: str, text: str) -> str:
-    """The text of a page with the site's links and anchors. Blocks of code stay as they are."""
+    """Return the text of a page with the site's links and anchors. Code blocks are unchanged."""
 
     def link(match: re.Match[str]) -> str:
         image, label, target, anchor = match.groups(default="")
@@ -76,7 +76,7 @@ def site_text(source: str, text: str) -> str:
 
 
 def write_pages(folder: Path) -> None:
-    """Write every page of the site, and its pictures, into a new `folder`."""
+    """Write all pages and images of the site into a new `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     docs = ROOT / "docs"
     pages = [path.relative_to(ROOT).as_posix() for path in sorted(docs.rglob("*.md"))]

@@ -2,8 +2,9 @@
 
     python examples/distillation.py --teacher runs/large --config student.toml
 
-loss = share T^2 KL(teacher || student), both at temperature T, + (1 - share) of the usual loss. The teacher runs on
-every rank of the last pipeline stage; the student may have any layout without context parallelism, also under torchrun.
+loss = share T^2 KL(teacher || student), both at temperature T, + (1 - share) x the usual loss. The teacher runs on
+every rank of the last pipeline stage; the student may have any layout without context parallelism, and may
+run under torchrun.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Train for a reward: the model writes samples, a function scores them, and samples with higher scores become more
-likely.
+"""Train on a reward: the model generates samples, a function scores them, and training makes samples with higher
+scores more likely.
 
     python examples/reward.py --config run.toml --prompt "1 2 3"
 
