@@ -148,7 +148,7 @@ EXAMPLES: Mapping[str, Examples] = {
         ("and the tokenizer", "mega data note a_text_document --tokenizer-model tokenizer.json"),
     ),
     "data inspect": (
-        ("sizes and ids", "mega data inspect a_text_document"),
+        ("sizes and texts", "mega data inspect a_text_document"),
         ("as JSON", "mega data inspect a_text_document --json"),
     ),
     "data from-numpy": (

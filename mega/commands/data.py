@@ -90,8 +90,8 @@ def _inspect(
     prefix: Annotated[str, typer.Argument(help="prefix of a .bin/.idx pair")],
     tokenizer: TokenizerConfig,
 ) -> None:
-    """Show the number of documents and tokens, a histogram of lengths, and some sequences, which are decoded if a
-    tokenizer is given."""
+    """Show the number of documents and tokens, a histogram of lengths, and some sequences, decoded with the recorded
+    tokenizer or with the one given."""
     from mega.core.data import inspect
 
     inspect.show(prefix, typer.echo, _built(tokenizer), shown.samples, as_json=shown.json)

@@ -51,7 +51,7 @@ def test_a_run_takes_the_tokenizer_of_its_token_files_and_saves_at_its_end(
     assert cli.main(["data", "inspect", prefix, "--json", "--samples", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["documents"], found["lengths"]) == (40, {"4..7": 20, "8..15": 20})
-    assert found["samples"] == [{"sequence": 0, "tokens": 5, "ids": [7, 3, 5, 1, 8]}]
+    assert found["samples"] == [{"sequence": 0, "tokens": 5, "ids": [7, 3, 5, 1, 8], "text": "7 3 5 1 8"}]
 
 
 @pytest.fixture

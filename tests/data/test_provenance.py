@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,40 @@ def test_a_merge_keeps_the_tokenizer_and_compares_it(
     assert main(["data", "verify", b]) == 0 and main(["data", "inspect", b, *tokenizer(home, "more")]) == 0
     found = capsys.readouterr()
     assert "not with GPT2BPETokenizer of 280" in found.err
-    assert found.out.count("made with GPT2BPETokenizer of 270") == 2 and "decoded with another one" in found.out
+    assert found.out.count("made with GPT2BPETokenizer of 270") == 2 and "decoded with another tokenizer" in found.out
+
+
+def test_inspect_decodes_with_the_recorded_tokenizer(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If its files are missing or changed, ids are shown, and the reason."""
+    shutil.copytree(home / "small", tmp_path / "own")
+    shutil.copy(home / "a.jsonl", tmp_path)
+    assert preprocess(tmp_path, tmp_path / "a", name="own") == 0
+
+    def inspect(*more: str) -> str:
+        capsys.readouterr()
+        assert main(["data", "inspect", f"{tmp_path}/a_text_document", "--samples", "1", *more]) == 0
+        return capsys.readouterr().out
+
+    ids = IndexedDataset(tmp_path / "a_text_document")[0].tolist()
+    shown_ids, shown_text = (f"tokens: {text}\n" for text in (" ".join(map(str, ids)), repr(LINES[0])))
+    assert shown_text in inspect() and "another tokenizer" not in inspect()
+    assert "decoded with another tokenizer, GPT2BPETokenizer of 280" in inspect(*tokenizer(home, "more"))
+    assert json.loads(inspect("--json"))["samples"][0]["text"] == LINES[0]
+    for file in ("vocab.json", "merges.txt"):
+        shutil.copy(home / "more" / file, tmp_path / "own" / file)
+    changed = inspect()
+    assert shown_ids in changed and "have changed, they are GPT2BPETokenizer of 280 entries" in changed
+    (tmp_path / "own/vocab.json").write_text("{")
+    assert shown_ids in (broken := inspect()) and "the recorded tokenizer cannot be opened (--vocab-file" in broken
+    shutil.rmtree(tmp_path / "own")
+    missing = f"{tmp_path}/own/vocab.json, a file of the recorded tokenizer, does not exist"
+    assert shown_ids in inspect() and missing in inspect()
+    found = json.loads(inspect("--json"))
+    assert missing in found["message"] and found["samples"][0] == {"sequence": 0, "tokens": len(ids), "ids": ids}
+    note_path(tmp_path / "a_text_document").unlink()
+    assert shown_ids in inspect() and "recorded tokenizer" not in inspect()
 
 
 def test_preprocess_keeps_the_same_and_refuses_another(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path, read_note
+from mega.core.config.sections import TokenizerConfig
+from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path, noted_tokenizer, read_note
+from mega.core.text.build import build, missing_file
 from mega.core.text.identity import judge
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 from mega.core.untrusted import Json
@@ -78,27 +81,54 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
 def show(
     prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples: int = 3, *, as_json: bool = False
 ) -> None:
-    """Report sizes, the range of ids, a histogram of lengths, and the first tokens of some sequences, decoded if
-    possible."""
+    """Report sizes, the range of ids, a histogram of lengths, and the first tokens of some sequences.
+
+    tokenizer: decodes the tokens; if None, the tokenizer recorded with the pair does, or ids are reported if that
+    tokenizer cannot be opened.
+    """
     if samples < 0:
         raise ValueError(f"--samples {samples}: must be at least 0")
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
     if tokenizer is not None and len(data.tokens) and largest >= tokenizer.vocab_size:
         raise ValueError(_foreign(prefix, largest, tokenizer))
+    message = None
+    if tokenizer is None:
+        tokenizer, message = _recorded_tokenizer(data)
+    elif data.tokenizer is not None and not tokenizer.made(data.tokenizer):
+        message = f"the texts below are decoded with another tokenizer, {tokenizer.identity()}"
     numbers = np.linspace(0, len(data) - 1, min(samples, len(data)), dtype=int).tolist()
     begins = {number: data.get(number, 0, min(64, int(data.lengths[number]))).tolist() for number in numbers}
     if as_json:
-        report(json.dumps(_summary(data, begins, tokenizer), indent=2))
+        report(json.dumps({**_summary(data, begins, tokenizer), "message": message}, indent=2))
         return
     report(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}{_made_with(data)}")
-    if tokenizer is not None and data.tokenizer is not None and not tokenizer.made(data.tokenizer):
-        report(f"the texts below are decoded with another one, {tokenizer.identity()}")
+    if message is not None:
+        report(message)
     for line in histogram(data.lengths):
         report(line)
     for number, ids in begins.items():
         text = repr(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))
         report(f"sequence {number}, {int(data.lengths[number])} tokens: {text}")
+
+
+def _recorded_tokenizer(data: IndexedDataset) -> tuple[Tokenizer | None, str | None]:
+    """Open the tokenizer recorded with a pair. Return (tokenizer, None), or (None, a message that says why it cannot be
+    opened); (None, None) if no tokenizer is recorded."""
+    recorded_options = noted_tokenizer(data.prefix)
+    defaults = dataclasses.asdict(TokenizerConfig())
+    if data.tokenizer is None or not recorded_options or not recorded_options.keys() <= defaults.keys():
+        return None, None
+    advice = "ids are shown; to show texts, give --tokenizer and its files"
+    if missing := missing_file(recorded_options):
+        return None, f"{missing}, a file of the recorded tokenizer, does not exist; {advice}"
+    try:
+        tokenizer = build(**{**defaults, **recorded_options})
+    except ValueError as error:
+        return None, f"the recorded tokenizer cannot be opened ({error}); {advice}"
+    if not tokenizer.made(data.tokenizer):
+        return None, f"the files of the recorded tokenizer have changed, they are {tokenizer.identity()}; {advice}"
+    return tokenizer, None
 
 
 def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Tokenizer | None) -> dict[str, Json]:
