@@ -86,9 +86,10 @@ def _tokens(folder: Path) -> None:
         shutil.copy(folder / "tokenizer" / name, folder)
 
 
-def _run(folder: Path, *places: str) -> None:
+def _run(folder: Path, *places: str, positions: int = 32) -> None:
     """A run of two steps, under each of some names."""
-    sizes = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --micro-batch 2 --steps 2 --lr 1e-3 --device cpu"
+    sizes = f"--layers 2 --hidden 32 --heads 4 --seq-length {positions} --micro-batch 2 --steps 2 --lr 1e-3"
+    sizes += " --device cpu"
     _type(f"mega pretrain {sizes} --eval-iters 1 --data-path tokens/my_text_document {GPT2} --save {places[0]}")
     for place in places[1:]:
         shutil.copytree(folder / places[0], folder / place)
@@ -128,7 +129,9 @@ def _prepare(guide: str, folder: Path) -> None:
     if guide in ("chat-model", "continue-llama", "lora"):
         pytest.importorskip("transformers", reason="needs the extra dev: pip install '.[dev]'")
         if guide == "lora":
+            pytest.importorskip("peft", reason="needs the extra peft")
             _llama(folder, "Llama-3.2-1B-Instruct", chat_template=TEMPLATES["llama3"])
+            _run(folder, "runs/first", positions=64)
         else:
             _llama(folder)
         if guide == "chat-model":
