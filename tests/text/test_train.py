@@ -72,12 +72,12 @@ def test_the_guide_gives_the_settings_that_keep_a_text(tmp_path: Path) -> None:
     import sentencepiece
 
     page = (REPOSITORY / "docs/guides/tokenizer.md").read_text()
-    block = re.search(r"```python\nkeeping = (.*?)```", page, re.DOTALL)
-    assert block is not None
+    settings = {name: ast.literal_eval(value) for name, value in re.findall(r'`(\w+)=("\w+"|True|False)`', page)}
+    assert len(settings) == 5
     with (tmp_path / "tokenizer.model").open("wb") as writer:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(LINES), model_writer=writer, model_type="bpe", vocab_size=300, minloglevel=2,
-            **ast.literal_eval(block[1]),
+            **settings,
         )  # fmt: skip
     tokenizer = build(tokenizer="GPTSentencePieceTokenizer", tokenizer_model=tmp_path / "tokenizer.model")
     assert tokenizer.decode(tokenizer.encode(CODE)) == CODE and tokenizer.text_loss() is None
