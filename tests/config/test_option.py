@@ -29,7 +29,8 @@ def test_every_option_has_its_properties(entry: Entry) -> None:
     assert option.bench in get_args(Bench)
     assert isinstance(option.layout, bool)
     # What changes a result is not left to a search, and a search never has to ask what a checkpoint allows.
-    assert not option.layout or option.on_resume == "free"
+    assert not option.layout or option.on_resume in ("free", "rounding")
+    assert not option.rounds_over or (option.on_resume == "rounding" and len(option.rounds_over) == 1)
     for other, valid in option.needs.items():
         assert other in entries() and other != entry.name
         assert isinstance(valid, Range) or set(valid) <= set(entries()[other].choices)
@@ -68,7 +69,8 @@ def test_what_a_resume_notes() -> None:
         *(f"muon_{name}" for name in ("momentum", "nesterov", "coefficients", "steps", "scale", "factor", "dtype")),
         *("decay_all", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
         *("adafactor_relative", "adafactor_clip", "adafactor_decay", "mask_padded_vocab", "rampup", "chat_template"),
-        *("sample_kind", "mask_prob", "short_seq_prob"),
+        *("sample_kind", "mask_prob", "short_seq_prob", "decoder_seq_length"),
+        *("loss_scale_window", "hysteresis", "min_loss_scale"),
         *MIXTURE,
         *("retro", *RETRIEVER),
         *(
@@ -83,6 +85,13 @@ def test_what_a_resume_notes() -> None:
             "loss_scale",
             "ops",
         ),
+    }
+
+
+def test_what_changes_the_order_of_sums() -> None:
+    assert set(options_with(on_resume="rounding")) == {
+        *("micro_batch", "vocab_multiple", "sequence_parallel", "cp_comm", "zero", "bucket_size", "chunks"),
+        *("stage_layers", "expert_dispatch", "optimizer_offload", "deterministic"),
     }
 
 

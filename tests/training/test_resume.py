@@ -159,7 +159,7 @@ def test_what_changes_samples_sums_or_updates_is_reported(straight: Path) -> Non
         "seq_length": 32,
         "mask_prob": 0.3,
         "rampup": (2, 2, 8),
-        "adafactor_clip": 2.0,
+        "adam_beta2": 0.95,
         "chat_template": "llama2",
     }
     run = resolve(updated(Options(model=model_of(source.meta, "the checkpoint")), options), 1)
@@ -167,7 +167,7 @@ def test_what_changes_samples_sums_or_updates_is_reported(straight: Path) -> Non
     said = " ".join(differences(run, point, Datasets(), build_mesh(run, 0, 1), source.meta["threads"] + 1))
     for part in (
         "--rampup 2 2 8 (was none)",
-        "--adafactor-clip 2.0 (was 1.0)",
+        "--adam-beta2 0.95 (was 0.999)",
         "--chat-template llama2 (was plain)",
         "--mask-prob 0.3 (was 0.15)",
         f"{source.meta['threads'] + 1} CPU threads a rank (was {source.meta['threads']}); results differ by rounding",

@@ -14,12 +14,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-OnResume = Literal["must match", "schedule", "noted", "free"]
+OnResume = Literal["must match", "schedule", "noted", "rounding", "free"]
 """What happens if a run resumes with a value that differs from the checkpoint's:
 
     must match   the new value is refused
     schedule     the new value is refused, unless --override-schedule or --use-checkpoint-schedule selects a value
     noted        the new value is accepted, and both values are reported, because the new value affects later steps
+    rounding     the new value is accepted, and both values are reported if the new value changes the order of sums
+                 (`Option.rounds_over`), so that results differ by rounding
     free         the new value is accepted
 """
 
@@ -151,6 +153,9 @@ class Option:
     """Name of the option's table in TOML files of an earlier version."""
     on_resume: OnResume | None = None
     """What happens on resume if the value differs (`OnResume`); None for the section's default."""
+    rounds_over: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """For on_resume "rounding": the condition under which another value changes the order of sums: "tp", "cp", "ep" or
+    "data" (dp and cp) -> least number of ranks, or {"gpu": 1} for an option that has an effect only on GPUs."""
     bench: Bench | None = None
     """How `mega bench` treats the option (`Bench`); None for the section's default."""
     evaluated: bool | None = None

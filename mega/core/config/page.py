@@ -55,6 +55,8 @@ Columns:
   *schedule*: the run is refused, unless `--override-schedule` (use this run's schedule) or `--use-checkpoint-schedule`
   is given. Lengths are compared in samples, so `--steps` and `--global-batch` change a schedule derived from them.
   *noted*: the value is accepted, and both values are reported, because the new value changes the run's results.
+  *rounding*: the value is accepted, and both values are reported where the new value changes the order of sums, so that
+  results differ by rounding: with several ranks, or on a GPU for `--deterministic` and `--optimizer-offload`.
   *free*: the value is accepted. Exceptions: with `--position learned`, `--positions` must match, so a different
   `--seq-length` needs `--positions`; with `--steps`, a different `--global-batch` is refused if the data would run out
   (give `--samples` instead).

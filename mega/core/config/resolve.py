@@ -162,7 +162,11 @@ def data_parallel(run: AnyRun, world: int) -> int:
 def gathers_experts(run: RunConfig) -> bool:
     """Return whether all tokens are gathered on the ranks that share experts. Otherwise the ranks exchange rows, which
     moves less data if there are more ranks than experts per token."""
-    dispatch = run.parallel.expert_dispatch
+    return gathers_by(run, run.parallel.expert_dispatch)
+
+
+def gathers_by(run: RunConfig, dispatch: str) -> bool:
+    """Return the result of `gathers_experts` for another value of --expert-dispatch."""
     return run.parallel.ep <= run.model.experts_chosen if dispatch == "auto" else dispatch == "all-gather"
 
 
@@ -330,6 +334,13 @@ def overlaps_exchanges(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> bool:
     """
     asked = run.parallel.tp_overlap
     return no_overlap_reason(run, tflops) is None if asked is None else asked
+
+
+def is_all_to_all(run: RunConfig) -> bool:
+    """Return whether --cp-comm auto is all-to-all in a resolved run, namely if the context ranks divide the heads of a
+    tensor rank."""
+    heads = (run.model.heads // run.parallel.tp, run.model.kv_heads // run.parallel.tp)
+    return all(each % run.parallel.cp == 0 for each in heads)
 
 
 def gated_ffn(hidden: int) -> int:

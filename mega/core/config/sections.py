@@ -115,7 +115,7 @@ class DenseOptions(Section):
         megatron="--make-vocab-size-divisible-by",
         within=COUNT,
         most=2**31 - 1,
-        on_resume="free",
+        on_resume="rounding",
     )
     mask_padded_vocab: bool = option(
         True,
@@ -531,6 +531,7 @@ class PrecisionOptions(Section):
         1.0,
         "minimum of the dynamic loss scale",
         megatron={"--min-loss-scale": VALUE, "--min-scale": VALUE},
+        on_resume="noted",
         within=POSITIVE,
         read_with={"dtype": ("fp16",)},
     )
@@ -538,6 +539,7 @@ class PrecisionOptions(Section):
         1000,
         "number of steps without overflow after which the loss scale doubles",
         megatron="--loss-scale-window",
+        on_resume="noted",
         unit="steps",
         within=COUNT,
         read_with={"dtype": ("fp16",)},
@@ -546,6 +548,7 @@ class PrecisionOptions(Section):
         2,
         "number of overflows after which the loss scale halves",
         megatron="--hysteresis",
+        on_resume="noted",
         within=COUNT,
         read_with={"dtype": ("fp16",)},
     )
@@ -627,6 +630,8 @@ class ParallelOptions(Section):
         megatron={
             "--moe-token-dispatcher-type": {"allgather": "all-gather", "alltoall": "all-to-all", "flex": "all-to-all"}
         },
+        on_resume="rounding",
+        rounds_over={"ep": 2},
         read_with={"ep": SEVERAL},
     )
     cp_comm: Literal["auto", "ring", "all-to-all"] = option(
@@ -634,6 +639,8 @@ class ParallelOptions(Section):
         "communication of attention across context ranks; auto is all-to-all if the number of ranks divides "
         "the number of key/value heads, otherwise ring",
         megatron={"--cp-comm-type": {"p2p": "ring", "a2a": "all-to-all"}},
+        on_resume="rounding",
+        rounds_over={"cp": 2},
         read_with={"cp": SEVERAL},
         evaluated=True,
     )
@@ -641,6 +648,8 @@ class ParallelOptions(Section):
         False,
         "split the tokens of norms, dropout and residuals over the tensor-parallel ranks",
         megatron={"--sequence-parallel": True},
+        on_resume="rounding",
+        rounds_over={"tp": 2},
         common=True,
         layout=True,
         read_with={"tp": SEVERAL},
@@ -661,6 +670,8 @@ class ParallelOptions(Section):
         1,
         "number of model chunks per pipeline rank (interleaving)",
         megatron="--num-virtual-stages-per-pipeline-rank",
+        on_resume="rounding",
+        rounds_over={"data": 3},
         within=COUNT,
         layout=True,
     )
@@ -674,6 +685,8 @@ class ParallelOptions(Section):
     stage_layers: tuple[int, ...] = option(
         (),
         "number of blocks in each stage, if the stages differ [equal numbers]",
+        on_resume="rounding",
+        rounds_over={"data": 3},
         within=COUNT,
         layout=True,
         evaluated=True,
@@ -701,6 +714,8 @@ class ParallelOptions(Section):
                 "optim_grads_params": "3",
             },
         },
+        on_resume="rounding",
+        rounds_over={"data": 2},
         within=ZERO_STAGE,
         layout=True,
     )
@@ -708,6 +723,8 @@ class ParallelOptions(Section):
         40_000_000,
         "minimum number of elements in a gradient bucket",
         megatron={"--zero-reduce-bucket-size": VALUE, "--ddp-bucket-size": VALUE},
+        on_resume="rounding",
+        rounds_over={"data": 3},
         unit="elements",
         within=COUNT,
     )
@@ -751,6 +768,7 @@ class BatchOptions(Section):
         None,
         "number of samples in one forward pass of a rank",
         megatron={"--micro-batch-size": VALUE, "--batch-size": VALUE},
+        on_resume="rounding",
         common=True,
         within=COUNT,
         most=2**26,
@@ -961,6 +979,8 @@ class OptimizerConfig(Section):
         False,
         "keep master weights and moments in host memory, and run the optimizer update on the host",
         megatron={"--optimizer-cpu-offload": True, "--zero-offload": {"cpu": "true", "none": "false"}},
+        on_resume="rounding",
+        rounds_over={"gpu": 1},
     )
 
 
@@ -1375,6 +1395,7 @@ class MaskingConfig(Section):
     decoder_seq_length: int = option(
         128,
         "number of decoder tokens in a T5 sample",
+        on_resume="noted",
         megatron="--decoder-seq-length",
         within=COUNT,
         most=2**26,
@@ -1818,7 +1839,12 @@ class RuntimeConfig(Section):
         evaluated=True,
     )
     deterministic: bool = option(
-        False, "make the run bitwise reproducible", megatron={"--deterministic-mode": True}, evaluated=True
+        False,
+        "make the run bitwise reproducible",
+        megatron={"--deterministic-mode": True},
+        on_resume="rounding",
+        rounds_over={"gpu": 1},
+        evaluated=True,
     )
     audit_interval: int = option(
         100,

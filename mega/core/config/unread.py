@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega.core.config.option import Range
-from mega.core.config.run import Options, entries, flag_of, is_set_to, value_of
+from mega.core.config.run import Options, RunConfig, entries, flag_of, is_set_to, value_of
 from mega.core.config.schema import Entry
 from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
@@ -30,11 +30,17 @@ def unread(options: Options, bench: str | None = None) -> Iterator[str]:
         value = value_of(options, name)
         if value == entry.default or (bench is not None and entry.option.bench != bench):
             continue
-        readers = entry.option.read_with
-        if readers and not any(is_set_to(options, other, valid) for other, valid in readers.items()):
-            yield f"{_shown(entry, value)}: changes nothing without {_listed(readers)}"
+        if not is_read(options, entry):
+            yield f"{_shown(entry, value)}: changes nothing without {_listed(entry.option.read_with)}"
         elif name in _FILES and kind is not None and name not in (*TOKENIZERS[kind], *ALSO_READ.get(kind, ())):
             yield f"{_shown(entry, value)}: changes nothing, {kind} does not read it"
+
+
+def is_read(options: Options | RunConfig, entry: Entry) -> bool:
+    """Return whether an option has the effect that `Option.read_with` describes: at least one of the other options has
+    one of the values there, or there are none."""
+    readers = entry.option.read_with
+    return not readers or any(is_set_to(options, other, valid) for other, valid in readers.items())
 
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")

@@ -5,5 +5,6 @@ saver     the content of a checkpoint, saved immediately or in the background
 proving   verdicts on saved steps: good or suspect
 memory    copies in the memory of hosts, from which restarted ranks resume
 resume    the checkpoint from which a run starts, and restoring the run's state
+rounding  what changes the order of sums in a run that resumes
 rollback  restoring an earlier state during a run
 """

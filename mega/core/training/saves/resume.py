@@ -24,8 +24,9 @@ from mega.core.checkpoint.own.store import CheckpointStore, locate, store_at
 from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.config.resolve import with_head
 from mega.core.config.retriever import with_retriever
-from mega.core.config.run import RunConfig, flag_of, options_with, value_of
+from mega.core.config.run import RunConfig, entries, flag_of, options_with, value_of
 from mega.core.config.sections import LABELLED
+from mega.core.config.unread import is_read
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
 from mega.core.family import family
@@ -33,6 +34,7 @@ from mega.core.files import url_of
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.saves.rounding import as_json, device_change, rounding_changes, shown
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import Progress, TrainState
 from mega.core.untrusted import Json, below, numbers_below
@@ -290,10 +292,11 @@ def _noted_changes(run: RunConfig, stored: Mapping[str, Json]) -> Iterator[str]:
     """Yield each option whose change is reported, with its value here and in the checkpoint. stored: the checkpoint's
     options by name."""
     for name in options_with(on_resume="noted"):
-        value = value_of(run, name)
-        comparable_value = list(value) if isinstance(value, tuple) else value
-        if name in stored and stored[name] != comparable_value:
-            yield f"{flag_of(name)} {_shown(comparable_value)} (was {_shown(stored[name])})"
+        if not is_read(run, entries()[name]):
+            continue
+        value = as_json(value_of(run, name))
+        if name in stored and stored[name] != value:
+            yield f"{flag_of(name)} {shown(value)} (was {shown(stored[name])})"
 
 
 def _schedule_changes(run: RunConfig, point: ResumePoint) -> Iterator[str]:
@@ -310,27 +313,50 @@ def _schedule_changes(run: RunConfig, point: ResumePoint) -> Iterator[str]:
         yield f"{flag} {value} (was {stored_value})"
 
 
-def differences(
-    run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh, threads: int | None = None
+def _order_changes(
+    run: RunConfig,
+    meta: Mapping[str, Json],
+    stored: Mapping[str, Json],
+    mesh: Mesh,
+    threads: int | None,
+    gpu: bool | None,
 ) -> Iterator[str]:
-    """Yield messages about differences from the checkpoint: options, layout, and the content of token files.
-
-    threads: the value of `Device.threads`. The schedule is compared only with --override-schedule, because otherwise
-    schedules.py refuses a different schedule.
-    """
-    sections = below(point.checkpoint.meta, "config")
-    stored = {name: value for section in sections for name, value in below(sections, section).items()}
+    """Yield what changes the order of sums: the layout, otherwise the number of threads; options and the device. meta,
+    stored: the checkpoint's metadata, and its options by name."""
     sizes = {name: size for name, size in mesh.sizes.items() if size > 1}
-    stored_sizes = numbers_below(point.checkpoint.meta, "layout") or sizes
+    stored_sizes = numbers_below(meta, "layout") or sizes
     layout = {name: size for name, size in stored_sizes.items() if size > 1}
     for name in ("ep", "etp") if run.model.experts else ():
         current, before = value_of(run, name), stored.get(name)
         sizes |= {name: current} if current > 1 else {}
         layout |= {name: before} if isinstance(before, int) and before > 1 else {}
     if layout != sizes:
-        yield f"not as in the checkpoint: {_layout(sizes)} (was {_layout(layout)}); results differ by rounding"
-    elif None not in (threads, before := point.checkpoint.meta.get("threads")) and threads != before:
-        yield f"not as in the checkpoint: {threads} CPU threads a rank (was {before}); results differ by rounding"
+        yield f"{_layout(sizes)} (was {_layout(layout)})"
+    elif None not in (threads, before := meta.get("threads")) and threads != before:
+        yield f"{threads} CPU threads a rank (was {before})"
+    if changes := [*rounding_changes(run, stored, mesh, gpu), *filter(None, [device_change(meta, gpu)])]:
+        yield ", ".join(changes)
+
+
+def differences(
+    run: RunConfig,
+    point: ResumePoint,
+    data: Datasets,
+    mesh: Mesh,
+    threads: int | None = None,
+    gpu: bool | None = None,
+) -> Iterator[str]:
+    """Yield messages about differences from the checkpoint: options, layout, and the content of token files.
+
+    threads: the value of `Device.threads`. gpu: whether ranks have GPUs; None if this is unknown. The schedule is
+    compared only with --override-schedule, because otherwise schedules.py refuses a different schedule.
+    """
+    sections = below(point.checkpoint.meta, "config")
+    stored = {name: value for section in sections for name, value in below(sections, section).items()}
+    for change in _order_changes(run, point.checkpoint.meta, stored, mesh, threads, gpu):
+        yield f"not as in the checkpoint: {change}; results differ by rounding"
+    if not run.checkpoint.load_optim:
+        yield "not as in the checkpoint: --no-load-optim, so the optimizer's state begins afresh"
     changes = [*_noted_changes(run, stored), *_schedule_changes(run, point)]
     if changes:
         yield f"not as in the checkpoint: {', '.join(changes)}"
@@ -415,10 +441,6 @@ def _length(values: Mapping[str, object]) -> tuple[str, int]:
     return f"--steps {steps}", (steps or 0) * integers.get("global_batch", 0)
 
 
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-
-
 def _truest(weight: Piece, checkpoint: StoredWeights) -> Piece:
     """Return the piece of the master weight if the checkpoint contains it; otherwise the piece of the weight."""
     master = weight.key.replace("weights/", "master/", 1)
@@ -483,7 +505,7 @@ def _same_model(run: RunConfig, point: ResumePoint) -> None:
     if differ:
         advice = "" if run.checkpoint.use_checkpoint_config else " (or give --use-checkpoint-config)"
         lines = [
-            f"{flag_of(name)} {_shown(requested[name])}: the checkpoint {checkpoint.path} has {_shown(stored[name])}; "
+            f"{flag_of(name)} {shown(requested[name])}: the checkpoint {checkpoint.path} has {shown(stored[name])}; "
             f"must be the same{advice}"
             for name in differ
         ]

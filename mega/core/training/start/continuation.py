@@ -66,10 +66,16 @@ def planned(
 
 
 def differing(
-    inputs: Inputs, point: ResumePoint | None, mesh: Mesh, threads: int | None, overlaps: bool, step: int
+    inputs: Inputs,
+    point: ResumePoint | None,
+    mesh: Mesh,
+    threads: int | None,
+    gpu: bool | None,
+    overlaps: bool,
+    step: int,
 ) -> Iterator[str]:
-    """Yield messages about the checkpoint from which a run starts, and about differences from that checkpoint. threads:
-    the value of `Device.threads`. overlaps: `TrainState.overlaps`. step: the step of the checkpoint."""
+    """Yield messages about the checkpoint from which a run starts, and about differences from that checkpoint. threads,
+    gpu: as in `differences`. overlaps: `TrainState.overlaps`. step: the step of the checkpoint."""
     if point is None:
         return
     run = inputs.run
@@ -81,7 +87,7 @@ def differing(
         names = ", ".join(new if len(new) <= MOST_NAMES else [*new[:3], f"and {len(new) - 3} more"])
         yield f"not in the checkpoint, begin at their initial values: {names}"
     if not point.weights_only:
-        yield from differences(run, point, inputs.datasets, mesh, threads)
+        yield from differences(run, point, inputs.datasets, mesh, threads, gpu)
         if difference := overlap_difference(run, point, overlaps):
             yield difference
     if mesh.rank == 0 and (words := untrained_tokens(run, inputs.tokenizer, point.base or point.checkpoint)):

@@ -86,17 +86,26 @@ def _compare(inputs: Inputs, world: int, report: Callable[[str], None]) -> tuple
         steps, _ = planned(inputs, point, progress, report)
     else:  # a dry run may omit the length
         check_no_newer(run, progress.step)
-    for line in differing(inputs, point, build_mesh(run, 0, world), _threads(run), overlaps, progress.step):
+    gpu = _on_gpu(run)
+    for line in differing(inputs, point, build_mesh(run, 0, world), _threads(run, gpu), gpu, overlaps, progress.step):
         report(line)
     if point is not None and steps is not None and progress.step >= steps:
         report(nothing_left(steps))
     return overlaps, overlapped
 
 
-def _threads(run: RunConfig) -> int | None:
-    """Return the number of CPU threads of a rank of this run; None if ranks have GPUs, or are on other machines."""
+def _on_gpu(run: RunConfig) -> bool | None:
+    """Return whether the ranks of this run have GPUs; None if this is unknown, as they are on other machines."""
+    runtime = run.runtime
+    if runtime.device == "auto":
+        return None if runtime.world is not None else has_cuda()
+    return runtime.device == "cuda"
+
+
+def _threads(run: RunConfig, gpu: bool | None) -> int | None:
+    """Return the number of CPU threads of a rank of this run; None on GPUs, and if ranks are on other machines."""
     runtime, world = run.runtime, world_from_env()
-    if runtime.world is not None or runtime.device == "cuda" or (runtime.device == "auto" and has_cuda()):
+    if gpu is not False or runtime.world is not None:
         return None
     return threads((runtime.nproc or 1) if world.source == "alone" else world.local_size)
 

@@ -64,7 +64,8 @@ def introduce(
     if point is None:
         return
     step = state.progress.step if saved is None else saved
-    for line in differing(inputs, point, state.mesh, state.device.threads, state.overlaps, step):
+    device = state.device
+    for line in differing(inputs, point, state.mesh, device.threads, device.is_cuda, state.overlaps, step):
         report(line)
     if state.progress.step >= steps:
         report(nothing_left(steps))
