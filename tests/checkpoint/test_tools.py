@@ -345,6 +345,13 @@ def test_verbs(tmp_path: Path) -> None:
     proven = run(verbs.app, ["verify", str(tmp_path / "a")]).output.splitlines()
     assert proven[0].endswith(" bytes, good") and proven[1].endswith(" bytes, suspect: it blew up")
     assert "suspect: it blew up" in " ".join(run(verbs.app, ["show", str(tmp_path / "a/step-0000002")]).output.split())
+    weights = next(store.path(1).glob("rank-*.safetensors"))
+    weights.write_bytes((before := weights.read_bytes())[:-1] + b"x")
+    damaged = run(verbs.app, ["show", str(store.path(1))]).output
+    assert "verdict on the training: good\n" in damaged  # the bytes are another question, which another command answers
+    assert f"bytes: not checked; `mega checkpoint verify {store.path(1)}` checks them" in " ".join(damaged.split())
+    assert run(verbs.app, ["verify", str(store.path(1))]).exit_code == 1
+    weights.write_bytes(before)
     store.set_verdicts({})
     listed = run(verbs.app, ["show", "--tensors", str(tmp_path / "a")])
     assert "w " in listed.output

@@ -38,8 +38,9 @@ def test_a_run_and_a_resumed_one_introduce_themselves(tmp_path: Path, capsys: py
     assert [line[:10] for line in said if line.startswith("step ")] == ["step  1/11", "step 10/11", "step 11/11"]
     assert main(["checkpoint", "show", str(tmp_path), "--tensors"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith(f"{tmp_path / 'step-0000011'}: step 11, ") and shown[0].endswith(", good")
-    assert shown[1:3] == [said[0], said[1]] and shown[3].startswith("loss: ") and shown[4].startswith("written: ")
+    assert shown[0].startswith(f"{tmp_path / 'step-0000011'}: step 11, ") and shown[0].endswith(" bytes")
+    assert shown[1] == "verdict on the training: good" and shown[2].startswith("bytes: not checked; ")
+    assert shown[3:5] == [said[0], said[1]] and shown[5].startswith("loss: ") and shown[6].startswith("written: ")
     assert ["weights/model.layers.0.self_attn.q_proj.weight", "8", "x", "8", "float32"] in map(str.split, shown)
     assert main([*run, "--steps", "12", "--resume", "auto", "--dtype", "bf16", "--override-schedule"]) == 0
     said = capsys.readouterr().out.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -59,7 +60,9 @@ def show_checkpoint(
         print_whole(json.dumps(_summary(checkpoint, tensors, about(checkpoint)), indent=2) + "\n")
         return
     contents = f"{checkpoint.world} files, {checkpoint.bytes:,} bytes"
-    print(f"{checkpoint.path}: step {checkpoint.step}, {contents}, {inspect.verdict_of(checkpoint)}")
+    print(f"{checkpoint.path}: step {checkpoint.step}, {contents}")
+    print(f"verdict on the training: {inspect.verdict_of(checkpoint)}")
+    print(f"bytes: not checked; `mega checkpoint verify {shlex.quote(str(path))}` checks them")
     for name, value in about(checkpoint).items():
         print(f"{name}: {f'{value:.6f}' if isinstance(value, float) else value}")
     head: tuple[str, ...] = ("tensor", "shape", "dtype") if tensors else ("kind", "tensors", "elements", "dtype")
