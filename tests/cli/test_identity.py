@@ -213,6 +213,33 @@ def test_the_page_has_the_rules() -> None:
         assert f"| {' | '.join(row)} |" in page, verb
 
 
+def test_the_page_gives_a_checkpoint_more_tokens(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reserved rows take new tokens; otherwise transformers adds rows. --vocab and the permission add none."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "identity.md").read_text()
+    block = re.search(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    made("convert-llama", "--load-dir", place.folder / "text", "--save-dir", "first-hf", "--to", "hf")
+    exec(compile(block[1], "identity.md", "exec"), {})
+    larger = ["--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", "larger/tokenizer.json"]
+    chat = ["finetune", *STEP, *place.talks, "--chat-template", "chatml"]
+    reserving = ["pretrain", *SHAPE, *STEP, *place.same, "--data-path", place.tokens, "--split", "1,0,0"]
+    capsys.readouterr()
+    assert ours(*reserving, "--load", place.folder / "text", "--vocab", "520", "--save", "x") == 2
+    assert "--vocab 520: the checkpoint " in capsys.readouterr().err
+    for allowed, message in (([], "has a tokenizer of its own"), (["--allow-tokenizer-mismatch"], "and Hugging")):
+        assert ours(*chat, "--load", place.folder / "text", *larger, *allowed, "--save", "x") == 2
+        assert message in capsys.readouterr().err
+    made(*chat, "--load", "larger", "--save", "resized")
+    assert "vocabulary 514;" in capsys.readouterr().out
+    made(*reserving, "--vocab", "520", "--save", "reserved")
+    made(*chat, "--load", "reserved", *larger, "--allow-tokenizer-mismatch", "--save", "filled")
+    assert "vocabulary 520;" in capsys.readouterr().out
+
+
 def test_what_an_earlier_version_noted_is_taken(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """A hash of all files, as of a tokenizer.json with the files next to it; damaged notes say nothing."""
     from mega.core.text.build import build
