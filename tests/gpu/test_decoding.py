@@ -39,7 +39,7 @@ def engine(family: str, kind: str, graphs: bool) -> Any:
     return engine_on(stage.eval(), Mesh.at(0), device, EngineOptions(max_requests=16, cuda_graph=graphs))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, model in FAMILIES.items() if model.attention_softcap is None])
 def test_graphs_change_nothing(family: str, caplog: pytest.LogCaptureFixture) -> None:
     hows = [Sampling(seed=at) if at % 2 else GREEDY for at in range(9)]
     asked = [Request(prompt=prompt, tokens=3 + 2 * at, sampling=hows[at]) for at, prompt in enumerate(prompts(9))]

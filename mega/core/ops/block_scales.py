@@ -57,8 +57,9 @@ def quantise(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, tor
     padded = torch.nn.functional.pad(x, padding) if any(padding) else x
     largest = padded.reshape(*stack, rows, block[0], columns, block[1]).abs().amax((-3, -1))
     largest = largest.bfloat16().float().clamp(min=TINY)
-    factor = expanded(LIMIT / largest, tuple(x.shape), block)
-    return (x.float() * factor).to(FORWARD), largest / LIMIT
+    limit = torch.full_like(largest, LIMIT)  # with a Python number torch multiplies by a reciprocal, rounding twice
+    factor = expanded(limit / largest, tuple(x.shape), block)
+    return (x.float() * factor).to(FORWARD), largest / limit
 
 
 def dequantise(narrow: torch.Tensor, inverse: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
