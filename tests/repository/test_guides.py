@@ -164,6 +164,8 @@ def _typed(guide: str, line: str) -> str | None:
     if verb == "pretrain":
         more += " " + SHORT.get(guide, "")
         if "recipes/" in line:
+            # runs/ has small runs in place of the recipes' own; a dry run would compare the recipe with them
+            line = line.replace("--save runs/", "--save planned/")
             return line if "--dry-run" in line else f"{line} --dry-run"
     return f"{line} {more}"
 
