@@ -98,7 +98,7 @@ class AheadDrafts:
         return draft_step(runs, [each.numbers[min(depth, len(each.numbers) - 1)] for each in asked], self._block)
 
     def _run(self, asked: Guessed, depth: int, first: int, end: int) -> DraftRun:
-        """Return a run over the positions `first` to `end` - 1, each with the token that follows depth + 1 positions
+        """Return a run over the positions `first` to `end` - 1, each with the token that is depth + 1 positions
         later."""
         row, depths = asked.request * self._worker.depths, self._worker.depths
         known = list(asked.ids[first + depth + 1 : end + depth + 1])

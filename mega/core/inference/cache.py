@@ -87,8 +87,8 @@ class Blocks:
         self._users[block] += 1
 
     def release(self, block: int) -> int:
-        """Remove a user from a block. If this was the last user, reserve one block instead and return 1; otherwise
-        return 0."""
+        """Remove a user from a block. If this was the last user, the block becomes available, one block is reserved in
+        its place, and 1 is returned; otherwise, 0 is returned."""
         self._users[block] -= 1
         if self._users[block]:
             return 0

@@ -59,7 +59,7 @@ class Capacity:
         ]
 
     def with_draft(self, draft: DraftSize, size: int) -> Capacity:
-        """Return this capacity, extended by the memory of a draft model. size: tokens per block."""
+        """Return a copy of this capacity that includes the memory of a draft model. size: tokens per block."""
         cache = draft.blocks(self.limits.cache, size) * size * draft.token
         return replace(self, draft_weights=draft.weights, draft_cache=cache)
 
@@ -78,8 +78,8 @@ class DraftSize:
     requests: int
 
     def blocks(self, cache: int, size: int) -> int:
-        """Return the number of blocks in the draft model's cache. This cache stores the sequences in the model's cache
-        of `cache` tokens, the guesses after each sequence, and one block of padding."""
+        """Return the number of blocks in the draft model's cache. This cache stores the sequences that are in the
+        model's cache (of `cache` tokens), the guesses after each sequence, and one block of padding."""
         return -(-(min(self.requests * self.sequence, cache) + self.requests * MOST) // size) + 1
 
     def fitting_blocks(self, share: int, token: int, size: int) -> int:
@@ -135,7 +135,8 @@ def token_bytes(
 
 
 def neighbour_bytes(model: Architecture, itemsize: int, requests: int) -> int:
-    """Return the bytes that a model with a retriever stores for its sequences between steps; 0 for other models.
+    """Return the number of bytes that a model with a retriever stores for its sequences between steps; 0 for other
+    models.
 
     Each layer that reads neighbours stores the keys and values of the last chunk's neighbours. In addition, the hidden
     states of the current chunk are stored once per sequence.
@@ -203,9 +204,9 @@ def expected(
     guesses: bool = False,
     draft: ModelConfig | None = None,
 ) -> Capacity:
-    """Return the capacity that a server will have. itemsize: bytes per element. room: free bytes on each device, or on
-    the host that all CPU ranks share. retriever: bytes that a retriever uses on the device. guesses: as in
-    `token_bytes`. draft: the model that guesses tokens.
+    """Return the capacity that a server will have. itemsize: bytes per element of weights and cache. room: free bytes
+    on each device, or on the host that all CPU ranks share. retriever: bytes that a retriever uses on the device.
+    guesses: as in `token_bytes`. draft: the model that guesses tokens.
 
     Errors: ValueError if the weights leave too little memory.
     """

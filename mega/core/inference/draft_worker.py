@@ -32,8 +32,9 @@ CHUNK = 512
 class AheadWorker:
     """Runs the steps that guess tokens on one rank of the model. Ranks of earlier stages only receive the results.
 
-    worker: this rank's worker, whose steps are changed to store hidden states. blocks, block: number and size of the
-    blocks in the worker's cache. graphs: whether to capture steps, if attention permits.
+    worker: this rank's worker, whose steps this class changes to store hidden states. blocks, block: number and size of
+    the blocks in the worker's cache. graphs: whether to capture steps as CUDA graphs, if the attention implementation
+    permits.
     """
 
     def __init__(self, worker: Worker, blocks: int, block: int, *, graphs: bool):
@@ -63,7 +64,7 @@ class AheadWorker:
         self.states.index_copy_(0, self._worker.cache.slots, normed)
 
     def _read(self, depth: int) -> torch.Tensor:
-        """Return the input of a depth for the tokens of the current step, [tokens, h]."""
+        """Return the input of a depth, [tokens, h], for the tokens of the current step."""
         if depth == 0:
             return self.states.index_select(0, self.cache.slots)
         return self._streams[depth - 1][: len(self.cache.slots)]

@@ -24,11 +24,11 @@ class DraftRun(NamedTuple):
     """Consecutive positions of a sequence in a step that guesses tokens."""
 
     tokens: Integers  # int64 [t]; negative values are `from_request` placeholders
-    first: int  # the first position
+    first: int  # position of the first token
     blocks: Sequence[int]  # blocks of the sequence in the cache
     number: int  # unique number of the sequence
-    request: int  # as in `Step.requests`
-    offset: int = 0  # as in `Step.offsets`
+    request: int  # the run's value in `Step.requests`
+    offset: int = 0  # offset from positions to rows of the rotary tables
 
 
 def draft_step(runs: Sequence[DraftRun], numbers: Sequence[tuple[float, ...]], size: int) -> Step:
@@ -137,7 +137,7 @@ class ModelDrafts:
         return True
 
     def _catch_up(self, asked: Guessed) -> None:
-        """Compute the tokens that are not in the cache, in chunks, except the last chunk."""
+        """Compute, in chunks, tokens that are not in the cache, until at most one chunk is left."""
         cached = self._cached[asked.number]
         while len(asked.ids) - cached.computed > self._chunk:
             tokens = np.array(asked.ids[cached.computed : cached.computed + self._chunk], dtype=np.int64)

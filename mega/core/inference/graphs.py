@@ -67,7 +67,7 @@ class StepGraphs:
     (replaced in tests). agree: function that returns the first error of any rank, on all ranks of the step. Ranks must
     agree, because a graph that only some ranks replay would wait forever.
 
-    The first step of a shape is computed without a graph, then captured. If the capture fails or the graph gives a
+    The first step of a shape is computed without a graph, then captured. If the capture fails or the graph produces a
     different result, capturing is disabled and the reason is logged as a warning.
     """
 
@@ -117,7 +117,7 @@ class StepGraphs:
             return self._recorded[shape].play(step, cargo)
         graph = _Graph(self._decode, self._cache, self._parts(shape), self._latest, self._ends, cargo)
         out = graph.compute(step, cargo).clone()
-        if not out.numel():  # without an output to compare, a later step is captured instead
+        if not out.numel():  # no output to compare, so a later step is captured
             return out
         problem = self._problem(lambda: graph.record(self._record))
         problem = problem or self._problem(lambda: _check(graph.play(step, cargo), out))

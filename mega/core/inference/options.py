@@ -85,8 +85,8 @@ class EngineOptions(VerbSection):
                 raise ValueError(f"--cuda-graph: excludes {flag}")
 
     def check_speculation(self, adapter: Collection[str] = ()) -> None:
-        """Check --speculate. Errors: ValueError if the draft model does not exist, or if another flag excludes
-        --speculate."""
+        """Check --speculate. Errors: ValueError if the draft model does not exist, or if --speculate cannot be combined
+        with another flag that was given."""
         excluded = {
             "--batch-invariant": self.batch_invariant,
             "--adapter": self.speculate == MTP and bool(adapter),
@@ -198,8 +198,8 @@ class SamplingOptions(VerbSection):
     seed: int | None = option(None, "random seed; the same seed gives the same text [0]")
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, under the field names of `Sampling`. Errors: ValueError if --greedy
-        excludes one of the options."""
+        """Return the options that were given, under the field names of `Sampling`. Errors: ValueError if one of the
+        options cannot be combined with --greedy."""
         if self.greedy and self.temperature:
             raise ValueError(
                 f"--temperature {self.temperature:g}: excludes --greedy, which draws nothing; give one of them"

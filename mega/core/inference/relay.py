@@ -30,7 +30,7 @@ STOP, STEP, DRAFT = 0, 1, 2
 """Kinds of messages. DRAFT: a step that guesses tokens; the content begins with the depth."""
 
 FIRST = 2048
-"""Length of the first array of a broadcast."""
+"""Length of the first array that is broadcast for a message."""
 
 RING, PIECE = 16, 1 << 14
 """Number of slots in the ring, and number of integers per slot. The first integer of a slot is the length of its

@@ -99,7 +99,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs (id, value to add to the id's logit), sorted by id."""
     seed: int | None = None
-    """The same seed gives the same answer in any batch and layout. None: a random seed for each request."""
+    """The same seed produces the same answer in any batch and layout. None: a random seed for each request."""
 
     def __post_init__(self) -> None:
         rule = f"must be a number from 0 (takes the likeliest) to {MOST_TEMPERATURE:g}"

@@ -44,7 +44,8 @@ class Retriever(Protocol):
         """Device memory in bytes that the retriever uses."""
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
-        """Return the neighbours of chunks, int64 [n, chunk]. A chunk's neighbours depend only on its tokens."""
+        """Return the neighbours of n chunks. chunks: tokens, int64 [n, chunk]. A chunk's neighbours depend only on its
+        tokens."""
 
 
 OpenRetriever: TypeAlias = Callable[[ModelConfig, Tokenizer, str], Retriever]
@@ -97,8 +98,8 @@ def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Seque
 
 @dataclass(eq=False)
 class _ReadSequence(ReadingSequence):
-    """A sequence with the tokens of its current chunk, and the sources of neighbours that were read but not
-    reported."""
+    """A sequence with the tokens of its current chunk, and the sources of neighbours that the model has read and that
+    have not been reported yet."""
 
     tokens: list[int] = field(default_factory=list)
     cited: list[Citation] = field(default_factory=list)
@@ -119,7 +120,7 @@ class SequenceReader:
         self._sequences: OrderedDict[int, _ReadSequence] = OrderedDict()
 
     def step(self, step: Step, device: torch.device) -> NeighbourStep:
-        """Return the neighbours of the chunks that end in a step, from one call of the retriever."""
+        """With one call of the retriever, return the neighbours of the chunks that end in a step."""
         runs, chunks, owners, start = list[Run](), list[list[int]](), list[tuple[_ReadSequence, int]](), 0
         for number, count, length in zip(step.sequences, step.counts.tolist(), step.lengths.tolist(), strict=True):
             first, sequence = length - count, self._sequence(int(number), length == count)

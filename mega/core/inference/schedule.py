@@ -357,8 +357,8 @@ class Scheduler:
         return step
 
     def _group_of_next(self) -> int:
-        """Return the group for a request whose first token is chosen in this step. This is the step's group, whose next
-        step starts after the token is known, or the smallest group if that group is much smaller."""
+        """Return the group for a request whose first token is chosen in this step: the step's group, because its next
+        step starts after the token is known, or the smallest group if it is much smaller."""
         if self._groups == 1:
             return 0
         sizes = [0] * self._groups
@@ -407,8 +407,8 @@ class Scheduler:
         answer.sequences = [CachedSequence(sequence.ids, [], prefix=self._root(answer))]
 
     def _root(self, answer: InFlight) -> int:
-        """Return the prefix of a request's first block. The prefix depends on the adapter and on LongRoPE's factors,
-        because the cached keys depend on both."""
+        """Return the id of the empty prefix from which a request's cached blocks start. The id depends on the adapter
+        and on LongRoPE's factors, because the cached keys depend on both."""
         return ROOT - answer.adapter - answer.long * len(self._adapters)
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:

@@ -50,7 +50,7 @@ class Guessed(NamedTuple):
     longest: int  # maximum number of tokens in the sequence
     numbers: Sequence[tuple[float, ...]]  # rows of `Step.numbers`, one for each token to guess
     blocks: Sequence[int] = ()  # blocks of the sequence in the model's cache, which contains all tokens but the last
-    offset: int = 0  # as in `Step.offsets`
+    offset: int = 0  # offset from positions to rows of the rotary tables
 
 
 class Drafter(Protocol):
@@ -69,7 +69,7 @@ class Drafter(Protocol):
         """Remove a sequence that has ended."""
 
     def warm_up(self, counts: Sequence[int]) -> None:
-        """Run a step with runs of `counts` tokens before the first request, if the drafter computes such steps."""
+        """Before the first request, run a step with runs of `counts` tokens, if the drafter computes such steps."""
 
     def close(self) -> None: ...
 
@@ -117,7 +117,7 @@ class Confidence:
         if self.wrong >= UNSURE:
             self.active, self.right, self.expected = False, 0, []
             if self.pause:
-                self.wrong, self.reach = UNSURE - 1, 1  # after a pause, one step without a correct guess stops guessing
+                self.wrong, self.reach = UNSURE - 1, 1  # after a pause, one step without a correct guess ends guessing
             else:
                 self.wrong = 0
             self.rest, self.pause = self.pause, min(4 * self.pause, LONGEST_REST)

@@ -99,7 +99,7 @@ def engine_on(
     model, size = stage.architecture, options.block
     _check_graphs(options, model, device)
     vocab = min(model.input.vocab, options.vocab or model.input.vocab)
-    draft = _draft(options, stage, device, vocab) if mesh.model.first else None  # before the cache is sized
+    draft = _draft(options, stage, device, vocab) if mesh.model.first else None  # must precede the sizing of the cache
     worker = _worker(stage, mesh, device, options, vocab, adapters, retriever, None if draft is None else draft.size)
     blocks = worker.blocks
     relay = relay or relay_of(mesh)
@@ -259,7 +259,7 @@ def check_layout(
 def _blocks(
     stage: DecoderStage, mesh: Mesh, device: Device, options: EngineOptions, taken: int, draft: DraftSize | None
 ) -> int:
-    """Return the number of blocks in the cache, which is equal on all ranks. taken: bytes to reserve for later
+    """Return the number of blocks in the cache, which is identical on all ranks. taken: bytes to reserve for later
     allocations. draft: the draft model on this rank. Errors: ValueError if not even one sequence fits."""
     size, model = options.block, stage.architecture
     device.release()  # memory that the weights occupied in a wider format

@@ -29,8 +29,8 @@ NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "unif
 
 
 def from_request(index: int) -> int:
-    """Return a placeholder for an id that is not known yet, which is the last id that an earlier step chooses for the
-    request with index `index`.
+    """Return a placeholder for an id that is not known yet: the last id that an earlier step chooses for the request
+    with index `index`.
 
     >>> from_request(0), from_request(from_request(5))
     (-1, 5)

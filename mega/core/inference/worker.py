@@ -332,8 +332,8 @@ def paged_cache(
     pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
     capped = size.softcap is not None
     keeps = stage.ops.spread and not (invariant or any(windows) or capped) and pool.element_size() >= 4
-    # The ranks must use the same attention, because only some implementations support graphs, which all ranks must
-    # capture.
+    # The ranks must use the same attention: only some implementations support graphs, and either all ranks or none must
+    # capture graphs.
     attention, agree = stage.ops.paged_attention, partial(first_problem, axis=tp, device=device)
     for window in dict.fromkeys(windows):
         attention = INVARIANT if invariant else trusted(attention, pool[0], repeats, window, agree)

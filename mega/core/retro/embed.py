@@ -37,7 +37,8 @@ class Embedder(Protocol):
         """Return the number of tokens in a text."""
 
     def __call__(self, texts: Iterable[str]) -> NDArray[np.float32]:
-        """Return the vectors of texts, [texts, width]. A thread may iterate over the texts."""
+        """Return the vectors of texts, [texts, width]. The implementation may iterate over `texts` in another
+        thread."""
 
 
 class BertEmbedder:
@@ -113,7 +114,7 @@ class BertEmbedder:
 
 
 def open_embedder_of(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
-    """Return the embedder of a database's vectors. Errors: ValueError if `load` is a different model."""
+    """Return the embedder that computed a database's vectors. Errors: ValueError if `load` is a different model."""
     _, *dtype, length = manifest.embedder.split(" ") if " " in manifest.embedder else ("", "")
     if not length.isdecimal() or dtype not in ([], ["bf16"]):
         raise ValueError(f"{folder / manifest.NAME}: embedder {manifest.embedder!r}: is damaged; build it again")

@@ -104,8 +104,8 @@ def open_search(
 def search_bytes(
     folder: Path, manifest: DatabaseManifest, chunks: int, width: int, index: str | None, kind: str
 ) -> int:
-    """Return the bytes that the search of `open_search` needs on a device of type `kind`, for two blocks of vectors or
-    for an index in host memory. Errors: ValueError if `index` is not a description."""
+    """Return the number of bytes that the search of `open_search` needs on a device of type `kind`, for two blocks of
+    vectors or for an index in host memory. Errors: ValueError if `index` is not a description of a faiss index."""
     if index is None:
         return 2 * min(manifest.block_size, chunks) * width * np.dtype(np.float32).itemsize
     path = index_folder(folder, index) / "added.faissindex"
@@ -144,7 +144,7 @@ def build_index(
 
 
 def index_folder(folder: Path, index: str) -> Path:
-    """Return the folder of an index. Errors: ValueError if `index` is not a description."""
+    """Return the folder of an index. Errors: ValueError if `index` is not a description of a faiss index."""
     if not _NAME.fullmatch(index):
         raise ValueError(f"--index {index}: must be a description of faiss's index factory, such as IVF1024,Flat")
     return folder / "index" / "faiss" / index

@@ -78,8 +78,8 @@ def _check_corpora(retro: str, manifest: DatabaseManifest) -> None:
 
 
 def device_bytes(retrieval: RetrievalOptions, kind: str) -> int:
-    """Return the bytes that the retriever of `open_retriever` needs on a device of type `kind`. Errors: ValueError
-    naming flag or file."""
+    """Return the number of bytes that the retriever of `open_retriever` needs on a device of type `kind`. Errors:
+    ValueError naming flag or file."""
     retrieval.check()
     if retrieval.retro in (None, NOTHING):
         return 0

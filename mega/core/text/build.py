@@ -155,7 +155,7 @@ def _extended_sentencepiece(given: TokenizerFiles) -> Tokenizer:
 
 
 def _hugging_face(given: TokenizerFiles) -> Tokenizer:
-    """Build from --tokenizer-model, which is a tokenizer.json or a directory that contains this file."""
+    """Build a tokenizer from --tokenizer-model, which is a tokenizer.json or a directory that contains this file."""
     from mega.core.text.huggingface import HuggingFaceTokenizer
 
     path = given.tokenizer_model

@@ -1,4 +1,4 @@
-"""Encode texts with fast libraries. A library is used only if it gives the same ids as the reference encoder on all
+"""Encode texts with fast libraries. A library is used only if it produces the same ids as the reference encoder on all
 `PROBES`."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def first_equal(
     engines: Sequence[str] = ("fastokens",),
     texts: Sequence[str] = PROBES,
 ) -> tuple[str, Encode] | None:
-    """Return the name and encoder of the first library that gives the same ids as `definition` on `texts`, or None.
+    """Return the name and encoder of the first library that produces the same ids as `definition` on `texts`, or None.
 
     what: name of the tokenizer, for warnings about libraries that fail. tokenizer_json: function that returns the
     vocabulary as a tokenizer.json, or None if this format cannot express the vocabulary.

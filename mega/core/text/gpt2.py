@@ -1,7 +1,7 @@
-"""GPT-2's byte-level BPE from vocab.json and merges.txt, with the fastest library that gives the correct ids.
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, with the fastest library that produces the correct ids.
 
-`reference`, in Python, defines the ids. A faster library is used only if it gives the same ids (fast.py). If there is
-none, the much slower `reference` is used.
+`reference`, in Python, defines the ids. A faster library is used only if it produces the same ids (fast.py). If there
+is no such library, the much slower `reference` is used.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
 """
@@ -86,8 +86,8 @@ class GPT2Tokenizer(Tokenizer):
         return dict(self._files)
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
-        """Return Hugging Face's files. A tokenizer.json is included, because otherwise the rules that transformers
-        applies to vocab.json and merges.txt depend on the model_type."""
+        """Return the files in Hugging Face's format. They include a tokenizer.json, because otherwise the rules that
+        transformers applies to vocab.json and merges.txt would depend on the model_type."""
         whole = json.loads(tokenizer_json(self._vocab, read_merges(self._files["merges.txt"])))
         config: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.eod is not None:
@@ -170,7 +170,7 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode]:
-    """Return the name and encoder of the first library (fastokens, then tokenizers) that gives the same ids as
+    """Return the name and encoder of the first library (fastokens, then tokenizers) that produces the same ids as
     `reference` on the probes, else `reference`."""
     definition = reference(vocab, merges)
 
@@ -181,7 +181,7 @@ def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode
 
 
 def _complete(vocab: Mapping[str, int], merges: Merges) -> bool:
-    """Whether every byte and every merge has an id. `reference` gives id 0 to a missing piece."""
+    """Whether every byte and every merge has an id. `reference` assigns id 0 to a missing piece."""
     letters = byte_letters().values()
     return all(letter in vocab for letter in letters) and all(first + second in vocab for first, second in merges)
 

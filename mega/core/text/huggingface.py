@@ -166,8 +166,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _by_name(self) -> dict[bool, dict[str, int]]:
-        """Return maps from names to ids of added tokens: under the key True for special tokens, under False for all
-        others."""
+        """Return two maps from the names of added tokens to their ids: under the key True for special tokens, and under
+        False for all others."""
         ids_by_name: dict[bool, dict[str, int]] = {True: {}, False: {}}
         for token, added_token in self._added.items():
             ids_by_name[added_token.special][added_token.content] = token
@@ -208,8 +208,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _parser(self) -> Library:
-        """The library's tokenizer, configured to recognise all added tokens and to split texts like transformers'
-        class."""
+        """The library's tokenizer, configured to recognise all added tokens and to split texts as transformers'
+        tokenizer class does."""
         from tokenizers import Tokenizer as Library
 
         whole = json.loads(self._library.to_str())

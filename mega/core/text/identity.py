@@ -1,4 +1,4 @@
-"""Rules for a tokenizer or chat template that differs from the one that belongs to the weights or the token files.
+"""Rules that apply if a tokenizer or chat template differs from that of the weights or the token files.
 
 A tokenizer is identified by a fingerprint of its kind, vocabulary and behaviour (`Tokenizer.identity`). Token files
 store this fingerprint. For weights, the fingerprint is computed from the tokenizer files next to the weights. A chat
@@ -87,8 +87,8 @@ def cuts_alike(first: Tokenizer, second: Tokenizer) -> bool:
 
 
 def other_tokenizer(place: object, own: Tokenizer, given: Tokenizer) -> str | None:
-    """Describe how the tokenizer `given` by flags differs from the tokenizer `own` of the weights at `place`. Return
-    None if they are equal."""
+    """Describe how `given`, the tokenizer that flags select, differs from `own`, the tokenizer of the weights at
+    `place`. Return None if they are equal."""
     if given.made(own.identity()):
         return None
     own_identity, given_identity = own.identity(), given.identity()

@@ -1,7 +1,7 @@
 """Llama-3's byte-level BPE, from its tiktoken file. Each line of this file contains a token's bytes in base64 and the
 token's rank.
 
-`reference` defines the ids; fastokens is used if it gives the same ids on the probes. Texts are encoded as ordinary
+`reference` defines the ids; fastokens is used if it produces the same ids on the probes. Texts are encoded as ordinary
 text, so encoding never yields one of the 256 control tokens, whose ids follow the ranks.
 """
 

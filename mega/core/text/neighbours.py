@@ -56,7 +56,7 @@ class Neighbours:
 
 
 def paths(vocabulary: Path) -> dict[str, Path]:
-    """Return the paths of the small files that exist next to a vocabulary, by name."""
+    """Return a map from name to path of the small files that exist next to a vocabulary."""
     candidates = {name: vocabulary.with_name(name) for name in (CONFIG, SPECIAL_MAP, ADDED)}
     return {name: path for name, path in candidates.items() if path.is_file()}
 

@@ -61,7 +61,7 @@ def sentencepiece(path: Path) -> SentencePieceProcessor:
 def _try_hugging_face(path: Path) -> None:
     try:
         tokenizer = hugging_face(path)
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain `Exception`
         raise ValueError(f"not a tokenizer.json ({error})") from None
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids or max(ids) >= MOST_IDS:

@@ -1,5 +1,5 @@
-"""Texts for which a faster encoder must give the same ids as the reference encoder. The texts test boundaries of words,
-scripts and characters."""
+"""Texts for which a faster encoder must produce the same ids as the reference encoder. The texts test boundaries of
+words, scripts and characters."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def _load(path: Path) -> SentencePieceProcessor:
 
 
 def _encoder(model: SentencePieceProcessor) -> Encode:
-    """Return a function that encodes many texts, with fastokens if it gives the same ids, else with the SentencePiece
-    library."""
+    """Return a function that encodes many texts, with fastokens if it produces the same ids, else with the
+    SentencePiece library."""
 
     def library(texts: Sequence[str]) -> Encoded:
         return flatten(model.encode(list(texts), num_threads=1))
@@ -182,7 +182,7 @@ class PlainSentencePiece(Tokenizer):
         if blank and pieces and pieces[0].startswith(b" "):
             pieces[0] = pieces[0][1:]
         spans = aligned(text, pieces)
-        if spans and pieces[0] == b"":  # the space is a separate token, to which the first character is assigned
+        if spans and pieces[0] == b"":  # the space is a separate token; it gets the span of the first character
             spans[0] = (0, 1)
         return spans
 
@@ -241,8 +241,8 @@ class PlainSentencePiece(Tokenizer):
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """Return Hugging Face's files. A tokenizer.json is included if this format can express the model, because
-        transformers' conversion of a tokenizer.model may split texts differently."""
+        """Return the files in Hugging Face's format. They include a tokenizer.json if this format can express the
+        model, because transformers' conversion of a tokenizer.model may split texts differently."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         token_names = {key: None if token is None else self.piece(token) for key, token in ids.items()}
         if self._published is None:

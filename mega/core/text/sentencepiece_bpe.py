@@ -2,7 +2,7 @@
 library.
 
 Only BPE models with byte fallback and without normalisation can be converted. The converted model is used only if it
-gives the same ids as the library on the probes.
+produces the same ids as the library on the probes.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _tokenizer_json(pieces: Sequence[tuple[str, float, int]]) -> str:
 
 
 def merges_json(pieces: Sequence[tuple[str, float, int]], byte_fallback: bool) -> dict[str, Json]:
-    """Return a BPE as the model of a tokenizer.json. Every pair of pieces that forms a piece is a merge; merges with
-    better scores come first."""
+    """Return a BPE as the model of a tokenizer.json. Every pair of pieces whose concatenation is a piece becomes a
+    merge. Merges with better scores come first."""
     vocab = {piece: token for token, (piece, _, _) in enumerate(pieces)}
     ordinary = {piece for piece, _, kind in pieces if kind == NORMAL}
     merges: list[tuple[float, int, int, str]] = []

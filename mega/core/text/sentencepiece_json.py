@@ -1,8 +1,8 @@
-"""Write a SentencePiece model as a tokenizer.json with which transformers gives the same ids.
+"""Write a SentencePiece model as a tokenizer.json with which transformers produces the same ids.
 
-This module supports unigram and BPE models with their normalisation. A tokenizer.json is used only if it gives the same
-ids as the SentencePiece library on all probe texts. transformers itself would treat every tokenizer.model as Llama's
-BPE.
+This module supports unigram and BPE models with their normalisation. A tokenizer.json is used only if it produces the
+same ids as the SentencePiece library on all probe texts. transformers itself would treat every tokenizer.model as
+Llama's BPE.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Model:
     """The contents of a SentencePiece model file that determine the ids of a text."""
 
     kind: int  # a key of _KINDS
-    pieces: Sequence[tuple[str, float, int]]  # (piece, score, type)
+    pieces: Sequence[tuple[str, float, int]]  # (piece, score, type) of each piece
     byte_fallback: bool
     charsmap: bytes  # the compiled normalisation rules
     squeezes: bool  # removes spaces at both ends of a text, and repeated spaces
@@ -109,9 +109,9 @@ def rule_name(model: SentencePieceProcessor) -> str:
 
 
 def losses(model: SentencePieceProcessor) -> list[str]:
-    """List how Hugging Face's library, with the output of `published`, differs from SentencePiece. Hugging Face's
-    library normalises a letter together with its accents, so that separate accents may be lost, and recognises names of
-    bytes in a text."""
+    """List the ways in which Hugging Face's library, with the output of `published`, differs from SentencePiece.
+    Hugging Face's library normalises a letter together with its accents, so that separate accents may be lost. It also
+    recognises names of bytes, such as <0x41>, in a text."""
     parsed = _Model.read(model.serialized_model_proto())
     differences = ["cuts a text with accents that form no one character with their letter otherwise"] * bool(
         parsed.charsmap
@@ -123,7 +123,7 @@ def losses(model: SentencePieceProcessor) -> list[str]:
 
 
 def leads_with(name: str, token: int) -> dict[str, Json]:
-    """Return the post-processor of a tokenizer.json that prepends a token to every text."""
+    """Return a post-processor, for a tokenizer.json, that prepends a token to every text."""
     single: list[Json] = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair: list[Json] = [*single, {"SpecialToken": {"id": name, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
     special_tokens: Json = {name: {"id": name, "ids": [token], "tokens": [name]}}
@@ -131,8 +131,8 @@ def leads_with(name: str, token: int) -> dict[str, Json]:
 
 
 def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list[list[object]]:
-    """Return the vocabulary of a unigram tokenizer.json with names for `tokens` that occur in no text. Otherwise, the
-    library would recognise control tokens as pieces of raw text."""
+    """Return the vocabulary of a unigram tokenizer.json, with the names of `tokens` replaced with names that occur in
+    no text. Otherwise, the library would recognise control tokens as pieces of raw text."""
     hidden = set(tokens)
     return [
         [f"\ufddc{name}\ufddd", score] if token in hidden else [name, score]
@@ -183,7 +183,7 @@ def _unigram(model: _Model) -> dict[str, Json]:
 
 
 def _same(whole: Mapping[str, Json], model: SentencePieceProcessor, names: Sequence[str]) -> bool:
-    """Whether a tokenizer.json without added tokens gives the model's ids on the probes and on texts that contain
+    """Whether a tokenizer.json without added tokens produces the model's ids on the probes and on texts that contain
     `names`."""
     from tokenizers import Tokenizer as Library
 

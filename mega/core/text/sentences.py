@@ -82,7 +82,7 @@ _REALIGNED = re.compile(r"""["')\]}]+?(?:\s+|(?=--)|$)""", re.MULTILINE)
 
 
 class _Boundaries:
-    """Finds possible ends of sentences, including the white space after them, with the interface of a compiled
+    """Finds possible ends of sentences, including the white space after them. Has the method `finditer` of a compiled
     pattern."""
 
     def finditer(self, text: str) -> Iterator[re.Match[str]]:

@@ -111,14 +111,14 @@ class TokenTable(Protocol):
         return None
 
     def special_tokens(self) -> Mapping[str, int]:
-        """Return the ids of all special tokens, by name. Encoding raw text never yields a special token."""
+        """Return a map from name to id of all special tokens. Encoding raw text never yields a special token."""
         ids = (token for token in (self.bos, self.eod, self.pad) if token is not None)
         names = {name: token for token in ids if self.control(name := self.piece(token)) == token}
         return names if self.eod is None or self.eod in names.values() else {**names, NAMELESS_END: self.eod}
 
     def vocabulary_tokens(self) -> Mapping[str, int]:
-        """Return the ids of the added tokens that are recognised even in raw text, such as `<think>` in some models, by
-        name."""
+        """Return a map from name to id of the added tokens that are recognised even in raw text, such as `<think>` in
+        some models."""
         return {}
 
     def named_tokens(self) -> Mapping[str, str]:
@@ -149,7 +149,8 @@ class TextEncoder(TokenTable, Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """Encode many texts. The ids are those of `encode`; some libraries are faster for many texts."""
+        """Encode many texts to the same ids as `encode`. Some libraries are faster if they encode many texts at a
+        time."""
         return flatten([self.encode(text) for text in texts])
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
@@ -182,7 +183,7 @@ class TextEncoder(TokenTable, Protocol):
         return aligned(text, [self.token_bytes(token) for token in ids])
 
     def section(self, text: str, first: bool) -> Parsed:
-        """Encode raw text from between two control tokens. first: whether this text begins the whole text."""
+        """Encode a section of raw text between control tokens. first: whether the section begins the whole text."""
         ids = self.encode(text)[len(self.encode("")) :]
         return Parsed(ids, self.spans_of(text, ids))
 
@@ -196,8 +197,8 @@ class Tokenizer(TextEncoder, Protocol):
         return {}
 
     def unpublished(self) -> str | None:
-        """Return the reason why transformers has no equivalent tokenizer, in which case an export omits the tokenizer's
-        files; else None."""
+        """Return the reason why transformers has no equivalent tokenizer; None if it has one. If a reason is returned,
+        an export omits the tokenizer's files."""
         return None
 
     def doubt(self) -> str | None:
@@ -205,16 +206,17 @@ class Tokenizer(TextEncoder, Protocol):
         return None
 
     def text_loss(self) -> str | None:
-        """Describe the changes by the tokenizer's normalization that decoding does not undo; None if there are none.
-        BERT's tokenizers return None, because they never preserve white space."""
+        """Describe the changes that the tokenizer's normalization makes and that decoding does not undo; None if there
+        are none. BERT's tokenizers return None, although they never preserve white space."""
         return None
 
     def publishing_loss(self) -> str | None:
-        """Describe how ids that transformers computes with the exported files differ; None if all ids are equal."""
+        """Describe how the ids that transformers computes with the exported files differ from this tokenizer's; None if
+        all ids are equal."""
         return None
 
     def files(self) -> Mapping[str, Path]:
-        """Return the paths of all files from which the tokenizer was read, by canonical name. Checkpoints contain
+        """Return a map from canonical name to path of all files from which the tokenizer was read. Checkpoints contain
         copies of these files."""
         ...
 
@@ -250,7 +252,7 @@ class Tokenizer(TextEncoder, Protocol):
 
     def identity(self) -> TokenizerIdentity:
         """Return the identity to store with this tokenizer's ids. The identity does not depend on the number of
-        sentinels, but on other added entries."""
+        sentinels, but does depend on other added entries."""
         entries = self.vocab_size - self.added_sentinels
         return TokenizerIdentity(self.kind, entries, self._hash(entries))
 

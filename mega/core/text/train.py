@@ -118,9 +118,9 @@ def train_sentencepiece(
     """Write tokenizer.model and tokenizer.vocab into `directory` and return their paths.
 
     Ids 0, 1 and 2 are <unk>, <s> and </s>. coverage: fraction of the texts' characters that get a piece; other
-    characters are bytes, or unknown if `normalization` is not identity. normalization: SentencePiece's rule; identity
-    preserves every character. Default: identity, or nmt_nfkc for a word model, which cannot encode unknown words.
-    Errors: ValueError if the texts do not give `vocab_size` pieces.
+    characters are encoded as bytes, or as unknown if `normalization` is not identity. normalization: SentencePiece's
+    rule; identity preserves every character. Default: identity, or nmt_nfkc for a word model, which cannot encode
+    unknown words. Errors: ValueError if SentencePiece cannot build `vocab_size` pieces from the texts.
     """
     import io
 
@@ -177,7 +177,7 @@ def _save_sentencepiece(proto: bytes, directory: Path) -> tuple[Path, Path]:
 
 
 def spaced_words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
-    """Count words, each with all but one of the spaces before it. SentencePiece adds the remaining space.
+    """Count words. Each word includes the spaces before it except one, which SentencePiece adds.
 
     Control characters, such as line breaks, separate words and are not counted, because they are encoded as bytes.
 

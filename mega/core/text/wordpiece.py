@@ -38,7 +38,7 @@ _REQUIRED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 
 
 _MANY = 1000
-"""Number of pieces from which a cased vocabulary is expected to contain capital letters."""
+"""Minimum number of pieces in a cased vocabulary that is expected to contain capital letters."""
 SETTINGS = "tokenizer_config.json"
 """Name of transformers' settings file, which may be next to vocab.txt."""
 
@@ -173,8 +173,8 @@ class WordPieceTokenizer(Tokenizer):
         return {} if usual else {"strip_accents": rules.strip_accents, "chinese": rules.chinese}
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """Return Hugging Face's files. do_lower_case is always included, because transformers lower-cases by
-        default."""
+        """Return the files in Hugging Face's format. do_lower_case is always included, because transformers lower-cases
+        by default."""
         rules = self._rules
         settings: dict[str, Json] = {
             "tokenizer_class": "BertTokenizer",
@@ -245,7 +245,7 @@ _PARTS = ("model", "normalizer", "pre_tokenizer")
 
 
 def is_bert(whole: Mapping[str, Json]) -> bool:
-    """Whether a tokenizer.json splits texts in the same way as BERT."""
+    """Whether a tokenizer.json splits texts in the same way as BERT's tokenizer."""
     model, normalizer, pre = (below(whole, name) for name in _PARTS)
     vocab, added_tokens = model.get("vocab"), whole.get("added_tokens") or []
     if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
@@ -260,9 +260,9 @@ def is_bert(whole: Mapping[str, Json]) -> bool:
 
 
 def _settings_of(whole: Mapping[str, Json], settings: Path) -> dict[str, Json]:
-    """Return the settings in a tokenizer.json, under the names used in a tokenizer_config.json. They apply only if the
-    file `settings` exists, which names a class that reads only tokenizer.json. Otherwise, transformers uses
-    BertTokenizer with default settings."""
+    """Return the settings in a tokenizer.json, under the names used in a tokenizer_config.json. Return no settings if
+    the file `settings` does not exist, because transformers then uses BertTokenizer with default settings. If the file
+    exists, it names a class that reads only tokenizer.json."""
     if not settings.is_file():
         return {}
     rules = below(whole, "normalizer")

@@ -43,7 +43,7 @@ class YuanTokenizer(Tokenizer):
         return len(self._vocab)
 
     def encode(self, text: str) -> list[int]:
-        words = self._words.cut(text, HMM=True)  # before spaces are replaced, because jieba keeps \r\n as one word
+        words = self._words.cut(text, HMM=True)  # jieba must see the original spaces, because it keeps \r\n as one word
         tokens = [token for word in words for token in self._spell(word.translate(_WRITTEN))]
         return self._without_blanks(tokens)
 

@@ -14,7 +14,7 @@ from mega.core.inference.request import SEEDS, Citation, Engine, Event, Request,
 
 @torch.no_grad()
 def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits [b, s, vocab] for ids, int64 [b, s], without vocabulary padding."""
+    """Return the logits, [b, s, vocab], without vocabulary padding. ids: int64 [b, s]."""
     prompt, model = family(stage.model).prompt, stage.architecture
     if prompt is None:
         kind = "with --retriever" if stage.model.retriever else f"of --family {model.family}"
@@ -86,8 +86,8 @@ def _dropped(length: int, longest: int, chunk: int) -> int:
 
 
 def _numbered(cited: Sequence[Citation], chunk: int, dropped: int) -> list[Citation]:
-    """Renumber the chunks of citations, which are counted after the first `dropped` tokens, from the start of the whole
-    text.
+    """Renumber the chunks of citations so that they are counted from the start of the whole text, not after the first
+    `dropped` tokens.
 
     >>> _numbered([Citation(1, 7, "corpus", 0, "text")], 4, 24)[0].chunk
     7

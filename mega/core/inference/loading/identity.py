@@ -66,7 +66,7 @@ def check_tokenizer_flags(
 
 def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer, adapter: OpenedAdapter) -> list[str]:
     """Return messages about the tokenizer that came with an adapter. The model's tokenizer is used, so both tokenizers
-    must give equal ids.
+    must produce the same ids.
 
     Errors: ValueError if the ids differ.
     """
@@ -95,7 +95,8 @@ class AdapterTemplate(NamedTuple):
 
 
 def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate:
-    """Return the template that came with an adapter, if it differs from the text `own` of the model's template.
+    """Return the template that came with an adapter, or no template if it equals `own`, the text of the model's
+    template.
 
     Errors: CheckpointError for a damaged file.
     """

@@ -69,7 +69,7 @@ class OpenedModel:
     model: ModelConfig
     """The model's options, resolved and checked."""
     attachments: Mapping[str, Path]
-    """Files that came with the weights, by name."""
+    """Name -> path of each file that came with the weights."""
     meta: Mapping[str, Any]
     """The manifest of a mega run; empty for weights in another format."""
     digest: str
@@ -131,7 +131,7 @@ class OpenedModel:
         return text_ends(tokenizer, self.stop_ids(), tokenizer.vocab_size)
 
     def chat_template(self) -> str | None:
-        """See the function `chat_template`."""
+        """Return the model's chat template; see the function `chat_template`."""
         return chat_template(self)
 
 
@@ -280,8 +280,8 @@ def load_model(
 
 
 def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
-    """Yield the rectangles of each weight that a checkpoint fills, and set padding to zero. A weight without padding is
-    not zeroed first, because on a CPU the first write to new memory takes longer than reading the file."""
+    """For each weight, yield the rectangles that a checkpoint fills, and set padding to zero. A weight without padding
+    is not zeroed first, because on a CPU the first write to new memory takes longer than reading the file."""
     for weight in weights(stage):
         if sum(segment.real(weight.data).numel() for segment in weight.segments) < weight.numel():
             weight.data.zero_()

@@ -32,8 +32,8 @@ def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
 
 
 def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] = input) -> None:
-    """Read prompts and numbers of tokens to generate until the input ends, like Megatron-LM's
-    text_generation_cli.py."""
+    """Until the input ends, read prompts and numbers of tokens to generate, as Megatron-LM's text_generation_cli.py
+    does."""
     while True:
         try:
             prompt = read("Enter prompt: ")
@@ -48,8 +48,8 @@ def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] 
 
 
 def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float | None) -> dict[str, Json]:
-    """Convert flags of `mega generate` to fields of PUT /api, some of which must be floats. Fields without a flag have
-    the server's defaults.
+    """Convert flags of `mega generate` to fields of PUT /api, some of which must be floats. The server's default
+    applies to each field whose flag was not given.
 
     >>> fields_of({"temperature": 0.0, "seed": 0}, 0, None)
     {'top_k': 1}

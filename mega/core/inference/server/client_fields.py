@@ -90,7 +90,7 @@ def resolved(fields: Fields) -> Fields:
 
 
 def constraint(fields: ClientFields) -> str:
-    """Return the request's name of the field that constrains the answer."""
+    """Return the name that the request uses for the field that constrains the answer."""
     return next((name for name in _GUIDES if getattr(fields, name) is not None), "response_format")
 
 

@@ -84,7 +84,7 @@ class Grammar:
         if self._first.is_error():
             raise ValueError(self._first.get_error())
         trial = self._first.deep_copy()
-        trial.compute_bitmask()  # fails for a schema that refers only to itself, which permits no first token
+        trial.compute_bitmask()  # fails for a schema that refers only to itself and therefore permits no token
         if trial.is_error():
             raise ValueError(f"no answer can begin by it ({_one_line(trial.get_error())})")
         self._vocab, self._end, self._field = vocab, end, field
@@ -156,7 +156,7 @@ def _limits() -> LLParserLimits:
 
 
 _INSIDE = b"\x02"
-"""Prefix with which a text is encoded as the continuation of another text."""
+"""Prefix that is added to a text to encode the text as the continuation of another text."""
 
 
 class _Tokens:
@@ -175,9 +175,9 @@ class _Tokens:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return tokens whose bytes are `text`, as if `text` continued a longer text. llguidance calls this method to
-        encode text that the grammar forces. Many tokenizers add a space before a text or its first word, so `text` is
-        also encoded with the prefix `_INSIDE`."""
+        """Return tokens whose bytes are `text`, encoded as the continuation of a longer text. llguidance calls this
+        method to encode text that the grammar forces. Many tokenizers add a space before a text or its first word, so
+        `text` is also encoded with the prefix `_INSIDE`."""
         data = text if isinstance(text, bytes) else text.encode()
         for before in (b"", _INSIDE):
             ids = self._encode((before + data).decode(errors="replace"))[self._lead :]

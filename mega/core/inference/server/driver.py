@@ -25,7 +25,7 @@ NOT_FINITE = 3
 """Number of consecutive requests with non-finite logits after which the model is considered broken."""
 
 ENDING = 1.0
-"""Seconds to wait for the thread of a lost engine, which a stopped rank may block."""
+"""Seconds to wait for a lost engine's thread, because a stopped rank may block this thread."""
 
 
 class QueueFull(Exception):

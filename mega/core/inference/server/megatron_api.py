@@ -331,7 +331,7 @@ def _last(tokenizer: Tokenizer, text: str) -> int | None:
     """Return the single token that encodes `text` after a letter; None if several tokens encode it."""
     try:
         ids = tokenizer.encode("a" + text)
-    except ValueError:  # a tokenizer without text, such as NullTokenizer
+    except ValueError:  # a tokenizer that cannot encode text, such as NullTokenizer
         return None
     return ids[-1] if ids and tokenizer.token_bytes(ids[-1]).decode(errors="replace") == text else None
 

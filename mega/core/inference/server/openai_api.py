@@ -94,7 +94,7 @@ _FORMAT: list[JsonDict] = [
 
 
 class Common(SamplingFields, ClientFields):
-    """Request fields that both routes have."""
+    """Request fields of both /v1/completions and /v1/chat/completions."""
 
     model: str | None = Field(None, description="name of the served model or of an adapter")
     n: int = Field(1, ge=1, le=MOST_PROMPTS, description="number of answers to each prompt")
@@ -209,7 +209,7 @@ class Chat(Common):
 
 
 class PromptText(NamedTuple):
-    """The text of a prompt that the answer repeats, and a note about the prompt."""
+    """The text of a prompt, which the answer repeats, and a note about the prompt."""
 
     text: str = ""
     offsets: list[int] | None = None
@@ -374,7 +374,7 @@ def _biases(given: Mapping[str, object] | None) -> tuple[tuple[int, float], ...]
 
 
 def _markers(service: Service) -> dict[int, str]:
-    """Return the control tokens of tool calls that decoding omits, as a map from id to text."""
+    """Return a map from id to text of the control tokens that occur in tool calls and that decoding omits."""
     markers = {service.tokenizer.control(name): name for name in MARKERS}
     return {
         token: name for token, name in markers.items() if token is not None and not service.tokenizer.decode([token])
@@ -700,8 +700,8 @@ def _logprobs(
 
 
 def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
-    """Return the log-probabilities of the `count` most likely tokens and of the token itself, by text. Tokens with the
-    same text share one entry, which has their highest log-probability."""
+    """Return a map from text to log-probability for the `count` most likely tokens and the token itself. Tokens with
+    the same text share one entry, which has their highest log-probability."""
     by_text: dict[str, float] = {}
     assert scored.logprob is not None
     for token, logprob in (*scored.top[:count], (scored.id, scored.logprob)):

@@ -78,7 +78,7 @@ class ServedModel(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(VerbSection):
-    """Defaults for answers, which requests may override, and limits."""
+    """Limits, and default values for answers; requests may override the default values."""
 
     title: ClassVar[str] = "Answers"
 

@@ -131,7 +131,7 @@ class Service:
 
     def check_queue(self, count: int) -> None:
         """Reject a request before any work if the queue is full. Errors: QueueFull, EngineLost."""
-        if count <= self.driver.most:  # a larger count, which can never fit, is rejected in `add`
+        if count <= self.driver.most:  # a count above `most` can never fit, and `add` rejects it
             self.driver.check_room(count)
 
     async def encode(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
@@ -178,8 +178,8 @@ class Service:
         return start
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token in OpenAI's notation: `bytes:...` for an incomplete character, and the name of a
-        token without text."""
+        """Return the text of a token in OpenAI's notation: `bytes:...` for an incomplete character, and the name for a
+        token that has no text."""
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode() if data else self.tokenizer.piece(token)

@@ -161,8 +161,8 @@ class ChatFormat:
             raise ValueError(f"{self._what}: does not read what the assistant thought; leave it out")
 
     def _marked(self, talk: Conversation) -> tuple[list[str], list[Message], object]:
-        """Return two characters that do not occur in the conversation, and the messages and tools, in which these
-        characters enclose each name of a control token."""
+        """Return two characters that do not occur in the conversation, and copies of the messages and tools in which
+        these characters enclose each name of a control token."""
         texts = list(_texts([talk.messages, talk.tools]))
         free = [mark for mark in _MARKS if not any(mark in text for text in texts)][:2]
         if len(free) < 2:

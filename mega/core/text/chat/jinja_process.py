@@ -68,7 +68,8 @@ def _environment() -> Environment:
 
 
 def _plain_types() -> dict[str, object]:
-    """Return `dict` and `namespace` functions for templates that give no access to names with a leading underscore."""
+    """Return the functions `dict` and `namespace` for use in templates. Neither gives access to names with a leading
+    underscore."""
     from jinja2.exceptions import SecurityError
     from jinja2.utils import Namespace
 
@@ -102,7 +103,7 @@ def _plain_types() -> dict[str, object]:
 
 
 _tracked: list[tuple[list[str], list[Span]]] = []
-"""The blocks of text of the rendering in progress, and the spans of the assistant's text in these blocks."""
+"""The text blocks that the current rendering has produced, and the spans of the assistant's text in these blocks."""
 
 
 def _refuse(message: object) -> None:

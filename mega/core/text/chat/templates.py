@@ -112,8 +112,7 @@ def template_text(file: str) -> str:
 
 
 def template_of(config: Mapping[str, object]) -> str | None:
-    """Return the template in a tokenizer_config.json, which is the default template if the file has several
-    templates."""
+    """Return the template in a tokenizer_config.json. If the file has several templates, return the default one."""
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}

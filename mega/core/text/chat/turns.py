@@ -172,8 +172,8 @@ def _begin(
         return len(prompted) if prompted != closed else _begin_by_content(render, messages, number, text, len(closed))
     if not text.startswith(closed) or not prompted.startswith(closed):
         return None
-    # The generation prompt and the real conversation agree up to `shared`. The turn begins at the prompt's last token
-    # boundary up to `shared`.
+    # The generation prompt and the real conversation begin with the same `shared` characters. The turn begins at the
+    # last token boundary within these characters.
     opening, rest = prompted[len(closed) :], text[len(closed) :]
     shared = next((i for i, (a, b) in enumerate(zip(opening, rest, strict=False)) if a != b), len(rest))
     bounds = [bound for each in sections(opening, names) for bound in (each.begin, each.end)]
