@@ -85,15 +85,15 @@ def checked_keywords(options: Mapping[str, object], schema: Schema) -> dict[str,
 
 
 def _nearest(name: str, schema: Schema) -> str:
-    """Return a hint for messages about an unknown name: the option for which the name is Megatron-LM's name or a
-    synonym, or otherwise the option with the most similar name."""
+    """Return a hint for a message about an unknown name: the option that Megatron-LM calls by this name or that has it
+    as a synonym, or else the option with the most similar name."""
     flag = "--" + name.replace("_", "-")
     synonyms = (each.name for each in schema.entries.values() if flag in (*each.option.megatron, *each.option.synonyms))
     return nearest(name, schema.entries) if (synonym := next(synonyms, None)) is None else f" (nearest: {synonym})"
 
 
 def _plain(value: object) -> object:
-    """Return the value in types of TOML: paths as strings, tuples as lists."""
+    """Convert the value to TOML types: paths to strings, and tuples to lists."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -223,7 +223,7 @@ class Trainer:
         self._check_open()
         state = self._begun.state
         # The loss is divided by the weight of the whole step, so all its microbatches must be known before the first
-        # backward.
+        # backward pass.
         rows = [batches] if not isinstance(batches, Sequence) else list(batches)
         if self._sums is not None:
             raise ValueError(

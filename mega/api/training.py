@@ -186,9 +186,9 @@ def _carries_none(source: StoredWeights) -> bool:
 
 
 def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dict[str, object], list[str]]:
-    """Return (tokenizer option -> value, messages for the user). The tokenizer is the one given by flags, or otherwise
-    that of the weights at `place`. If flags do not include --tokenizer, flags such as --vocab-extra-ids modify the
-    weights' tokenizer. Errors: ValueError if flags name a tokenizer that differs from the weights' tokenizer."""
+    """Return (tokenizer option -> value, messages for the user). The tokenizer is the one given by flags, or else that
+    of the weights at `place`. If flags do not include --tokenizer, flags such as --vocab-extra-ids modify the weights'
+    tokenizer. Errors: ValueError if flags name a tokenizer that differs from the weights' tokenizer."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.inference.loading.identity import check_tokenizer_flags
     from mega.core.inference.loading.load import tokenizer_section

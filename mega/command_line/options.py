@@ -3,8 +3,8 @@
 A subcommand is a plain function. A parameter annotated `Options` becomes all options of a run, with `--model`; a
 parameter annotated with another section becomes that section's options, and its name becomes their TOML table. Both add
 `--config` and `--print-config`. A parameter annotated `GivenOptions` receives the options that were given; all other
-parameters are passed to Typer unchanged. Only options that the user typed override presets and the TOML file. This
-module builds signatures, and does not depend on particular subcommands or options.
+parameters are passed to Typer unchanged. Only options given on the command line override presets and the TOML file.
+This module builds signatures, and does not depend on particular subcommands or options.
 """
 
 from __future__ import annotations
@@ -411,7 +411,7 @@ def _as_used(run: Options, ctx: typer.Context) -> Options:
 
 
 def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, object]:
-    """Remove the options `chosen` from Typer's arguments, and return those that were typed."""
+    """Remove the options `chosen` from Typer's arguments, and return those that were given on the command line."""
     typed_values: dict[str, object] = {}
     for entry in chosen:
         value = typed.pop(entry.name)
@@ -421,7 +421,7 @@ def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, 
 
 
 def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -> inspect.Parameter:
-    """A config option as a parameter, whose value is None if the option was not typed. others: label of its other
+    """A config option as a parameter, whose value is None if the option was not given. others: label of its other
     spellings."""
     in_help = entry.option.common and (reads is None or getattr(entry.option, reads.property))
     item_type: Any = Literal[entry.choices] if entry.choices else entry.kind

@@ -39,8 +39,8 @@ def run(
 
     Rows: w1 (GPT 345M), w2 (Llama-2 7B), w2-fp8 (w2 with --fp8), w3 (GPT 22B with tensor ranks), t5 (T5 220M). The
     number of ranks determines the batch and layout of a row; flags override both. The row serve measures throughput,
-    time to first token and time between tokens for requests that arrive at random times. It uses the model at --load, a
-    model with random weights defined by flags, or a server at --url.
+    time to first token and time between tokens for requests that arrive at random times. This row uses the model at
+    --load, a model with random weights defined by flags, or a server at --url.
     """
     if rows == ["serve"]:
         return _serving(options, given, bench, serving, engine)

@@ -94,7 +94,8 @@ def diff(
     second: Directory,
     weights: Annotated[bool, typer.Option("--weights", help="compare only the weights")] = False,
 ) -> None:
-    """List the tensors that differ between two checkpoints of any layouts. The exit code is 1 if any tensor differs."""
+    """List the tensors that differ between two checkpoints, whose layouts may differ. The exit code is 1 if any tensor
+    differs."""
     for name, path in (("FIRST", first), ("SECOND", second)):
         check_source(name, path)
     from mega.core.checkpoint.own.tables import show_differences

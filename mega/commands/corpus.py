@@ -174,7 +174,8 @@ def urls(
 ) -> SurveyStep:
     """Drop duplicate URLs, and filter URLs by domain, extension, length and syntax, using OpenWebText's criteria.
 
-    With --as-megatron, .7z, .ai and domains in capitals are kept, as in Megatron-LM's blacklist_urls.py.
+    As in Megatron-LM's blacklist_urls.py, --as-megatron keeps URLs that end in .7z or .ai, and URLs whose domain is
+    blocked but written in capitals.
     """
     from mega.core.corpus.urls import DOMAINS, EXTENSIONS, MEGATRON_EXTENSIONS, Urls, listed
 
@@ -194,8 +195,8 @@ def _clean(
 ) -> CorpusStep:
     """Repair text with ftfy, and drop texts that are short or in another language, with the rules of OpenWebText.
 
-    Without a tokenizer, every four bytes count as one token. With --as-megatron, langdetect recognises languages, and a
-    task after ftfy_fix_text is skipped, as in cleanup_fix_dataset.py.
+    Without a tokenizer, every four bytes count as one token. As in cleanup_fix_dataset.py, --as-megatron detects
+    languages with langdetect, and skips tasks that follow ftfy_fix_text.
     """
     from mega.core.corpus.clean import DEFAULT_TASKS, Clean
 
@@ -226,8 +227,8 @@ def near_duplicates(
 ) -> SurveyStep:
     """Drop near duplicates of earlier documents, which are found by MinHash and confirmed by an exact comparison.
 
-    With --as-megatron, shingles are five characters, signatures are those of find_duplicates.py with its 100 seeds in
-    10 bands, and the threshold is 0.7.
+    With --as-megatron, a shingle has five characters, signatures are computed as in find_duplicates.py with its 100
+    seeds in 10 bands, and the threshold is 0.7.
     """
     from mega.core.corpus.near_duplicates import NearDuplicates
 

@@ -75,7 +75,7 @@ PACKAGES = (
 
 def run(
     everything: Annotated[
-        bool, typer.Option("--all", help="also list every version, operator and optional part")
+        bool, typer.Option("--all", help="also list every version, operator and optional library")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> int:

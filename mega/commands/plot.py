@@ -23,7 +23,8 @@ def run(
 ) -> int:
     """Plot metrics of one run, or of several runs in one picture.
 
-    The runs may still be training. Writing a .png requires the extra track; a .svg and the terminal require no extra.
+    The runs may still be training. Writing a .png requires the extra named track; a .svg and the terminal require no
+    extra.
     """
     from mega.core.report.chart import Scale, svg
     from mega.core.report.plot import charts_of, png, smoothed, terminal

@@ -26,7 +26,7 @@ def run(
     from mega.core.data.sources import STDIN, find
 
     index, count = _shard(texts.shard)
-    # These options default to None, so that a typed default value is recognised.
+    # These options default to None, so that a flag is recognised as given even if its value is the real default.
     of_sentences = {
         "--sentence-splitter": texts.sentence_splitter,
         "--lang": texts.lang,

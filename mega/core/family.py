@@ -35,8 +35,8 @@ class ModelStage(Stage, Protocol):
     units: the units of the model that the stage holds. options: how the stage was built; a resumed run may replace the
         dropout rule.
     For ZeRO 3 a stage also has `with_full_params: UnshardHook | None`, which gathers the weights of a unit while that
-    unit runs. A stage whose layers need columns of other context ranks that are not in a batch also has `split(batch,
-    index, size)`.
+    unit runs. A stage also has `split(batch, index, size)` if its layers need columns that belong to other context
+    ranks and are missing from this rank's batch.
     """
 
     units: tuple[Unit, ...]

@@ -3,9 +3,9 @@
     {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}
         ->  micro_batch 2, dtype fp16, zero 2
 
-Absent keys leave mega's defaults. A key that changes the computation and has no option here is refused by name; a key
-that only selects how DeepSpeed does something is dropped; "auto" leaves the option to flags. deepspeed.toml lists the
-keys; this module handles the keys that need more than a table entry.
+Absent keys leave mega's defaults. A key that changes the computation and has no option here is rejected with an error
+that names the key. A key that affects only how DeepSpeed computes something is dropped. With "auto", flags set the
+option. deepspeed.toml lists the keys; this module handles the keys that need more than a table entry.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _zero(root: _Table) -> None:
 
 
 def _device(zero: _Table, key: str) -> str | None:
-    """The device for offloading; DeepSpeed's other offloading options are dropped."""
+    """Return the device for offloading, and drop DeepSpeed's other offloading options."""
     offload = zero.table(key)
     if offload is None:
         return None
@@ -267,7 +267,8 @@ def _scheduler(root: _Table) -> None:
 
 
 def _range_test(params: _Table) -> None:
-    """The rate min_lr (1 + rate x step / size) grows by min_lr every size / rate steps."""
+    """Translate a schedule whose learning rate, min_lr (1 + rate x step / size), grows by min_lr every size / rate
+    steps."""
     size = params.take("lr_range_test_step_size", int)
     rate = params.take("lr_range_test_step_rate", int, float)
     steps = (2000 if size is None else size) / (rate or 1.0)
@@ -278,7 +279,8 @@ def _range_test(params: _Table) -> None:
 
 
 def _one_cycle(params: _Table) -> None:
-    """The rate rises from cycle_min_lr in the first part, falls back in the second, and remains there."""
+    """Translate a schedule whose learning rate rises from cycle_min_lr in the first part of a cycle, falls back to
+    cycle_min_lr in the second part, and then stays constant."""
     first = params.take("cycle_first_step_size", int)
     second = params.take("cycle_second_step_size", int)
     first = 2000 if first is None else first

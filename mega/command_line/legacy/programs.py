@@ -24,7 +24,7 @@ class Program:
     """One row of programs.toml: a program, or a program with certain flags."""
 
     verb: str = ""
-    """Subcommand of `mega` that does the same; "" if mega has none, for the reason `why`."""
+    """Subcommand of `mega` that does the same; "" if there is none (`why` is the reason)."""
     adds: Mapping[str, str] = field(default_factory=dict)
     """Flag -> value that the program's name implies; the value of a switch is ""."""
     defaults: Mapping[str, str] = field(default_factory=dict)

@@ -49,7 +49,7 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
     prefixes: list[str] = []
     for text in texts:
         prefix = PurePosixPath(text).name.split(".")[0]
-        if f"{prefix}_text_{level}" in prefixes:  # a file with the same name in another folder
+        if f"{prefix}_text_{level}" in prefixes:  # another folder has a file with the same name
             prefix += f"-{len(prefixes) + 1}"
         prefixes.append(f"{prefix}_text_{level}")
         tokenizer = ("--tokenizer", "--vocab-file", "--merge-file", "--tokenizer-model")
@@ -216,7 +216,8 @@ def _two_betas(words: Sequence[str]) -> list[str]:
 
 
 def _fairseq_trained(result: Translation, options: dict[str, list[str]]) -> None:
-    """Set the data sets of a folder, and fairseq's defaults of schedule and loss scale."""
+    """Set the training and validation data to those in fairseq's data folder, and set fairseq's defaults for the
+    schedule and the loss scale."""
     folder = options.pop("DATA", [""])[0].rstrip("/")
     if folder:
         options["--train-data"] = [f"{folder}/train_text_document"]
@@ -238,7 +239,8 @@ def _fairseq_trained(result: Translation, options: dict[str, list[str]]) -> None
 
 
 def _fairseq_scored(result: Translation, options: dict[str, list[str]]) -> None:
-    """Set the data set of a folder, and the model's folder, given fairseq's path of one file in it."""
+    """Set the data to a subset in fairseq's data folder, and replace the path of a .pt file in --load with its
+    folder."""
     folder = options.pop("DATA", [""])[0].rstrip("/")
     subset = options.pop("--gen-subset", ["test"])[0]
     if folder:

@@ -46,7 +46,7 @@ _PART = re.compile(
 _KEYWORDS = ("do", "then", "else", "elif", "if", "while", "until", "time", "!", "{", "(", "eval", "exec")
 """Keywords of the shell that may precede a command."""
 _BLANK = "\x00"
-"""Replaces spaces inside substitutions."""
+"""Placeholder for spaces inside substitutions."""
 
 
 def command_lines(text: str) -> Iterator[CommandLine]:

@@ -190,8 +190,8 @@ class Machine:
         return 2e6 * x.nbytes / self.meter.microseconds(lambda: y.copy_(x))
 
     def _elementwise(self) -> float:
-        """Return the memory bandwidth, in bytes per second, of a residual addition with a norm, which reads and writes
-        two tensors each."""
+        """Return the memory bandwidth, in bytes per second, of a fused residual addition and norm, which reads two
+        tensors and writes two."""
         tokens, width = self.extent.elements
         x, branch = self.meter.filled(tokens, width), self.meter.filled(tokens, width)
         weight = torch.ones(width, device=self.device.torch, dtype=self.dtype)

@@ -178,7 +178,7 @@ def matmuls(meter: Meter, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Po
 
 
 def narrow_matmuls(meter: Meter, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Point]:
-    """Matmuls in fp8. Casts are elementwise passes."""
+    """Measure matmuls in fp8, without casts, which are elementwise passes."""
     one, e4m3 = torch.ones((), device=meter.device.torch), torch.float8_e4m3fn
     for m, k, n in shapes:
         x, weight = meter.filled(m, k).to(e4m3), meter.filled(n, k).to(e4m3)

@@ -155,7 +155,7 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _pairs(first: Mapping[str, int], axis: Axis, device: Device) -> dict[str, float]:
-    """Return the GB/s between every pair of hosts, sending in both directions; the result is equal on all ranks."""
+    """Return the GB/s between every pair of hosts, sending in both directions; the result is identical on all ranks."""
     names, size = sorted(first, key=lambda name: first[name]), 64 << 20 if device.is_cuda else 4 << 20
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device.torch) for _ in range(2))
     rates: dict[str, float] = {}

@@ -118,7 +118,7 @@ class Simulated:
         return f"{words.get(name, name)} ({vars(self.seconds)[name] / self.seconds.all:.0%} of the time)"
 
     def fields(self) -> dict[str, object]:
-        """Return the result for --json. limits: the fraction of the time for each limit."""
+        """Return the result for --json. Its key `limits` has the fraction of the time that each factor takes."""
         limits = {name: value / self.seconds.all for name, value in vars(self.seconds).items()}
         return {**self.row.fields(), "limit": self.seconds.limit, "limits": limits}
 

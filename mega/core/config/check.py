@@ -54,7 +54,7 @@ ANY_VOCABULARY = 1
 """Placeholder for the vocabulary size. No rule uses it, because the tokenizer is opened only after this check."""
 
 PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
-"""Value of `--ops` -> the module that this value imports."""
+"""Value of `--ops` -> the module to import."""
 
 
 def check(options: Options, world: int) -> None:
@@ -128,7 +128,8 @@ def _divisors(number: int) -> str:
 
 
 def _names(options: Options) -> Problems:
-    """Refuse strings that are not UTF-8. Python decodes such bytes to surrogates, which no text file can contain."""
+    """Refuse strings that are not UTF-8. Python decodes bytes that are not UTF-8 to surrogates, which no text file can
+    contain."""
     for name in entries():
         value = value_of(options, name)
         words = [word for word in (value if isinstance(value, tuple) else (value,)) if isinstance(word, str)]
@@ -180,7 +181,7 @@ def _needs(options: Options) -> Problems:
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
-        if value is False and entry.default is None:  # off is valid for derived options
+        if value is False and entry.default is None:  # a derived option may be set to off
             continue
         for other, valid in entry.option.needs.items():
             if is_set_to(options, other, valid):
@@ -550,8 +551,8 @@ def graph(run: RunConfig) -> Problems:
 
 
 def _columns(run: RunConfig) -> Problems:
-    """Check that ranks which split the columns of a row hold equal numbers of columns: whole context chunks and whole
-    sequence shards."""
+    """Check that a row's columns can be split evenly over ranks, into whole context chunks and whole sequence
+    shards."""
     cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
     kv_heads, unit = run.model.kv_heads, column_unit(run.parallel)
     if cp > 1 and len(run.model.stacks) > 1:

@@ -73,7 +73,7 @@ def _data(options: Options) -> Problems:
             yield f"--valid-sets {word}: must be name=prefix, or name=file with --chat-data or TFRecords"
         elif name in names:
             yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
-        elif name in SPLITS:  # results of the set would be mistaken for those of a split
+        elif name in SPLITS:  # results of a set with this name would be mistaken for those of a split
             yield f"--valid-sets {word}: must have another name than {', '.join(SPLITS)}, which are the run's own"
         elif data.chat_data or options.masking.sample_kind == "tfrecords" or options.finetuning.task != "lm":
             if not os.path.isfile(prefix):
@@ -275,8 +275,8 @@ def _is_open(path: str) -> bool:
 
 def _blocks(path: str) -> bool:
     """Return whether `path` is a pipe, whose writer waits for a reader, or another object to which rows cannot be
-    written. Unnamed streams of this process, as /dev/stdout may be, and character devices such as /dev/null and
-    terminals are allowed."""
+    written. Unnamed streams of this process (/dev/stdout may be such a stream) and character devices such as /dev/null
+    and terminals are allowed."""
     target = os.path.realpath(path)
     if not os.path.exists(target) or os.path.isdir(target):
         return False

@@ -10,7 +10,7 @@ from mega.core.config.resolve import divisors, gathers_experts
 from mega.core.config.run import RunConfig
 
 Line = Callable[[str, str], str]
-"""Function of an option's name and a rule that returns a line of the error message."""
+"""Function that takes an option's name and a rule, and returns a line of the error message."""
 
 
 NETWORK = {"gate_proj", "up_proj", "down_proj"}

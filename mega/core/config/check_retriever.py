@@ -9,7 +9,7 @@ from mega.core.config.retriever import reading_layers
 from mega.core.config.run import RunConfig
 
 Line = Callable[[str, str], str]
-"""Function of an option's name and a rule that returns a line of the error message."""
+"""Function that takes an option's name and a rule, and returns a line of the error message."""
 
 
 def retriever(run: RunConfig, line: Line) -> Iterator[str]:

@@ -29,7 +29,7 @@ class GivenOptions(NamedTuple):
 def compose(
     preset: str | None = None, file: Mapping[str, object] | None = None, flags: Mapping[str, object] | None = None
 ) -> Options:
-    """Compose a run from a `preset`, the values of a TOML `file` and typed `flags`.
+    """Compose a run from a `preset`, the values of a TOML `file`, and the values of `flags`.
 
     >>> run = compose("llama2-7b", file={"lr": 1e-4, "tp": 2}, flags={"tp": 4})
     >>> run.model.norm, run.model.ffn, run.optimizer.lr, run.parallel.tp

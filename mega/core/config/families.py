@@ -1,6 +1,6 @@
 """Check that a run has no flags of another model family.
 
-Megatron-LM has a script for each family, and no flag that names the family. Here a flag of BERT or T5 in a run of
+Megatron-LM has a script for each family, and no flag that names the family. In mega, a flag of BERT or T5 in a run of
 another family is an error; otherwise such a command line would train a GPT. The families of a flag are properties of
 the flag's option (`families`, `usual_in` and `spelling_families` in config/option.py) and include families that are not
 implemented. This module does not depend on the names of flags.
@@ -58,7 +58,7 @@ def foreign_values(options: Options) -> Iterator[tuple[str, object, str]]:
 
 def check_typed(options: Options, given: Mapping[str, object], typed: Sequence[Typed]) -> None:
     """Check that every flag that the user typed belongs to the run's family, even a flag that is set to its default.
-    given: options that a file or flags set, by name.
+    given: name -> value of each option that a file or a flag sets.
 
     Errors: ValueError with a line for each flag of another family.
     """

@@ -29,7 +29,7 @@ def events_file(metrics: str) -> Path:
 
 
 def recorded_save(metrics: str, save: str) -> str:
-    """Return --save as the events file records it.
+    """Return the path of `save` relative to the folder of `metrics`, as the events file records it; a URL is unchanged.
 
     >>> recorded_save("runs/a.jsonl", "runs/a"), recorded_save("a.jsonl", "s3://runs/a")
     ('a', 's3://runs/a')

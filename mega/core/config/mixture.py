@@ -131,7 +131,7 @@ class MixtureOptions(Section):
     )
     router_group_best: int | None = option(
         None,
-        "number of best expert scores whose sum is a group's score [experts-chosen / router-groups-chosen]",
+        "number of highest expert scores whose sum is a group's score [experts-chosen / router-groups-chosen]",
         within=COUNT,
         needs={"router_groups": ()},
     )
@@ -199,7 +199,7 @@ class MixtureOptions(Section):
     )
     drop_policy: Literal["probs", "position"] = option(
         "probs",
-        "which tokens an expert keeps: those with the largest probabilities, or the first ones",
+        "which tokens an expert at its capacity limit keeps: those with the largest probabilities, or the first ones",
         megatron="--moe-token-drop-policy",
         needs={"capacity_factor": ()},
         on_resume="noted",

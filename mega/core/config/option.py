@@ -74,11 +74,11 @@ class weak:
 
 @dataclass(frozen=True)
 class Renamed:
-    """A Megatron-LM flag that is followed by the value. values: name of a value in Megatron-LM -> its name here, if the
-    names differ.
+    """A Megatron-LM flag that is followed by the value. values: Megatron-LM's name of a value -> mega's name, if the
+    names differ; None leaves the option unset.
 
-    Any other flag of the same option overrides a renamed value; None leaves the option unset. refused: value without a
-    counterpart -> a description of its effect in Megatron-LM.
+    Any other flag of the same option overrides a renamed value. refused: value without a counterpart -> a description
+    of its effect in Megatron-LM.
     """
 
     values: Mapping[str, str | None]
@@ -162,14 +162,14 @@ class Option:
     """Whether `mega eval` reads the option. (Options of the model's shape are only compared with the model.) None for
     the section's default."""
     layout: bool = False
-    """Whether the option sets how ranks share the work and in what order. `memory-estimate --fit` chooses such options,
-    because they affect results only by rounding."""
+    """Whether the option determines how ranks divide the work and in what order they do it. `memory-estimate --fit` may
+    change such options, because they affect results only by rounding."""
     once: bool = False
     """Whether the option applies to only one start of a run, such as the step at which the process stops. The run.toml
     of a checkpoint does not contain such options."""
     hub: Literal["model", "tokenizer", "dataset"] | None = None
-    """Type of the Hugging Face Hub repository whose name may be given instead of a path; None if the value is not a
-    path."""
+    """Type of the Hugging Face Hub repository whose name may be given instead of a path; None if no such name is
+    accepted."""
 
 
 def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None = None, **properties: Any) -> Any:
@@ -185,7 +185,8 @@ REQUIRED: object = dataclasses.MISSING
 
 
 def like(section: type[Section], name: str, default: Any = REQUIRED, **properties: Any) -> Any:
-    """Return a copy of the field `name` of another section, with some properties, and perhaps the default, replaced."""
+    """Return a copy of the field `name` of another section, in which the given properties replace the original ones.
+    default: replaces the default, if given."""
     field: dataclasses.Field[object] = next(
         each
         for each in dataclasses.fields(section)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ class FamilyDefaults(NamedTuple):
 
 
 FAMILY_DEFAULTS: dict[str, FamilyDefaults] = {}
-"""Name of each family, which is a choice of --family -> its defaults."""
+"""Value of --family -> the defaults of this family."""
 
 
 def register_family(name: str, values: Values, **more: Any) -> None:
@@ -406,7 +406,7 @@ PRESETS: Mapping[str, Values] = {
     "t5-770m": _t5(24, 1024, 16, 64, 4096),
     "t5-3b": _t5(24, 1024, 32, 128, 16384),
     "t5-11b": _t5(24, 1024, 128, 128, 65536),
-    # trained by fairseq after Shoeybi et al. 2019,
+    # trained with fairseq, following Shoeybi et al. 2019,
     # https://github.com/facebookresearch/fairseq/tree/main/examples/megatron_11b
     "megatron-11b": {
         **_gpt(72, 3072, 32, 1024, 51200),

@@ -171,8 +171,8 @@ def gathers_by(run: RunConfig, dispatch: str) -> bool:
 
 
 def column_unit(parallel: ParallelOptions) -> int:
-    """Return the number that must divide a row's number of columns, so that the ranks that split a row hold equal
-    numbers of columns: whole context chunks and whole sequence shards.
+    """Return the number by which a row's number of columns must be divisible. The columns can then be split evenly over
+    ranks, into whole context chunks and whole sequence shards.
 
     >>> column_unit(ParallelOptions(tp=2, cp=3, sequence_parallel=True))
     6
@@ -237,8 +237,8 @@ SMALL_BLOCK = 1.5e12
 the kernels of a block's forward and backward pass (docs/performance.md)."""
 
 SMALL_EXCHANGING_BLOCK = 3.5e12
-"""Like SMALL_BLOCK, but for a block with exchanges between tensor ranks, whose launches take more than twice as
-long."""
+"""Like SMALL_BLOCK, but for a block with exchanges between tensor ranks, which takes more than twice as long to
+launch."""
 
 MEASURED_TFLOPS = 989.0
 """Peak in TFLOP/s, in bf16, of H100 and H200, on which SMALL_BLOCK and SMALL_EXCHANGING_BLOCK were measured."""
@@ -296,17 +296,17 @@ def overlap_exclusions(run: RunConfig) -> list[str]:
 
 
 def no_overlap_reason(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> str | None:
-    """Return why the tensor ranks of a resolved run do not overlap their exchanges with GEMMs, if neither --tp-overlap
-    nor --no-tp-overlap is given; None if they do, on devices that can map each other's memory. tflops: peak of a
-    device in 16-bit floats.
+    """Return the reason why the tensor ranks of a resolved run do not overlap their exchanges with GEMMs; None if they
+    do. The result is valid for devices that can map each other's memory, if neither --tp-overlap nor --no-tp-overlap is
+    given. tflops: peak of a device in 16-bit floats.
 
     Launching a GEMM in pieces takes the host longer, so overlap is faster only if a block takes the device longer than
     the host (SMALL_EXCHANGING_BLOCK, in proportion to `tflops`). Measured steps of such blocks were shorter with
     overlap: by 11 % for GPT 22B on 4 H200s (docs/performance.md), and by 4 % for 16 of its blocks on 2 H200s. For such
     blocks of other models and layouts, the cost model (estimate/cost.py) predicts steps that are 4 to 20 % shorter on
     H100s and H200s, up to 15 % on A100s and 3 to 18 % on B200s. For smaller blocks the cost model predicts steps up to
-    1.8 times as long, unless a CUDA graph replays the blocks. The choice does not depend on --cuda-graph, which must
-    not change results, nor on the number of data ranks.
+    1.8 times as long, unless a CUDA graph replays the blocks. Whether exchanges overlap does not depend on the number
+    of data ranks, nor on --cuda-graph, which must not change results.
 
     T5 and --task dpo are excluded: overlap was not measured with T5, and would pad the pairs of dpo to equal lengths.
     """
@@ -324,8 +324,8 @@ def no_overlap_reason(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> str | 
 
 def overlaps_exchanges(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> bool:
     """Return whether the tensor ranks of a resolved run exchange tokens while they compute GEMMs, on devices that can
-    map each other's memory: as --tp-overlap or --no-tp-overlap selects, otherwise if overlap is faster
-    (`no_overlap_reason`). tflops: as in `no_overlap_reason`.
+    map each other's memory. If neither --tp-overlap nor --no-tp-overlap is given, `no_overlap_reason` decides. tflops:
+    as in `no_overlap_reason`.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt-22b", flags={"tp": 4, "sequence_parallel": True, "micro_batch": each}) for each in (1, 4))
@@ -337,8 +337,8 @@ def overlaps_exchanges(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> bool:
 
 
 def is_all_to_all(run: RunConfig) -> bool:
-    """Return whether --cp-comm auto is all-to-all in a resolved run, namely if the context ranks divide the heads of a
-    tensor rank."""
+    """Return whether --cp-comm auto selects all-to-all in a resolved run. It does so if the number of context ranks
+    divides a tensor rank's numbers of heads and of key/value heads."""
     heads = (run.model.heads // run.parallel.tp, run.model.kv_heads // run.parallel.tp)
     return all(each % run.parallel.cp == 0 for each in heads)
 

@@ -1,7 +1,7 @@
 """The options of a run as given by the user (`Options`) and as resolved (`RunConfig`): two frozen dataclasses with the
 same sections.
 
-    preset < TOML file < flags        config/compose.py          the Options that a user typed
+    preset < TOML file < flags        config/compose.py          the Options that the user gave
     values from weights and data      training/start/inputs.py   the model of --load, steps of --epochs: still Options
     check(options, world)             config/check.py            every rule, all mistakes at once; returns nothing
     resolve(options, world, vocab)    config/resolve.py          the RunConfig, in which every derived value is set
@@ -9,13 +9,13 @@ same sections.
 
 In `Options`, None may mean "derive this value". Only `updated` changes options, by returning a copy with other values.
 In a `RunConfig`, None means "not used". `resolve` makes a `RunConfig`, the ranks receive it, and run.toml stores it; no
-code replaces a value in a `RunConfig`. Code that examines another run, as the estimate does, resolves other options
+code replaces a value in a `RunConfig`. Code that examines another run, such as the estimate, resolves other options
 (`variant`). The types enforce this order: `check`, `resolve` and `updated` do not accept a `RunConfig`.
 
 If a section has derived fields, the section's class in a `RunConfig` is a subclass of its class in `Options`
 (sections.py), so code that reads either class, such as `value_of` and config/toml.py, is written once. Instances of the
-two classes are never equal, so a resolved model must be compared with a resolved model. This module depends on the
-names of sections, but not on the names of options.
+two classes are never equal, so compare a resolved model only with a resolved model. This module depends on the names of
+sections, but not on the names of options.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable

@@ -315,7 +315,7 @@ class DenseOptions(Section):
     )
     mtp_loss: float = option(
         0.1,
-        "weight of the mean loss of --mtp-layers",
+        "weight of the mean loss of the tokens that --mtp-layers predicts",
         megatron="--mtp-loss-scaling-factor",
         within=NOT_NEGATIVE,
         on_resume="noted",
@@ -386,9 +386,9 @@ class DenseOptions(Section):
     )
     memory_padding: Literal["masked", "uniform", "zero"] = option(
         "masked",
-        "treatment of padding in T5's encoder: masked; or, as in Megatron-LM 23.06 to core 0.5, visible to the"
-        " decoder, while padding tokens attend uniformly to all tokens (uniform: fp32) or to none (zero: fused"
-        " softmax in bf16, fp16)",
+        "how T5 treats padding in the encoder: masked; or as in Megatron-LM 23.06 to core 0.5, where the decoder "
+        "attends to padding tokens, and padding tokens attend equally to all tokens (uniform: fp32) or to none (zero: "
+        "fused softmax in bf16, fp16)",
         families=("t5",),
         on_resume="noted",
     )
@@ -462,7 +462,7 @@ class ModelConfig(ModelOptions):
         return tuple(filter(None, (self.layers, self.decoder_layers)))
 
     def with_stacks(self, blocks: tuple[int, ...]) -> ModelConfig:
-        """Return a copy of the model with these numbers of blocks, in the order of `stacks`."""
+        """Return a copy of the model whose stacks have these numbers of blocks, in the order of `stacks`."""
         return replace(self, layers=blocks[0], decoder_layers=blocks[1] if len(blocks) > 1 else None)
 
     @property
@@ -495,7 +495,7 @@ class PrecisionOptions(Section):
     fp8_scaling: Literal["tensor", "block"] = option(
         "tensor",
         "scope of one scale with --fp8: a tensor (e4m3 forward, e5m2 for gradients), or a block of 1 x 128 elements "
-        "of an activation or gradient and of 128 x 128 of a weight (e4m3, as DeepSeek-V3)",
+        "of an activation or gradient and of 128 x 128 of a weight (e4m3, as in DeepSeek-V3)",
         megatron={"--fp8-recipe": {"delayed": "tensor", "tensorwise": "tensor", "blockwise": "block"}},
         on_resume="noted",
         needs={"fp8": ()},
@@ -816,8 +816,8 @@ class BatchOptions(Section):
     )
     loss_normalizer: Literal["global", "microbatch"] = option(
         "global",
-        "divide the loss by the sum of loss weights in the global batch, or in each microbatch as Megatron-LM "
-        "does, which also reports the mean over microbatches",
+        "divide the loss by the sum of loss weights in the global batch; or in each microbatch, and take the mean "
+        "over microbatches, as in Megatron-LM",
         megatron={"--calculate-per-token-loss": "global"},
         on_resume="noted",
     )
@@ -1232,7 +1232,7 @@ class DataConfig(Section):
     )
     order: Literal["single", "core", "cyclic"] = option(
         "single",
-        "sample order: single is that of Megatron-LM 23.06; core is single with the splits and blends of "
+        "sample order: single is that of Megatron-LM 23.06; core is like single, but with the splits and blends of "
         "Megatron-core 0.18; cyclic assigns samples to data-parallel ranks, so the result depends on the "
         "number of ranks",
         megatron="--dataloader-type",
@@ -1308,7 +1308,7 @@ class DataConfig(Section):
     )
     fim_no_prefix: str | None = option(
         None,
-        "do not change texts that begin with this",
+        "do not change texts that begin with this string",
         megatron="--fim-no-prefix",
         on_resume="noted",
         read_with={"fim_data": ()},
@@ -1356,7 +1356,7 @@ class DataConfig(Section):
     allow_corpus_change: bool = option(False, "resume even if the contents of the token files have changed")
     data_workers: int = option(
         2,
-        "0 loads the data of a step when the step needs it; any other number prefetches data on a thread",
+        "0: load each step's data when the step needs it; any other number: prefetch data on another thread",
         megatron="--num-workers",
         within=NOT_NEGATIVE,
     )
@@ -1901,7 +1901,7 @@ class RuntimeConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionConfig(Section):
-    """Restarts, after a failure, of the ranks that --nproc started on one or several hosts."""
+    """Options for restarting ranks after a failure. --nproc starts these ranks, on one or several hosts."""
 
     title: ClassVar[str] = "Supervision"
     bench: ClassVar[Bench] = "unused"

@@ -28,7 +28,7 @@ MOST_DOTS = 100
 LARGEST = 10**100
 """Upper limit of integers. Larger integers are refused, because arithmetic with them would overflow."""
 MOST_PROBLEMS = 20
-"""Maximum number of mistakes in one message. In a file that is not a run's TOML, every line is a mistake."""
+"""Maximum number of mistakes in one message. In a file that is not a run's TOML, every line may be a mistake."""
 
 
 def write(run: AnyRun) -> str:
@@ -43,8 +43,9 @@ def write(run: AnyRun) -> str:
 
 
 def run_toml(run: RunConfig) -> str:
-    """Return the run.toml of a checkpoint, from which the same run can be started with another --save: all options
-    except those that apply to one start of the run (`Option.once`) and the default --metrics of --save."""
+    """Return the run.toml of a checkpoint, from which the same run can be started with another --save. It contains all
+    options except those that apply to one start of the run (`Option.once`), and except --metrics if its path is the
+    default for --save."""
     schema, left_out = run_schema(), options_with(once=True)
     values = {name: value_of(run, name) for name in schema.entries}
     return write_values(schema, _without_derived(values | dict.fromkeys(left_out)))

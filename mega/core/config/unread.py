@@ -37,8 +37,8 @@ def unread(options: Options, bench: str | None = None) -> Iterator[str]:
 
 
 def is_read(options: Options | RunConfig, entry: Entry) -> bool:
-    """Return whether an option has the effect that `Option.read_with` describes: at least one of the other options has
-    one of the values there, or there are none."""
+    """Return whether an option has an effect: at least one of the options in its `Option.read_with` has one of the
+    values listed there, or `Option.read_with` is empty."""
     readers = entry.option.read_with
     return not readers or any(is_set_to(options, other, valid) for other, valid in readers.items())
 

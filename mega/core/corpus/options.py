@@ -27,7 +27,8 @@ class CorpusStepOptions(VerbSection):
     compress: Literal["none", "gz", "zst"] = option("none", "compression of the files in an output folder")
     on_error: Literal["stop", "skip"] = option("stop", "what to do with a line that is not a document")
     against: tuple[str, ...] = option(
-        (), "documents of earlier runs that precede the input: duplicates of them are dropped"
+        (),
+        "documents of earlier runs, which count as earlier than the input: their duplicates in the input are dropped",
     )
     dropped: Path | None = option(None, "folder for the dropped documents, each with the reason")
     show_dropped: int = option(0, "number of dropped documents to print for each reason")
@@ -76,7 +77,7 @@ class NearDuplicateOptions(StepSettings):
     json_key: str = like(CleanOptions, "json_key")
     threshold: float | None = option(None, "minimum overlap of two duplicates [0.8]")
     bands: int | None = option(
-        None, "bands of a signature; documents that share a band are compared [20]", megatron="--num-bands"
+        None, "number of bands in a signature; documents that share a band are compared [20]", megatron="--num-bands"
     )
     permutations: int | None = option(None, "length of a signature [120]", megatron="--num-seeds")
     shingle_words: int = option(5, "words of a shingle")
@@ -103,7 +104,7 @@ class DecontaminateOptions(StepSettings):
     json_key: str = like(CleanOptions, "json_key")
     min_ngram_size: int = option(8, "minimum number of words in a question")
     max_ngram_size: int = option(13, "maximum number of words in a match")
-    key_threshold: int = option(10, "n-grams that occur this often are common phrases and are not cut")
+    key_threshold: int = option(10, "n-grams that occur at least this often are common phrases and are not cut")
     filter_text_char_len: int = option(200, "pieces of at most this many characters are dropped")
     remove_char_each_side: int = option(200, "characters to cut on both sides of a match")
     splits_count: int = option(10, "documents cut into more pieces are dropped")
@@ -146,9 +147,9 @@ class AnnotateOptions(StepSettings):
 class SelectOptions(StepSettings):
     """Options for keeping documents according to a value."""
 
-    by: str = option("score.toxicity", "key of the value, with dots between keys")
+    by: str = option("score.toxicity", "key of the value; dots separate nested keys")
     share: float = option(0.5, "share of all documents to keep")
-    above: float = option(0.5, "the report counts values above this separately")
+    above: float = option(0.5, "count the values above this separately in the report")
     report: Path | None = option(None, "JSON file for means, deviations and ranges")
 
 
@@ -160,7 +161,7 @@ class GroupOptions(VerbSection):
 
     pairs: Path = option(REQUIRED, "file of pairs, as written by near-duplicates --pairs")
     groups: Path = option(REQUIRED, "file of groups to write")
-    threshold: float = option(0.7, "overlap from which two documents are in one group")
+    threshold: float = option(0.7, "minimum overlap for two documents to be in one group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +193,7 @@ class ExactDuplicateOptions(StepSettings):
 
     json_key: str = like(CleanOptions, "json_key")
     paragraphs: bool = option(False, "cut out repeated lines")
-    min_characters: int = option(
-        60, "minimum number of characters in a paragraph to compare, and in a document to keep"
-    )
+    min_characters: int = option(60, "minimum number of characters in a compared paragraph, and in a kept document")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ class PreprocessOptions(VerbSection):
     output_prefix: str = option(REQUIRED, "prefix of the output file names")
     json_keys: tuple[str, ...] = option((), "keys of each line to tokenize; text by default", megatron="--json-key")
     append_eod: bool = option(False, "end every document with the end-of-document token")
-    parse_special_tokens: bool = option(False, "parse the names of special tokens in texts as these tokens")
+    parse_special_tokens: bool = option(False, "encode names of special tokens in texts as these tokens")
     workers: int = option(1, "number of processes")
     on_error: Literal["stop", "skip"] = option("stop", "what to do with a line that is not a document")
     text_lines: bool = option(False, "each line of a text file is a document")
@@ -38,7 +38,8 @@ class PreprocessOptions(VerbSection):
     shard: str = option("1/1", "i/N, 1 <= i <= N: process only this part; then join the parts with `mega data merge`")
     resume: bool = option(False, "save progress to disk, and resume from the saved progress")
     overwrite: bool = option(
-        False, "replace token files made from other inputs or settings; files made from the same ones are kept"
+        False,
+        "replace token files made from other inputs or settings; files made from the same inputs and settings are kept",
     )
 
 
@@ -134,9 +135,11 @@ class SampleOptions(VerbSection):
 
     title: ClassVar[str] = "Samples"
 
-    input: tuple[str, ...] = option((), "show a conversation from these files instead", hub="dataset")
+    input: tuple[str, ...] = option(
+        (), "show conversations from these files instead of training samples", hub="dataset"
+    )
     number: int = option(0, "number of the first conversation or training sample, from 0")
     count: int = option(1, "number of consecutive conversations or samples")
     seq_length: int = option(512, "number of tokens in a training sample")
     seed: int = option(1234, "seed of the samples' order")
-    binary_head: bool = option(True, "BERT samples have two parts", megatron={"--bert-no-binary-head": False})
+    binary_head: bool = option(True, "use BERT samples with two segments", megatron={"--bert-no-binary-head": False})

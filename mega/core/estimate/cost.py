@@ -63,7 +63,7 @@ class CollectiveBegin(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Operations after this one need the result of collective `number`."""
+    """The point in a sequence of operations from which the result of collective `number` is needed."""
 
     number: int
 
@@ -77,8 +77,8 @@ class Send(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Operations after this one wait for the next `blocks` blocks from other ranks. These ranks are assumed to send
-    blocks at the same times as this rank."""
+    """The point at which later operations wait for the next `blocks` blocks from other ranks. The other ranks are
+    assumed to send blocks at the same times as this rank."""
 
     exchange: int
     blocks: int

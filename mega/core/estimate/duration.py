@@ -160,8 +160,8 @@ def _saves(steps: int, interval: int) -> int:
 
 
 def optimum_interval(save_seconds: float, failure_seconds: float) -> float:
-    """Return the optimal time of work between two saves, in seconds, by Daly's equation 37, whose first term is Young's
-    sqrt(2 d M).
+    """Return the optimal time of work between two saves, in seconds, computed with Daly's equation 37. The first term
+    of this equation is Young's sqrt(2 d M).
 
     >>> round(optimum_interval(60.0, 36000.0))
     2039

@@ -30,8 +30,8 @@ class Product:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit a line to measured times, with the smallest relative errors: (delay, seconds per unit of size). Both values
-    are at least 0.
+    """Fit a line to measured times so that relative errors are smallest, and return (delay, seconds per unit of size).
+    Both values are at least 0.
 
     >>> delay, each = line([1, 10, 100], [3, 12, 102])
     >>> round(delay, 6), round(each, 6)
@@ -53,8 +53,8 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def product_shares(samples: Sequence[Product], peak: float, bandwidth: float, launch: float) -> tuple[float, float]:
-    """Fit (product, traffic): the fraction of `peak` (operations per second) that matrix products reach, and the
-    fraction of memory traffic that computation does not hide.
+    """Fit and return two fractions, (product, traffic): the fraction of `peak` (operations per second) that matrix
+    products reach, and the fraction of memory traffic that computation does not hide.
 
     The fit minimizes the squared relative errors of the model: seconds = flops / (peak * product) + traffic * moved /
     bandwidth + launch.

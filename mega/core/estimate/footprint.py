@@ -32,8 +32,8 @@ class Footprint:
     deferred: int
     """Bytes stored from the backward pass to a separate weight-gradient pass."""
     in_flight: int
-    """Bytes of sent blocks that exchanges keep allocated after a forward pass, once for all microbatches. These bytes
-    are included in `forward` and `backward`."""
+    """Bytes of sent blocks that exchanges keep allocated after a forward pass. All microbatches share these bytes,
+    which are included in `forward` and `backward`."""
     cargo: int
     """Bytes received from the previous stage or sent to the next stage."""
     batch: int

@@ -70,8 +70,8 @@ def _known_devices() -> Mapping[str, Mapping[str, Any]]:
 def hardware(name: str, source: str | None = None) -> Hardware:
     """Return the device called `name` in hardware.toml, or the device that the TOML file `name` describes.
 
-    source: the flag that gave `name`, if not --gpu. Errors: ValueError naming the flag, for an unknown name, a broken
-    file, or an unknown field.
+    source: the flag whose value is `name`; default --gpu. Errors: ValueError naming the flag, for an unknown name, a
+    broken file, or an unknown field.
 
     >>> hardware("h200").peak["bf16"]
     989.0

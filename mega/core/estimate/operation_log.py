@@ -59,7 +59,7 @@ class OperationLog:
         self._packed, self._count = packed, 0
 
     def take(self) -> tuple[Operation, ...]:
-        """Return the operations since the previous call of `take`, and clear the log."""
+        """Return the operations recorded since the previous call of `take`, and clear the log."""
         operations, self.operations = tuple(self.operations), []
         return operations
 
@@ -158,7 +158,7 @@ def _moved(name: str, args: Sequence[object], out: object) -> int:
 
 @lru_cache(maxsize=256)
 def _visible(s: int, t: int, low: int | None, high: int | None) -> float:
-    """The fraction of the pairs of s queries and t keys that are in a band (ops.mask.AttentionMask.band).
+    """Return the fraction of the s x t (query, key) pairs that lie in a band (ops.mask.AttentionMask.band).
 
     >>> _visible(4, 4, None, 0), _visible(4, 4, None, None), round(_visible(8, 8, -1, 0), 3)
     (0.625, 1.0, 0.234)

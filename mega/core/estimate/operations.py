@@ -33,8 +33,8 @@ def with_overlap(run: RunConfig, device: Hardware) -> RunConfig:
 
 
 def operations(run: RunConfig, chunk: Chunk, *, composed: bool = False) -> ChunkOperations:
-    """The operations of a chunk of a resolved run. composed: as in `trace`, with fewer traces for chunks of several
-    lengths, but with additional traces if `trace` also measures memory."""
+    """Return the operations of a chunk of a resolved run. composed: as in `trace`. If True, chunks of several lengths
+    need fewer traces, but these traces are not shared with those that measure memory."""
     from mega.core.estimate.trace import trace
 
     chunk_trace = trace(run, chunk, composed=composed)

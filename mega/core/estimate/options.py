@@ -49,13 +49,14 @@ class EstimateOptions(VerbSection):
     draw_schedule: Path | None = option(None, "write the pipeline's timeline to a .svg or .png file; - prints it")
     serve: bool = option(
         False,
-        "print what mega serve will report for the model on --tp x --pp ranks of --gpu, and how fast it will answer",
+        "print the capacity that mega serve will report for the model on --tp x --pp ranks of --gpu, and the "
+        "predicted speed of answers",
     )
     max_length: int | None = option(None, "with --serve: tokens of prompt and answer [the model's]", within=COUNT)
     prompt_tokens: int | None = option(None, "with --serve --gpu: tokens in each prompt [512]", within=COUNT)
     new_tokens: int | None = option(None, "with --serve --gpu: tokens in each answer [128]", within=COUNT)
     rate: float | None = option(
         None,
-        "with --serve --gpu: also predict this number of requests per second, which arrive at random",
+        "with --serve --gpu: also predict the speed for this number of requests per second, arriving at random times",
         within=Range("above 0, to 1e6", lambda value: 0 < value < 1e6),
     )

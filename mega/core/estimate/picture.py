@@ -1,4 +1,4 @@
-"""Draws the bars of a memory estimate as a .svg or .png file. Only .png needs matplotlib, which is then imported."""
+"""Draws the bars of a memory estimate as a .svg or .png file. matplotlib is imported only for a .png."""
 
 from __future__ import annotations
 

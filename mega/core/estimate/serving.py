@@ -264,8 +264,9 @@ class ServingTimes:
 
 
 def step_size(counts: Sequence[int], lengths: Sequence[int], tokens: int, rows: int) -> StepSize:
-    """Return the size of a step. counts, lengths: for each run, its number of tokens, and the length of its sequence at
-    its end. tokens: number of tokens of the step, with padding. rows: number of rows of logits."""
+    """Return the size of a step. counts: number of tokens of each run (consecutive tokens of one sequence). lengths:
+    length of each run's sequence at the end of the run. tokens: number of tokens of the step, with padding. rows:
+    number of rows of logits."""
     runs = list(zip(counts, lengths, strict=True))
     keys = tuple(length for count, length in runs if count == 1)
     return StepSize(tokens, rows, keys, tuple(run for run in runs if run[0] > 1))

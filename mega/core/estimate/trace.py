@@ -363,7 +363,7 @@ class _Recorder:
 
 def trace(run: RunConfig, chunk: Chunk, *, composed: bool = False) -> Trace:
     """Trace one microbatch of a resolved `run` on a chunk. composed: assemble chunks of all lengths from the same two
-    traces, even if blocks share memory; the operations are exact then, but the peaks are not."""
+    traces, even if blocks share memory, in which case the operations are exact but the peaks are not."""
     if chunk.kinds:
         return _mixed_kinds(run, chunk, composed)
     parallel = run.parallel
@@ -640,7 +640,7 @@ class _Rank:
             sent = sum(tensor.nbytes for tensor in out.cargo)
             roots = (term.total if term.root is None else term.root for term in out.terms.values())
             outs = (*out.cargo, *roots)
-            del out  # here and below, because training does not keep this reference, which would count as memory
+            del out  # training does not keep this reference (nor those deleted below), and it would count as memory
             forward, forward_work = recorder.end()
             in_flight = exchanges.settle() if exchanges is not None else 0
             recorder.begin(recorder.units - 1)

@@ -154,7 +154,7 @@ class GenerateOptions(VerbSection):
     )
     length_penalty: float | None = option(None, "with --beams: divide scores by length raised to this power [1]")
     adapter: tuple[str, ...] = option(
-        (), "LoRA adapter; rows of --input may select one with the key adapter [the first]", metavar="NAME=DIR"
+        (), "LoRA adapter; the key `adapter` in a row of --input selects one by NAME [the first]", metavar="NAME=DIR"
     )
     nproc: int | None = like(RuntimeConfig, "nproc", help="number of local ranks to start [tp x pp]")
     chat_template: str | None = option(None, "not supported: use mega serve to answer with a chat template")

@@ -16,7 +16,7 @@ class ParityOptions(VerbSection):
     title: ClassVar[str] = "Proof"
 
     layouts: str | None = option(
-        None, "only these layouts, of GPT and Llama or --family, such as tp2pp2dp2sp,dp4-zero1"
+        None, "only these layouts, such as tp2pp2dp2sp,dp4-zero1, with GPT and Llama or with --family"
     )
     all: bool = option(False, "every layout, instead of one of each kind")
     family: (

@@ -124,7 +124,7 @@ def read(place: Path) -> RunRecord | EvaluationRecord | CorpusRecord:
         return _run(place, place.parent)
     if isinstance(content, dict) and ("figures" in content or "results" in content):
         return EvaluationRecord(place.name, content)
-    if isinstance(content, dict) and "step" in content:  # metrics of a single row
+    if isinstance(content, dict) and "step" in content:  # a metrics file with a single row
         return _run(place, place.parent)
     raise ValueError(f"{place}: is neither a run's metrics nor an evaluation's JSON")
 

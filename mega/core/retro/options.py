@@ -54,7 +54,8 @@ class DatabaseOptions(VerbSection):
     device: Literal["auto", "cpu", "cuda"] = option("auto", "device for embedding")
     shard: str = option(
         "1/1",
-        "i/N, 1 <= i <= N: process only this share of the blocks; repeat the command without --shard to join them",
+        "i/N, 1 <= i <= N: process only this share of the blocks; finally, repeat the command without --shard to join "
+        "all shares",
     )
 
 
@@ -70,7 +71,7 @@ class QueryOptions(VerbSection):
     )
     saved: int = option(
         20,
-        "candidates to save; those from the sample's own documents are removed",
+        "number of candidates to save; candidates from the sample's own documents are removed first",
         megatron="--retro-query-num-neighbors-save",
         within=COUNT,
     )

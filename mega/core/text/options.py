@@ -37,4 +37,8 @@ class TrainTokenizerOptions(VerbSection):
     character_coverage: float | None = option(None, "share of the texts' characters that SentencePiece covers [1]")
     json_key: str = option("text", "key of the text in each line", megatron="--json-keys")
     text_lines: bool = option(False, "each line of a text file is a document")
-    overwrite: bool = option(False, "replace a tokenizer made from other inputs or settings; one from the same is kept")
+    overwrite: bool = option(
+        False,
+        "replace a tokenizer made from other inputs or settings; a tokenizer made from the same inputs and settings "
+        "is kept",
+    )

@@ -50,13 +50,13 @@ class ReshardOptions(VerbSection):
         "mcore-local, torch_dist",
         choices=Targets("reshard"),
     )
-    loader: str | None = option(None, "accepted; the format is recognised by its files")
+    loader: str | None = option(None, "accepted without effect; the format is recognised by its files")
     true_vocab_size: int | None = option(None, "vocabulary size of a Megatron-LM checkpoint, without padding")
     vocab_file: Path | None = option(None, "a vocab.json, whose length is the true vocabulary size")
     num_attention_heads: int | None = option(
-        None, "number of attention heads, for a torch_dist folder without arguments"
+        None, "number of attention heads, for a torch_dist folder that does not contain the model's arguments"
     )
-    model_type: Literal["GPT"] = option("GPT", "accepted; determined from the files")
+    model_type: Literal["GPT"] = option("GPT", "accepted without effect; the model type is determined from the files")
     megatron_path: str | None = option(None, "accepted; not needed")
     tokenizer_type: str | None = option(
         None, "tokenizer type to record in a Megatron-LM checkpoint [the checkpoint's, else NullTokenizer]"
@@ -69,7 +69,7 @@ class ReshardOptions(VerbSection):
     upcycle_granularity: int = option(1, "number of experts that one dense network is split into")
     load_optim: bool = option(True, "read or write a Megatron-LM optimizer's state")
     verify: bool = option(False, "read the written checkpoint back and compare it bit for bit with its source")
-    checking: bool = option(True, "accepted; tensors are always checked")
+    checking: bool = option(True, "accepted without effect; tensors are always checked")
 
     @property
     def flags(self) -> dict[str, object]:
@@ -95,13 +95,18 @@ class ConvertOptions(VerbSection):
         "Hugging Face, Meta or fairseq folder, llama2.c or GGUF file, run directory, step-NNNNNNN, name on the Hub",
         hub="model",
     )
-    save_dir: Path = option(REQUIRED, "folder to write; it appears when it is complete")
+    save_dir: Path = option(REQUIRED, "folder to write; it appears only when it is complete")
     to: str | None = option(None, "format to write [mega; hf for a mega checkpoint]", choices=Targets("convert-llama"))
-    base: Path | None = option(None, "base weights of a peft adapter; when writing one, the name of its base")
+    base: Path | None = option(
+        None, "base weights of a peft adapter; when writing an adapter, the name of its base model"
+    )
     parts: int = option(1, "number of files of a Meta folder")
     outtype: Literal["f32", "f16", "bf16", "q8_0", "fp8"] | None = option(
-        None, "type of the matrices [that of the weights]: fp8 in blocks with --to hf, the others with --to gguf"
+        None,
+        "type of the matrices: fp8 (in blocks) with --to hf; f32, f16, bf16 or q8_0 with --to gguf [the type of the "
+        "weights]",
     )
     verify: bool = option(
-        False, "for decoders of Hugging Face, run both models on random tokens; otherwise read back and compare bits"
+        False,
+        "for decoders in Hugging Face's format, run both models on random tokens; otherwise read back and compare bits",
     )
