@@ -327,7 +327,7 @@ class _Builder:
         lengths = [len(dataset) for dataset in datasets]
 
         def compute() -> Arrays:
-            """Return Megatron-LM's order, truncated before the first entry for which a corpus is too short."""
+            """Return Megatron-LM's blend order, truncated before the first entry for which a corpus is too short."""
             corpus_numbers, numbers = blend_order(shares, size)
             served = entries_served(corpus_numbers, numbers, lengths)
             assert served >= samples

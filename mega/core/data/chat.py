@@ -69,7 +69,8 @@ class TrainedTexts:
 
 
 class ChatDataset:
-    """A dataset of packed rows from consecutive passes over the conversations, each of which is shuffled separately.
+    """A dataset of packed rows. The rows come from consecutive passes over the conversations; each pass is shuffled
+    separately.
 
     arrays: the arrays of `TrainedTexts`; members, the conversation indices in row order; and rows, int64 [rows + 1],
     the index of the first member of each row. Example: conversations a and b in a row of 8, with padding:

@@ -93,7 +93,7 @@ def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Chunk
     """Open the corpora of a blend. The first share in `split` is that of the training documents, which come first in a
     corpus.
 
-    Errors: ValueError naming the file, or two corpora with the same name.
+    Errors: ValueError naming the file, the split, or a name that two corpora share.
     """
     share, chunk_sources = split_shares(split)[0], list[ChunkSource]()
     for weight, prefix in blend:
@@ -115,8 +115,8 @@ def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Chunk
 def cut_block(
     source: ChunkSource, block: Block, length: int, tokenizer: Tokenizer, embedded_length: Callable[[str], int]
 ) -> Arrays:
-    """Cut a block of documents into chunks, without the end-of-document token. A chunk without tokens for the embedder
-    is invalid.
+    """Cut a block of documents into chunks. Chunks do not include the end-of-document token. A chunk without tokens for
+    the embedder is invalid.
 
     embedded_length: function that returns the length of a text in the embedder's tokens.
     """

@@ -14,7 +14,7 @@ class Dataset(Protocol):
     inputs and, shifted by one, the labels.
 
     A dataset with samples of another type has a method `collate(samples, index of the first sample)`, which builds a
-    batch. A dataset that can read many samples faster together has a method `samples(entries)`, which returns a
+    batch. A dataset that reads many samples faster in one call has a method `samples(entries)`, which returns a
     sequence; slices of this sequence are passed to `collate`.
     """
 

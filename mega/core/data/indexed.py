@@ -182,8 +182,8 @@ class IndexedDataset:
         return TokenizerIdentity.read(self.note.get("tokenizer"))
 
     def content(self) -> dict[str, str | None]:
-        """Hashes that identify the content: of the lengths, of a sample of the .bin, and of all tokens. The hash of all
-        tokens is read from the note and not verified."""
+        """Hashes that identify the content: one of the lengths, one of a sample of the .bin, and one of all tokens. The
+        hash of all tokens is read from the note and not verified."""
         tokens = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tokens = str(read_note(self.prefix)["sha256"]["bin"])

@@ -54,7 +54,7 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
     sums = {"bin": _sha256(bin_path(prefix)), "idx": _sha256(idx_path(prefix))}
-    # entries of an old note are valid only for the bytes that it describes
+    # entries of an old note are valid only for the bytes that the note describes
     old_note = {name: value for name, value in data.note.items() if data.note.get("sha256") == sums}
     identity = None if tokenizer is None else tokenizer.identity()
     recorded = TokenizerIdentity.read(old_note.get("tokenizer"))
@@ -83,8 +83,8 @@ def show(
 ) -> None:
     """Report sizes, the range of ids, a histogram of lengths, and the first tokens of some sequences.
 
-    tokenizer: decodes the tokens; if None, the tokenizer recorded with the pair does, or ids are reported if that
-    tokenizer cannot be opened.
+    tokenizer: decodes the tokens. If None, the tokenizer recorded with the pair is used; if it cannot be opened, ids
+    are reported instead.
     """
     if samples < 0:
         raise ValueError(f"--samples {samples}: must be at least 0")

@@ -94,7 +94,8 @@ def set_name(path: str) -> str:
 
 
 def set_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the paths of all sets by name. Errors: ValueError if two sets have the same name."""
+    """Return a map from the name of each set to the path of the set. Errors: ValueError if two sets have the same
+    name."""
     paths_by_name: dict[str, str] = {}
     for path in paths:
         if paths_by_name.setdefault(name := set_name(path), path) != path:
@@ -157,7 +158,7 @@ class LabelledSet:
 
 def pack(first: Sequence[int], second: Sequence[int], roles: Roles, limit: int) -> tuple[list[int], int]:
     """Return the ids of a row of at most `limit` tokens, and the first position of type 1. A truncated row still ends
-    in [SEP].
+    with [SEP].
 
     >>> roles = Roles(cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=())
     >>> pack([7, 8], [9], roles, 6), pack([7, 8], [9], roles, 5), pack([7, 8], [9], roles, 3)

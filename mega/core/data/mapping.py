@@ -59,8 +59,9 @@ def sentence_mapping(
 
 
 def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator[int]) -> Iterator[int]:
-    """Yield the three numbers of each sample in a document. A sample contains sentences until the target length is
-    reached. If only one sentence of the document then remains, it is added to the sample.
+    """Yield three numbers for each sample in a document: first sentence, end sentence (exclusive) and target length. A
+    sample contains sentences until the target length is reached. If only one sentence of the document then remains, it
+    is added to the sample.
 
     ends: number of tokens in the document before each sentence, and in total. As in Megatron-LM, one target more than
     there are samples is drawn.
@@ -75,7 +76,7 @@ def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator
 
 
 def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
-    """Yield target lengths. On average, one of round(1 / short_prob) lengths is drawn from 2 .. max_length; all others
+    """Yield target lengths. On average, one in round(1 / short_prob) lengths is drawn from 2 .. max_length; all others
     are max_length. The random numbers are the 32-bit outputs of mt19937(seed)."""
     ratio = round(1 / short_prob) if short_prob else 0
     generator = np.random.RandomState(seed)
@@ -101,7 +102,7 @@ def _shuffled(count: int, seed: int) -> NDArray[np.uint64]:
 
 def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
     """Yield the output of the 64-bit Mersenne twister of the C++ standard, 312 words at a time. For example, seed 5489
-    gives 14514284786278117030, ...
+    produces 14514284786278117030, ...
 
     Source: Nishimura 2000, "Tables of 64-bit Mersenne twisters"; ISO C++ [rand.predef].
     """

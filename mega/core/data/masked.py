@@ -155,8 +155,8 @@ def bert_batch(samples: Sequence[BertSample], first_sample: int, max_masked: int
 
 
 def _predicted(is_masked: NDArray[np.bool_], width: int) -> Ints:
-    """Return int64 [b, width], the columns of the masked tokens in each row. If a row has fewer masked tokens, its
-    first columns that are not masked fill the remaining entries."""
+    """Return int64 [b, width], the columns of the masked tokens in each row. If a row has fewer than `width` masked
+    tokens, its first columns that are not masked fill the remaining entries."""
     counts = is_masked.sum(axis=1, keepdims=True)
     assert counts.max() <= width, (counts, width)
     spare = ~is_masked[:, :width]
@@ -256,7 +256,8 @@ class BertDataset(_Mapped[BertSample]):
 
 
 class T5Dataset(_Mapped[T5Sample]):
-    """A dataset of T5 samples, each a text with spans replaced with sentinels, and the spans. See `t5_samples`."""
+    """A dataset of T5 samples. A sample consists of a text in which sentinels replace spans, and of these spans. See
+    `t5_samples`."""
 
     def __init__(
         self,

@@ -174,7 +174,7 @@ def choose_words(
     budget is shortened. A run that overlaps an earlier run is dropped.
     runs: uint8 [texts, width], the number of words in a run whose draw begins at each position of a text's draws. This
     draw takes two positions. steps: uint8 [4, texts * width], the number of positions for the draws of 0 .. 3 tokens;
-    None if tokens have no draws, so that all tokens of a run have the position after the run's draw.
+    None if tokens have no draws; all tokens of a run then have the position after the run's draw.
 
     Raises `Exhausted` if a text needs the draws of the last `SPARE` positions.
     """
@@ -228,7 +228,8 @@ def _per_token(runs: list[tuple[Ints, Ints, Ints]], steps: NDArray[np.uint8] | N
 
 
 class BertDraws:
-    """Interprets the outputs of BERT's streams, for a draw that begins at any output. See `choose_words`.
+    """Interprets the outputs of the random streams of BERT samples, for draws that may begin at any output. See
+    `choose_words`.
 
     outputs: uint64 [texts, draws], raw outputs of each text's stream. runs: uint8 [texts, draws]. steps: uint8 [4,
     texts * draws].
@@ -237,7 +238,7 @@ class BertDraws:
     def __init__(self, outputs: NDArray[np.uint64], vocabulary: Vocabulary) -> None:
         self._vocabulary, count = vocabulary, outputs.size
         padded = np.append(outputs, np.zeros(SPARE, np.uint64))
-        # RandomState combines two outputs to a number in [0, 1): these integers divided by 2**53.
+        # RandomState combines two outputs into a number in [0, 1): these integers divided by 2**53.
         uniform = ((padded[:count] >> 5) << 26) | (padded[1 : count + 1] >> 6)
         self.runs = np.ones(outputs.shape, np.uint8)
         for bound in _bounds()[:-1]:

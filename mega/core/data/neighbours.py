@@ -194,8 +194,8 @@ def neighbour_tokens(
 
         numbers[u, j] = n, retrieved = 2    ->    tokens[u, j] = chunk n | chunk n + 1
 
-    crossing: whether the later chunks of a neighbour may belong to the next document, as in Megatron-LM 23.06; after
-    the last chunk, the first chunk follows. The next document may be part of the sample for which the neighbour is
+    crossing: whether the later chunks of a neighbour may belong to the next document, as in Megatron-LM 23.06. The last
+    chunk is then followed by the first chunk. The next document may be part of the sample for which the neighbour is
     retrieved. If False, chunks of the next document are replaced with end-of-document tokens.
     """
     length = database.length

@@ -38,7 +38,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 
 def split_note(split: str) -> str:
-    """Return a message with the normalized shares if the sum of the given shares is not a round number, else "".
+    """Return a message with the normalized shares if the given shares do not sum to 1, 10, 100 or 1000; otherwise "".
 
     >>> split_note("90,20"), split_note("969, 30, 1")
     ('--split 90,20: sums to 110: training has 81.8%, validation 18.2%, test 0.0% of the documents', '')
@@ -97,8 +97,8 @@ def sample_order(
 ) -> SampleOrder:
     """Return the order of at least `samples` samples of seq_length + 1 tokens from sequences first .. last - 1.
 
-    If less than 80 % of the last epoch is needed, it is shuffled separately and comes last. Otherwise, some documents
-    could be read once more than others early in the run.
+    If less than 80 % of the last epoch is needed, it is shuffled separately and comes last. If all epochs were shuffled
+    together, some documents could be read once more than others early in the run.
     """
     tokens = int(lengths[first:last].sum(dtype=np.int64))
     passes = epochs(tokens, seq_length, samples)
@@ -181,8 +181,8 @@ def blend_parts(shares: Sequence[float], samples: int) -> list[int]:
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """Return, for each of `size` samples of a blend, the index of the dataset and the index within this dataset.
 
-    The next dataset is the one furthest behind its share; ties are broken by the lower index. Shares 0.2, 0.3, 0.5 give
-    the datasets 2 1 0 2 1 2 0 2 1 2 0 2. A shorter order is a prefix of a longer one.
+    The next dataset is the one furthest behind its share; ties are broken by the lower index. Shares 0.2, 0.3, 0.5
+    produce the datasets 2 1 0 2 1 2 0 2 1 2 0 2. A shorter order is a prefix of a longer one.
     """
     if len(weights) > 32766:
         raise ValueError(f"a blend of {len(weights)} datasets: must be at most 32766")
@@ -257,8 +257,8 @@ def _run(
 def _side_by_side(
     shares: NDArray[np.float64], begins: NDArray[np.int64], counts: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """Do the work of `_run` for many `begins` simultaneously. counts: [runs, datasets]. Return choices, [runs, steps],
-    and counts, [runs, datasets]."""
+    """Do the work of `_run` for many runs at once. begins: [runs], the first entry of each run. counts: [runs,
+    datasets]. Return choices, [runs, steps], and counts, [runs, datasets]."""
     counts, errors = counts.copy(), np.empty_like(counts)
     flat, rows = counts.reshape(-1), np.arange(len(begins)) * len(shares)
     choices = np.empty((steps, len(begins)), np.int16)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 KEYS = ("prompt", "chosen", "rejected")
 ANSWER_RULE = 3
 """Version of the rule that determines an answer's tokens; part of the cache key. Version 1 included the prompt's
-assistant turns. In version 2, the prefix shared by both answers could end inside a message; now it ends with a
-message."""
+assistant turns. In version 2, the prefix shared by both answers could end inside a message; in version 3, it ends at
+the end of a message."""
 
 
 class PairRows(NamedTuple):
@@ -147,8 +147,8 @@ def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled,
         one, other = (conversation(each) for each in conversations(content))
         if _question(one.messages) != _question(other.messages):
             raise ValueError("the answers are to different questions")
-        # The shared messages have no loss. They cancel in the difference of the answers, but would affect the reward of
-        # each answer.
+        # The shared messages have no loss. They cancel in the difference between the answers, but would affect the
+        # reward of each answer.
         message_pairs = zip(one.messages, other.messages, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], message_pairs))
         return chat.labelled(one, shared), chat.labelled(other, shared)

@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 class LineBlock(NamedTuple):
-    """Consecutive lines, and the reason if the line after them is invalid."""
+    """Consecutive lines. If the next line is invalid, also the reason."""
 
     name: str  # Name of the file, for use in messages
     text: bytes | Place  # Whole JSON lines, or their byte range in a file
@@ -598,7 +598,7 @@ class Line(NamedTuple):
 
 
 def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool = False) -> Iterator[Line]:
-    """Yield the lines of all inputs that are not blank. Raises BadLine at a line that is too long."""
+    """Yield every line of the inputs, except blank lines. Raises BadLine at a line that is too long."""
     for piece in pieces(find(inputs), text_lines=text_lines):
         number = 0
         for block in blocks(piece, keys, text_lines=text_lines):

@@ -201,8 +201,8 @@ def _ids(bits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 def _counted(samples: torch.Tensor, length: int, ragged: bool) -> torch.Tensor:
-    """Return int64 [b, length], 1 in the leading columns of each row and 0 elsewhere. If `ragged`, the leading columns
-    are a third to all of the columns, else all."""
+    """Return int64 [b, length], 1 in the first n columns of each row and 0 elsewhere. If `ragged`, n varies between a
+    third of `length` and `length`; otherwise n is `length`."""
     if not ragged:
         return torch.ones(len(samples), length, dtype=torch.int64, device=samples.device)
     counts = length // 3 + (samples * 7919) % (length - length // 3 + 1)

@@ -1,4 +1,5 @@
-"""Attention with grouped heads and any mask, as a plain implementation of all features and with torch's fused kernels.
+"""Attention with grouped heads and any mask, in a plain implementation of all features and in one with torch's fused
+kernels.
 
 The plain implementation is the reference. torch's kernels draw dropout from a random stream instead of by counter, so
 `fused` passes masks with dropout to the plain implementation; kernels/attention.py implements dropout by counter. The
@@ -78,7 +79,7 @@ def fused(
     if kind is None:
         visible = mask.visible(s, t, q.device)
         if visible is not None and mask.may_hide_all(s, t):
-            # Kernels give different results for a query without visible keys. Make all keys visible to such a query,
+            # Kernels return different results for a query without visible keys. Make all keys visible to such a query,
             # and set its result to 0 afterwards.
             blind = ~visible.any(-1, keepdim=True)
             visible = visible | blind

@@ -2,8 +2,8 @@
 
 A dropout mask or an initial weight is a hash of (seed, token or tensor name, element), so it is the same in every
 parallel layout, under recomputation and after a resume. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood
-2014) in wrapping int64 arithmetic, which gives equal results on every device. Dropout within a token uses a cheaper
-hash of the token's key, because a training step of GPT 345M draws 10^11 random numbers.
+2014) in wrapping int64 arithmetic, which produces identical results on every device. Dropout within a token uses a
+cheaper hash of the token's key, because a training step of GPT 345M draws 10^11 random numbers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def kept_share(probability: float, rule: int = RULE) -> float:
 
 
 def normal_(out: torch.Tensor, name_key: int, start: tuple[int, ...], whole: tuple[int, ...], std: float) -> None:
-    """Fill `out` with N(0, std). Each element depends only on its position in the whole tensor.
+    """Fill `out` with samples from a normal distribution with mean 0 and standard deviation `std`. Each element depends
+    only on its position in the whole tensor.
 
     out: the block that begins at index `start` of a row-major tensor of shape `whole`. The Box-Muller transform is
     applied in float64 to the two halves of one hash. Rounding to float32 then removes the differences between math

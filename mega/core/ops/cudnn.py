@@ -46,8 +46,8 @@ def version() -> str | None:
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether this module supports an attention call, which must be causal over whole rows with a window that hides
-    keys.
+    """Whether this module supports an attention call. The call must be causal, read whole rows, and have a window that
+    hides keys.
 
     The result is False if deterministic algorithms are required. According to the package's source, cuDNN on Hopper
     would then store a number for every pair of tokens (17 GB for 16,384 tokens and 32 heads), whereas mega's Triton
@@ -229,8 +229,8 @@ def _heads_first(layout: Layout) -> tuple[list[int], list[int]]:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy of x if any row of d elements does not start at a multiple of 16 bytes, as the kernels
-    require."""
+    """Return x if every row of d elements starts at a multiple of 16 bytes, as the kernels require; otherwise return a
+    contiguous copy of x."""
     steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     if (
         x.stride(-1) == 1

@@ -85,8 +85,8 @@ def plain_experts(
 def trusted(
     few: FewExperts | None, dtype: torch.dtype, device: torch.device, width: int, agree: Agree = alone
 ) -> FewExperts | None:
-    """Return `few` if its results equal those of `plain_experts` on the devices of all ranks that agree; otherwise log
-    a warning and return None."""
+    """Return `few` if, on all ranks that call `agree`, its results equal those of `plain_experts`; otherwise return
+    None. A rank whose results differ logs a warning."""
     if few is None or dtype.itemsize != 2:
         return None
     kernels, instead = few, "steps of few tokens take grouped GEMMs: ours"

@@ -103,8 +103,8 @@ PLAIN = FewRows(lambda rows, factor: True, plain_linear, plain_place, plain_norm
 def trusted(
     few: FewRows | None, dtype: torch.dtype, device: torch.device, widths: Sequence[int], agree: Agree = alone
 ) -> FewRows | None:
-    """Return `few` if its results equal those of PLAIN for inputs of the given widths, on the devices of all ranks that
-    agree; otherwise log a warning and return None."""
+    """Return `few` if, on all ranks that call `agree`, its results equal those of PLAIN for inputs of the given widths;
+    otherwise return None. A rank whose results differ logs a warning."""
     if few is None:
         return None
 

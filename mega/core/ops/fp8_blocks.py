@@ -23,7 +23,7 @@ from mega.core.ops.block_scales import WEIGHT_BLOCK, dequantise, quantise
 from mega.core.ops.fp8 import NarrowMatmuls
 
 ROW_BLOCK = (1, FP8_BLOCK)
-"""Rows and columns of a block of an activation or of a gradient, along the dim that the GEMM sums over."""
+"""Shape of a block of an activation or of a gradient. The columns lie along the dim that the GEMM sums over."""
 
 
 class Operand(NamedTuple):
@@ -36,8 +36,8 @@ class Operand(NamedTuple):
 class BlockCast(NamedTuple):
     """A tensor x [r, c] as operands of GEMMs."""
 
-    rows: Operand | None  # x, summed over c
-    columns: Operand | None  # x^T, summed over r
+    rows: Operand | None  # x, for a GEMM that sums over c
+    columns: Operand | None  # x^T, for a GEMM that sums over r
 
 
 def cast_rows(x: torch.Tensor, *, rows: bool = False, columns: bool = False) -> BlockCast:

@@ -1,4 +1,4 @@
-"""Linear layers with fp8 weights for inference, which read half as many bytes as with 16-bit weights.
+"""Linear layers with fp8 weights for inference. They read half as many bytes as layers with 16-bit weights.
 
 Each output has a scale that maps its largest weight to the limit of e4m3 (3 bits of mantissa). Activations keep their
 dtype. The error of a weight is at most 1/16 of its value, or 2^-10 / 448 of the output's largest weight if that is
@@ -76,7 +76,8 @@ class Fp8Weights(Matmuls):
         return Factor(narrow, bias, scale)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the function that multiplies by a weight from `factor`."""
+        """Return a function that multiplies its argument by the weight in `factor`, which the method `factor`
+        returned."""
         scale = factor.scale
         assert scale is not None
 

@@ -16,8 +16,8 @@ import torch
 from mega.core.ops.paged_attention import Integers
 
 MOST_BYTES = 1 << 21
-"""Maximum number of bytes of one layer's keys and values. For larger caches, GEMMs dominate, and gathering takes as
-long as many steps."""
+"""Maximum number of bytes of one layer's keys and values. For larger caches, GEMMs dominate, and gathering the keys
+takes as long as many decoding steps."""
 
 
 class KeptKeys:
@@ -39,9 +39,9 @@ class KeptKeys:
     def follow(self, sequences: Integers, lengths: Integers, tables: Integers) -> bool:
         """Prepare a step with one token per sequence, and return whether `attend` can be used in this step.
 
-        The result is True from the second consecutive step with the same sequences, unless the keys exceed MOST_BYTES.
-        sequences: int64 [runs], a unique number per sequence, which is never reused. lengths, tables: the same as for
-        `PagedAttention.pages`.
+        The result is True from the second consecutive step with the same sequences onward, unless the keys exceed
+        MOST_BYTES. sequences: int64 [runs], a unique number per sequence, which is never reused. lengths, tables: the
+        same as for `PagedAttention.pages`.
         """
         resumes = np.array_equal(sequences, self._sequences) and np.array_equal(lengths, self._lengths + 1)
         self._sequences, self._lengths = sequences, lengths

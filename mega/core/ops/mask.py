@@ -84,8 +84,8 @@ class AttentionMask:
         return same if visible is None else same & visible
 
     def simple_kind(self, s: int, t: int) -> Kind | None:
-        """Return the equivalent kind for a kernel without a mask argument, which is square causal attention or full
-        attention.
+        """Return the kind with which a kernel without a mask argument computes the same attention: "causal" (only if s
+        equals t) or "full".
 
         Return None if no kind is equivalent, because documents, a window or an offset hide keys, or because of dropout
         or a soft cap.
@@ -141,7 +141,7 @@ class AttentionMask:
 
 _WORDS = {"dropout": "dropout", "q_documents": "documents", "window": "a window", "softcap": "a soft cap"}
 _POSITIONS = {"kind", "q_offset", "covered"}
-# New fields are included in both lists below, so that kernels that do not support a new field reject the mask.
+# Both lists below include new fields automatically, so that kernels that do not support a new field reject the mask.
 _UNSET = {
     field.name: field.default for field in fields(AttentionMask) if field.name not in (*_POSITIONS, "k_documents")
 }

@@ -73,8 +73,8 @@ def added(
     branch_bias: torch.Tensor | None,
     drop: Dropout | None,
 ) -> torch.Tensor:
-    """Return x + drop(branch + branch_bias), the residual plus the output of a branch; all are [tokens, h], and each
-    may be None."""
+    """Return x + drop(branch + branch_bias), the residual plus the output of a branch. x and branch are [tokens, h],
+    and at most one of them is None."""
     if branch is None:
         assert x is not None
         return x
@@ -95,7 +95,7 @@ def add_norm(
     eps: float,
     form: NormForm = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum from `added` and its norm, which is LayerNorm with a bias, or RMSNorm without a bias.
+    """Return the sum from `added`, and the norm of this sum: LayerNorm if there is a bias, otherwise RMSNorm.
 
     >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, None, torch.ones(2), None, 0.0)
     >>> x.tolist(), normed.tolist()

@@ -1,5 +1,5 @@
-"""Reports operations that are not torch ops to an observer on the meta device, namely kernels, attention and exchanges
-between ranks.
+"""On the meta device, reports operations that are not torch ops (kernels, attention, and exchanges between ranks) to an
+observer.
 
 torch ops are intercepted by a dispatch mode. mega's kernels and exchanges are not torch ops. On the meta device, they
 return tensors without data, and call this module with the operations that they would run on a real device. This module
@@ -32,7 +32,7 @@ class Observer(Protocol):
         waits for the result."""
 
     def send(self, exchange: int, size: int, blocks: int) -> None:
-        """Record copies of `blocks` blocks of `size` bytes each to the memory of other ranks, one after the other."""
+        """Record that `blocks` blocks of `size` bytes each are copied to other ranks' memory, one after the other."""
 
     def receive(self, exchange: int, blocks: int) -> None:
         """Record a wait for the next `blocks` blocks from other ranks."""

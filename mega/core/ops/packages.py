@@ -21,7 +21,7 @@ from mega.core.ops.norm import USUAL, NormForm, added
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, other: Attention = fused
 ) -> torch.Tensor:
-    """Compute `attention.plain` with flash-attn, in 16 bits. `other` is used for masks that are neither simply causal
+    """Compute `attention.plain` with flash-attn, in 16 bits. `other` is used for masks that are neither plain causal
     nor full."""
     kind = mask.simple_kind(q.shape[1], k.shape[1])
     if kind is None or q.element_size() != 2:

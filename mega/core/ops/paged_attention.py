@@ -73,7 +73,7 @@ class TokenKeys(NamedTuple):
 
     tables: torch.Tensor  # int64 [tokens, width]: the blocks of the token's sequence
     positions: torch.Tensor  # int64 [tokens]: the token's position
-    shape: tuple[int, int, int]  # (block, kv_heads, d) of the pool
+    shape: tuple[int, int, int]  # the sizes (block, kv_heads, d) of the pool
     window: int | None  # maximum number of keys that a token sees, including its own key
 
 
@@ -284,7 +284,7 @@ INVARIANT = PagedAttention(token_pages, split_attention)
 
 
 def softcapped(softcap: float, *, invariant: bool) -> PagedAttention:
-    """Return PLAIN or INVARIANT with a soft cap, which replaces each score s with softcap x tanh(s / softcap)."""
+    """Return a variant of PLAIN or INVARIANT that replaces each score s with softcap x tanh(s / softcap)."""
     if invariant:
         return PagedAttention(token_pages, partial(split_attention, softcap=softcap))
     return PagedAttention(padded_pages, partial(padded_attention, softcap=softcap))
@@ -293,8 +293,8 @@ def softcapped(softcap: float, *, invariant: bool) -> PagedAttention:
 def trusted(
     attention: PagedAttention, pool: torch.Tensor, repeats: int, window: int | None, agree: Agree = alone
 ) -> PagedAttention:
-    """Return `attention` if its results equal those of PLAIN on a small pool with the shape and dtype of `pool`, on the
-    devices of all ranks that agree; otherwise log a warning and return PLAIN."""
+    """Return `attention` if, on all ranks that call `agree`, its results equal those of PLAIN on a small pool with the
+    shape and dtype of `pool`; otherwise return PLAIN. A rank whose results differ logs a warning."""
     if attention is PLAIN:
         return attention
     block, numbers = pool.shape[1], torch.arange(4 * pool[0].numel(), device=pool.device, dtype=torch.float32)

@@ -1,10 +1,11 @@
-"""Attention in blocks of keys. Each block gives an output and its log-sum-exp, and the results of blocks can be merged.
+"""Attention in blocks of keys. Each block produces an output and its log-sum-exp, and the results of blocks can be
+merged.
 
     out_a, lse_a over some keys        lse = log(exp(lse_a) + exp(lse_b))
     out_b, lse_b over other keys       out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 The backward pass of a block needs the output and the log-sum-exp over all keys, but no data of other blocks (Dao et al.
-2022, appendix B; Liu et al. 2023). This module does not depend on ranks or on the purpose of blocks.
+2022, appendix B; Liu et al. 2023). This module does not depend on ranks, or on how callers choose the blocks.
 """
 
 from __future__ import annotations

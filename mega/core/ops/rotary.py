@@ -37,7 +37,7 @@ def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor
     section 3.2).
 
     The degree is 0 for frequencies with more than `beta_fast` rotations within the original positions, 1 for
-    frequencies with fewer than `beta_slow` rotations, and linear in the index for frequencies between these two.
+    frequencies with fewer than `beta_slow` rotations, and linear in the index for frequencies in between.
 
     >>> yarn = YarnScaling(factor=4.0, original=64, beta_fast=32.0, beta_slow=1.0, truncate=True, magnitude=1.0)
     >>> _interpolated(8, 100.0, yarn).tolist()

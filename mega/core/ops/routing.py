@@ -104,7 +104,7 @@ def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None)
 def sinkhorn(logits: torch.Tensor, tolerance: float = SINKHORN_TOLERANCE) -> torch.Tensor:
     """Scale exp(logits) [t, E] so that all rows have equal sums and all columns have equal sums.
 
-    NaN in the logits gives NaN in the matrix, which a training step's check for finite values detects.
+    NaN in the logits produces NaN in the matrix, which a training step's check for finite values detects.
     """
     cost = (logits - logits.amax(1, keepdim=True)).exp()  # subtracting the maximum of a row only scales the row
     rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
@@ -131,7 +131,7 @@ def quantile(logits: torch.Tensor, balance: torch.Tensor, chosen: int) -> torch.
 
 
 def load_scores(logits: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute scores [t, E] for the balance losses, which sum to 1 for each token."""
+    """Compute scores [t, E], which sum to 1 for each token, for the balance losses."""
     expert_scores = scores(logits, kind)
     return expert_scores if kind == "softmax" else expert_scores / (expert_scores.sum(-1, keepdim=True) + LEAST_SUM)
 
@@ -149,8 +149,8 @@ def choice_counts(
 
 
 def imbalance(counts: torch.Tensor, sums: torch.Tensor, chosen: int, tokens: float | torch.Tensor) -> torch.Tensor:
-    """Return the sum of counts x sums over experts and rows, times E / (k t^2). counts, sums: [..., E]. A balanced row
-    contributes 1. tokens: t, one number or one for each row."""
+    """Return the sum, over experts and rows, of counts x sums, times E / (k t^2). counts, sums: [..., E]. A balanced
+    row contributes 1. tokens: t, either a single number or one number per row."""
     if isinstance(tokens, torch.Tensor):
         rows = (counts * sums).sum(-1) / tokens.clamp(min=1.0).square()
         return rows.sum() * (counts.shape[-1] / chosen)

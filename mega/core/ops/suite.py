@@ -138,7 +138,7 @@ def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: i
     """
     x = torch.empty(1, length, 1, width, dtype=dtype, device="meta")
     simple, implementation = mask.simple_kind(length, length) is not None, ops.attention
-    if isinstance(implementation, partial):  # a package's op, with mega's op for other masks
+    if isinstance(implementation, partial):  # a package's op, which calls mega's op for other masks
         if simple and dtype.itemsize == 2:
             return "flash-attn, as asked for"
         implementation = implementation.keywords["other"]
@@ -168,7 +168,7 @@ def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: 
 
 
 def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
-    """Return the ops for inference, with fewer operations.
+    """Return a variant of `ops` for inference, which runs fewer operations.
 
     On a CPU, the overhead of an operation exceeds its computation. On CUDA, steps of few tokens are limited by memory
     bandwidth. fp8_weights: whether the weights of the linear layers in blocks are stored in fp8.

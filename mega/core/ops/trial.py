@@ -20,8 +20,8 @@ ROUNDINGS = 8
 log = logging.getLogger(__name__)
 
 Agree = Callable[[str | None], str | None]
-"""A function that takes this rank's problem, or None, and returns the first rank's problem that is not None on all
-ranks. All ranks must call the function together."""
+"""A function that takes this rank's problem, or None if the rank has none. On every rank, the function returns the
+first problem in rank order, or None. All ranks must call the function together."""
 
 
 def alone(problem: str | None) -> str | None:
@@ -30,8 +30,8 @@ def alone(problem: str | None) -> str | None:
 
 
 def passes(error: Callable[[], float], dtype: torch.dtype, instead: str, agree: Agree = alone) -> bool:
-    """Return whether a kernel passes its trial on all ranks that agree. If it fails on this rank, log a warning that
-    begins with `instead` and states the reason."""
+    """Return whether a kernel passes its trial on all ranks that call `agree`. If the kernel fails on this rank, log a
+    warning that begins with `instead` and states the reason."""
     problem = problem_of(error, dtype)
     if problem is not None:
         log.warning("%s fail on this device (%s)", instead, problem)
@@ -39,8 +39,8 @@ def passes(error: Callable[[], float], dtype: torch.dtype, instead: str, agree: 
 
 
 def problem_of(error: Callable[[], float], dtype: torch.dtype) -> str | None:
-    """Return a description of the problem in one line, or None if `error()` succeeds and its result is within the
-    rounding errors of `dtype`."""
+    """Return a one-line description of the problem, or None if `error()` succeeds and its result is within the rounding
+    errors of `dtype`."""
     try:
         error_size = error()
     except Exception as exception:

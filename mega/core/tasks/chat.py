@@ -1,5 +1,5 @@
-"""Format conversations as text for a harness whose prompts are text, with the template's control tokens written by
-name.
+"""Format conversations as text, for a harness that requires text prompts. Control tokens of the template are written as
+their names.
 
 As in the backends of the harness, the name of a control token in a question is parsed as the control token, and can
 therefore end the turn. This module does not depend on a harness.

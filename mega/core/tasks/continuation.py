@@ -34,18 +34,18 @@ def continue_prompts(
     known: int,
     relay: Relay | None,
 ) -> list[list[int]]:
-    """Generate up to `tokens` ids after each prompt, and return the ids, which are equal on every rank. All ranks must
-    call this function. stage: this rank's stage, which must support decoding. how: the sampling options of each prompt.
-    ends: ids that end an answer. stop: function that returns whether an answer with the given ids is complete. known:
-    only ids below this bound are sampled. relay: connects the ranks of the model. Errors: ValueError if rows are split
-    over context ranks; RequestError.
+    """Generate up to `tokens` ids after each prompt, and return the ids, which are identical on every rank. All ranks
+    must call this function. stage: this rank's stage, which must support decoding. how: the sampling options of each
+    prompt. ends: ids that end an answer. stop: function that returns whether an answer with the given ids is complete.
+    known: only ids below this bound are sampled. relay: connects the ranks of the model. Errors: ValueError if rows are
+    split over context ranks; RequestError.
     """
     if mesh.cp.size > 1:
         raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")
     numbers = range(mesh.dp.index, len(prompts), mesh.dp.size)
     options = EngineOptions(max_requests=max(1, min(AT_ONCE, -(-len(prompts) // mesh.dp.size))), vocab=known)
     engine, answers = engine_on(stage, mesh, device, options, relay=relay), dict[str, list[int]]()
-    if engine is not None:  # on the first rank of a replica; on other ranks `engine_on` returns when the work is done
+    if engine is not None:  # only on a replica's first rank; on others, `engine_on` returns when the work is done
         try:
             requests = {
                 number: Request(prompt=tuple(prompts[number]), tokens=tokens, sampling=how[number], stop_ids=ends)

@@ -21,8 +21,8 @@ Row = dict[str, Any]
 
 
 def ensemble(files: Sequence[str]) -> tuple[list[Row], list[Row]]:
-    """Return the combined predictions, and the accuracy of each set and of all sets: {"set", "correct", "total",
-    "accuracy"}.
+    """Return the combined predictions, and the accuracy of each set and of all sets together: {"set", "correct",
+    "total", "accuracy"}.
 
     Errors: ValueError if the files do not have the same questions in the same order.
     """
@@ -72,7 +72,7 @@ def predictions(file: str) -> list[Row]:
 
 
 def accuracies(rows: Sequence[Row]) -> list[Row]:
-    """Return the accuracy of each set and of all sets, over the questions with a known label."""
+    """Return the accuracy of each set and of all sets together, over the questions with a known label."""
     names = list(dict.fromkeys(row["set"] for row in rows))
     scores = []
     for name in (*names, None):

@@ -5,7 +5,7 @@
                 and reports
 
 The sums are stored next to --json, as FILE.partial, with a fingerprint of model, data and settings. The fingerprint
-does not include layout and micro-batch size, so an evaluation in another layout can resume from the stored sums.
+does not include the layout or the micro-batch size, so an evaluation in another layout can resume from the stored sums.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def evaluation_result(evaluation: CheckedEvaluation) -> Mapping[str, object]:
 def run_here(
     evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, Estimate]:
-    """Run one rank's share of the evaluation, and return the estimates, which are equal on all ranks."""
+    """Run one rank's share of the evaluation, and return the estimates, which are identical on all ranks."""
     return result_here(evaluation, rank, world, device, groups)[0]
 
 
@@ -273,7 +273,7 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 class _Progress:
     """The progress of an evaluation, which rank 0 stores on disk and shows on a terminal. sums, begun: sums and
-    progress of an earlier process, equal on every rank."""
+    progress of an earlier process, identical on every rank."""
 
     def __init__(
         self,

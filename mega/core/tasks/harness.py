@@ -125,8 +125,8 @@ def evaluate(asked: HarnessRun) -> int:
 def run_here(
     asked: HarnessRun, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, object] | None:
-    """Run one rank's share of the evaluation, and return the harness's results on the first rank of each host, and None
-    on other ranks."""
+    """Run one rank's share of the evaluation. Return the harness's results on the first rank of each host; None on
+    other ranks."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -193,7 +193,7 @@ def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeM
 @dataclass(frozen=True)
 class NativeModel:
     """The operations of a model that the harness needs. All ranks must call each method with the same arguments, and
-    all ranks receive equal answers."""
+    all ranks receive identical answers."""
 
     here: ModelHere
     scorer: TokenScorer
@@ -337,8 +337,8 @@ def language_model(native: NativeModel) -> object:
 
 
 def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
-    """Return the log-probability of each text, split into consecutive windows by the harness. The beginning-of-text
-    token precedes the first window and is not scored."""
+    """Return the log-probability of each text, summed over consecutive windows that the harness cuts. The
+    beginning-of-text token precedes the first window and is not scored."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     windows, owners = [], []
@@ -385,8 +385,8 @@ def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, ob
 
 
 def _sampling(how: Mapping[str, Any], seed: int, asked: tuple[str, int]) -> Sampling:
-    """Return the sampling that the task's options describe. The seed depends only on the request. Errors: ValueError if
-    the options are invalid."""
+    """Return the sampling parameters given by the task's options. The seed depends only on the request. Errors:
+    ValueError if the options are invalid."""
     if not how.get("do_sample"):
         return Sampling(temperature=0.0)
     digest = hashlib.sha256(json.dumps([seed, asked]).encode()).digest()

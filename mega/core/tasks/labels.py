@@ -1,4 +1,5 @@
-"""Score a classifier on labelled sets: accuracy of each set and of all sets, and predictions for every question.
+"""Score a classifier on labelled sets: accuracy of each set and of all sets together, and predictions for every
+question.
 
 The questions come from a `Format` (data/formats). For files without labels, predictions are written but no score is
 computed.

@@ -75,7 +75,7 @@ class ModelHere:
     device: Device
 
     def scorer(self, *, greedy: bool, retriever: Retriever | None = None) -> TokenScorer:
-        """Return a scorer on this rank's stages, whose weights are loaded first. retriever: finds neighbours for a
+        """Load the weights of this rank's stages, and return a scorer that runs them. retriever: finds neighbours for a
         model with a retriever. Errors: CheckpointError naming file or tensor."""
         model = self.run.model
         reads = None if retriever is None else partial(read_by, retriever, model)
@@ -156,7 +156,7 @@ def check_model(
     usual = model_files.trained_length if task in LABELLED else None
     room = min(architecture(model).positions, LONGEST)
     values["seq_length"] = options.batch.seq_length or usual or room - room % row_unit(model)
-    # Prepared files contain no neighbours for these samples, so they are searched for during scoring.
+    # Prepared files contain no neighbours for these samples, so neighbours are searched for during scoring.
     values["retro"] = None
     values["micro_batch"] = options.batch.micro_batch or MICRO_BATCH
     evaluated = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
@@ -217,7 +217,7 @@ def tokenizer_of(
     run: RunConfig, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
 ) -> Tokenizer | None:
     """Return the tokenizer given by flags, otherwise the one stored with the model; None if neither exists. If both
-    exist, they must be equal.
+    exist, they must be identical.
 
     report: function that receives messages for the user. Errors: ValueError.
     """
@@ -245,5 +245,5 @@ def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, object]:
 
 
 def layout_of(run: RunConfig) -> dict[str, object]:
-    """Return the settings that affect a score only by rounding."""
+    """Return the settings that affect a score only through rounding."""
     return {name: value_of(run, name) for name in ("tp", "cp", "pp", "sequence_parallel", "micro_batch")}

@@ -136,7 +136,7 @@ OWN = {
 
 
 def unread(given: Iterable[str]) -> list[str]:
-    """Return the names in `given` of options that affect training but no score."""
+    """Return the names in `given` of the options that affect training but not a score."""
     read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
     return [name for name in given if name not in read]
 

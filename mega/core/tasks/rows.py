@@ -79,8 +79,8 @@ def batch_of(rows: Sequence[JudgedRow], unit: int) -> DecoderBatch:
 
 
 def nll_of(batch: DecoderBatch, scores: TokenScores) -> Term:
-    """Return the negative log-likelihood of each row's scored ids, in nats, with the number of scored ids as weight;
-    [b]."""
+    """Return [b]: for each row, the negative log-likelihood of the scored ids in nats. The weight is the number of
+    scored ids."""
     weights = batch.loss_weights.double()
     return Term((scores.nll.double() * weights).sum(1), weights.sum(1))
 
@@ -91,7 +91,7 @@ def per_row(term: Term) -> Term:
 
 
 def all_greedy(batch: DecoderBatch, scores: TokenScores) -> Term:
-    """Return 1 for each row whose scored ids are all the most likely ids, else 0; [b]."""
+    """Return [b]: 1 for each row in which every scored id is the most likely id, else 0."""
     assert scores.greedy is not None
     greedy_rows = (scores.greedy | (batch.loss_weights == 0)).all(1).double()
     return Term(greedy_rows, torch.ones_like(greedy_rows))

@@ -36,7 +36,7 @@ class _Scorer:
 
     @torch.no_grad()
     def _outputs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return the last stage's output for each batch and the columns of this context rank; [] on other stages.
+        """Return, for each batch, the last stage's output for this context rank's columns; [] on other stages.
 
         All ranks must call this method with the same number of batches; ranks with the same data coordinate must pass
         the same batches.

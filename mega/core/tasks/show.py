@@ -1,4 +1,4 @@
-"""Print a score as Megatron-LM's line and as a table with confidence intervals, and show a progress bar."""
+"""Print a score in Megatron-LM's format and as a table with confidence intervals, and show a progress bar."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
 
 
 def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
-    """Print a score and the path of the result file. If stdout is not a terminal, also print Megatron-LM's line, which
-    other programs parse."""
+    """Print a score and the path of the result file. If stdout is not a terminal, also print the score in Megatron-LM's
+    format, which other programs parse."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -66,7 +66,7 @@ class Benchmark(Protocol[Example]):
     headline: tuple[str, ...]  # the figures in Megatron-LM's line of results
 
     def examples(self, path: Path) -> Sequence[Example]:
-        """Return all examples to score, equal on every rank. Errors: ValueError naming file and line."""
+        """Return all examples to score, identical on every rank. Errors: ValueError naming file and line."""
 
     def batch(self, examples: Sequence[Example]) -> Batch:
         """Make one microbatch, with rows padded to a length that tensor ranks (sequence parallelism) and context ranks
@@ -100,7 +100,8 @@ class Sums:
 
     values: float64 [terms, 6]. Sums over disjoint sets of examples can be added, so an interrupted evaluation can
     continue.
-    shares: float64 [examples, classes], probabilities of the classes so far, if the benchmark classifies rows.
+    shares: float64 [examples, classes], probabilities of the classes for the examples scored so far, if the benchmark
+    classifies rows.
     """
 
     def __init__(self, names: Sequence[str], values: torch.Tensor | None = None, shares: torch.Tensor | None = None):
@@ -165,7 +166,7 @@ def score(
     done: Done = Done(),
     after: Callable[[Done, Sums], None] = lambda done, sums: None,
 ) -> dict[str, Estimate]:
-    """Score all examples on all ranks. Return an estimate per term, equal on all ranks; NaN if the total weight is 0.
+    """Score all examples. Return one estimate per term, identical on all ranks; NaN if the term's total weight is 0.
 
     1 every data rank batches its share of the next examples; all ranks run the same number of microbatches
     2 the ranks of the last stage measure whole rows

@@ -7,7 +7,7 @@ expected maximum over the continuations of a prompt, and the fraction of prompts
 as FILE.partial, until the result is complete.
 
 This module is not in `benchmarks/`, because a benchmark (`task.Benchmark`) measures the probabilities of given tokens.
-Here the model generates text, which a scorer rates.
+For toxicity, the model generates text, which a scorer rates.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
 
 
 def completed_question(question: str, option: str) -> str:
-    """Return the question with its underscore replaced with the option, or followed by the option.
+    """Return the question with its underscore replaced with the option. If it has no underscore, append the option.
 
     >>> completed_question("Light is _ by things . ", "taken in"), completed_question("Why?", "It is . ")
     ('Light is taken in by things.', 'Why? It is.')

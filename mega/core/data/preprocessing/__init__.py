@@ -4,5 +4,5 @@ preprocess, progress      tokenize documents in several processes, and show prog
 writer                    write token files
 numpy_files, merge        create token files from ids in .npy files, and from other token files
 plain_lines, split        write lines of text or ids; write training, development and test files
-provenance                check whether an output exists, and whether it resulted from the same work
+provenance                check whether an output exists, and was made from the same inputs and settings
 """

@@ -99,8 +99,8 @@ class _Object:
 
 
 def _rows(whole: object) -> list[NDArray[np.integer]]:
-    """Return the arrays in numpy's description of an array of objects, which are listed in the last element of the
-    state."""
+    """Return the arrays that are the elements of an array of objects. The last element of numpy's state for this array
+    lists them."""
     rows = whole.state[-1] if isinstance(whole, _Object) and isinstance(whole.state, tuple) else None
     if not isinstance(rows, list):
         raise ValueError("a pickle of something else than an array")

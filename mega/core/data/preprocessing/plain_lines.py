@@ -1,7 +1,7 @@
-"""Detokenize plain text, or encode it as token ids, line by line, as before fairseq's binarization.
+"""Detokenize plain text, or encode it as token ids, one line at a time. In fairseq, this step precedes binarization.
 
-Each input line gives one output line, so that the output can be compared with fairseq's. `mega preprocess` writes token
-files instead.
+Each input line produces one output line (unless empty lines are dropped), so that the output can be compared with
+fairseq's. `mega preprocess` writes token files instead.
 """
 
 from __future__ import annotations

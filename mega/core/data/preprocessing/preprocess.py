@@ -92,7 +92,7 @@ class Report:
     spells: str | None = None  # Name of such a special token, as an example
 
     def add(self, block: EncodedBlock, reasons: Sequence[str], size: int) -> None:
-        """Add a block of `size` bytes to the counts, except for its tokens."""
+        """Add a block of `size` bytes to all counts except the count of tokens."""
         self.documents += len(block.documents[0].counts)
         self.bytes += size
         self.skipped += block.skipped
@@ -138,8 +138,8 @@ def preprocess(
     sentences: split texts into sentences first. The files are then `<output_prefix>_<key>_sentence`.
     shard: (i, n) with i in 0 .. n - 1: process only shard i of n of the input. `merge` joins the output of all shards.
     resume: save the state every `save_every` seconds, and continue from the state of an earlier call, if any.
-    overwrite: replace token files of other work; if False, raise ValueError. Files of the same work are always kept.
-    progress: called after every block with the report so far and the number of bytes read from the input files.
+    overwrite: replace token files made from other inputs or settings; if False, raise ValueError. progress: called
+    after every block with the report so far and the number of bytes read from the input files.
     Raises ValueError naming the flag, or file and line, in which case no output file is created.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
@@ -206,8 +206,8 @@ def preprocess(
 def _warnings(
     tokenizer: Tokenizer, options: Mapping[str, Any], eod: int | None, sentences: Sentences | None
 ) -> list[str]:
-    """Return warnings if documents have no end-of-document token, if the tokenizer may be of the wrong kind, or if it
-    loses text."""
+    """Return warnings about missing end-of-document tokens, a --vocab-size without effect, a tokenizer that may be of
+    the wrong type, and a tokenizer that loses text."""
     warnings = [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
     if (size := options.get("vocab_size")) is not None and tokenizer.kind != "NullTokenizer":
         warnings.append(f"--vocab-size {size}: changes nothing, {tokenizer.kind} has {tokenizer.vocab_size} tokens")
@@ -234,7 +234,7 @@ def existing_report(report: Report, pairs: Sequence[IndexedDataset]) -> Report:
 
 
 def _check(workers: int, json_keys: Sequence[str], sentences: Sentences | None, *, in_parts: bool) -> None:
-    """Check the arguments. in_parts: whether --resume or --shard is used with standard input."""
+    """Check the arguments. in_parts: whether --resume or --shard is given for standard input, which is an error."""
     if workers < 1:
         raise ValueError(f"--workers {workers}: must be at least 1")
     if not json_keys or len(set(json_keys)) != len(json_keys):
@@ -437,8 +437,7 @@ class _Worker:
 
 
 def encoder(tokenizer: Tokenizer, *, append_eod: bool) -> Callable[[Sequence[str]], Documents]:
-    """Return a function that converts texts to documents like those of `preprocess`, for pipelines of other
-    programs."""
+    """Return a function that converts texts to documents like those of `preprocess`, for other programs' pipelines."""
     job = _Job(("text",), _checked_eod(tokenizer, append_eod), token_dtype(tokenizer.vocab_size), None)
     worker = job.worker(tokenizer)
     return lambda texts: worker._finished([worker._documents([[text] for text in texts])])
@@ -513,7 +512,7 @@ def _encoders(
 
 
 class _Notes:
-    """Saved progress, in one file next to the output that is replaced atomically.
+    """Saved progress, in one file next to the output. The file is replaced atomically.
 
     identity: all inputs and settings on which the output depends. Saved progress with a different identity is rejected.
     """

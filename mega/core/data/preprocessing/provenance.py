@@ -27,30 +27,31 @@ def work_of(settings: object, inputs: Sequence[Path]) -> str | None:
 
 
 def stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and modification time of every input. If these are equal, files are assumed to have equal
-    content."""
+    """Return path, size and modification time of every input. Two files for which all three are equal are assumed to
+    have identical content."""
     statuses = [(path, path.stat()) for path in paths if path != STDIN]
     return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in statuses]
 
 
 def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: bool) -> None:
-    """Check that no file in `paths` would be replaced. Errors: ValueError."""
+    """Check that no file in `paths` would be replaced without --overwrite. Errors: ValueError."""
     if (existing := next((path for path in paths if path.is_file()), None)) is not None and not overwrite:
         raise ValueError(f"{flag} {value}: {existing} exists; name another place, or give --overwrite to replace it")
 
 
 def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
-    """Return the token files at all `prefixes` if the same work has written all of them; otherwise [], which means that
-    the work must be done.
+    """Return the token files at all `prefixes` if all of them were made from the same inputs and settings; otherwise
+    [], which means that the caller must make them.
 
-    Interrupted work may have written only some of the files. value: value of --output-prefix.
-    Errors: ValueError if a pair of other work would be replaced.
+    An interrupted call may have written only some of the files. work: the result of `work_of`. value: value of
+    --output-prefix.
+    Errors: ValueError if a pair made from other inputs or settings would be replaced.
     """
     if overwrite:
         return []
     pairs = []
     for prefix in filter(exists, prefixes):
-        with contextlib.suppress(ValueError):  # a damaged pair is treated as other work
+        with contextlib.suppress(ValueError):  # a damaged pair is treated as made from other inputs
             pairs.append(IndexedDataset(prefix))
         if work is None or not pairs or pairs[-1].prefix != prefix or pairs[-1].note.get("work") != work:
             raise ValueError(
@@ -61,15 +62,16 @@ def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwr
 
 
 class WorkRecord:
-    """The record next to output files of any format: `.made.json`, with the work and the hashes of the files."""
+    """The record stored next to output files of any format, as `.made.json`. It contains the hash of inputs and
+    settings, and the hashes of the output files."""
 
     def __init__(self, paths: Sequence[Path], work: str | None) -> None:
         self._paths, self._work = paths, work
         self._path = paths[0].with_suffix(".made.json")
 
     def is_current(self, flag: str, value: object, overwrite: bool) -> bool:
-        """Whether the work of this call has written the existing files. Errors: ValueError if files of other work would
-        be replaced."""
+        """Whether the existing files were made from the same inputs and settings, and are unchanged. Errors: ValueError
+        if any other files would be replaced."""
         if overwrite:
             return False
         record = {}

@@ -29,8 +29,8 @@ def split(
 ) -> dict[str, int]:
     """Write train.jsonl, valid.jsonl and test.jsonl into `directory`. Return the number of documents in each file.
 
-    shares: shares in the format of --split, such as "98, 1, 1". The assignment of a document depends only on its index,
-    the number of documents and the seed. Each file has its documents in input order. Blank lines are dropped.
+    shares: a string in the format of --split, such as "98, 1, 1". The assignment of a document depends only on its
+    index, the number of documents and the seed. Each file has its documents in input order. Blank lines are dropped.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed {seed}: must be 0 .. {2**32 - 1}")

@@ -1,7 +1,7 @@
 """AdamW in one pass over a flat span: clipping, moments, master weights and the model's low-precision weights.
 
-The flag that applies the step, the clip factor and the bias corrections are read from device memory, so the host never
-waits for the device.
+The clip factor, the bias corrections, and a flag that decides whether the step is applied are read from device memory,
+so the host never waits for the device.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class DropoutValues(NamedTuple):
     early: int  # key j has column j + early if j < border, else j + late
     border: int
     late: int
-    zero: float  # 0.0, not a constant, so that the compiler does not round weights before dropping them
+    zero: float  # always 0.0; if it were a constant, the compiler would round weights before dropping them
 
 
 # -- shared by the kernels
@@ -496,7 +496,7 @@ class Problem(NamedTuple):
     documents: tuple[torch.Tensor, torch.Tensor] | None  # documents of queries and of keys
 
     def bounded(self, tiles: Tiles, *, keys: bool) -> Visibility:
-        """Return `seen` with the bounds of documents for tiles of queries, or for tiles of keys if `keys`."""
+        """Return `seen` with the bounds of documents for tiles of queries, or for tiles of keys if `keys` is True."""
         if self.documents is None:
             return self.seen
         documents, other_documents = self.documents[::-1] if keys else self.documents

@@ -81,8 +81,8 @@ def _nll_and_gradient(
     scale = tl.load(scale_at + row)
     in_shard = (label >= 0) & (label < real)
     target = tl.load(x_at + label, in_shard, 0.0).to(tl.float32)
-    # 1. The sum, relative to the largest logit of the first block, because a running maximum would synchronise all
-    # warps.
+    # 1. The sum. It is relative to the largest logit of the first block, because a running maximum would synchronise
+    # all warps.
     offset = tl.arange(0, BLOCK)
     first = tl.load(x_at + offset, offset < stride, 0.0).to(tl.float32)
     first = tl.where(offset < real, first, -3.4028234663852886e38)

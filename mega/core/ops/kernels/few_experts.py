@@ -123,8 +123,8 @@ def _down_row(
     K: tl.constexpr, KS: tl.constexpr, OUTS: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sum the outputs of one token's choices. WHOLE: load the weights of all K choices in one tile, while `up` still
-    runs. KS: K, rounded up to a power of 2."""
+    """Sum the outputs of one token's choices. WHOLE: whether to load the weights of all K choices in one tile, while
+    `up` still runs. KS: K, rounded up to a power of 2."""
     if OVERLAP:
         before_next()
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)

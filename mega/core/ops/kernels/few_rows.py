@@ -206,8 +206,8 @@ def _linear(
     EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, OFFSET: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTS outputs of a linear layer. GATE: the rows of the gate precede the rows of the up projection in the
-    weight. EVEN: tiles cover the weight exactly."""
+    """Compute OUTS outputs of a linear layer. GATE: whether the weight contains the rows of a gate, followed by the
+    rows of the up projection. EVEN: whether tiles cover the weight exactly."""
     if OVERLAP:
         before_next()
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)

@@ -1,5 +1,6 @@
 """Rotates queries and keys in place within the fused projection. The backward pass reverses the rotation while it
-concatenates the three gradients, with one launch for heads that are rotated and one launch for all other heads."""
+concatenates the gradients of queries, keys and values, with one launch for heads that are rotated and one launch for
+all other heads."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ kernel alive, so the kernel's id stays unique."""
 
 
 def _kinds(*args: object) -> list[torch.dtype | str | None] | None:
-    """Return the properties of arguments for which Triton specialises kernels on CUDA, or None if only Triton can
+    """Return the properties by which Triton specialises kernels on CUDA for these arguments, or None if only Triton can
     determine these properties.
 
     >>> _kinds(torch.empty(4), None, 0.5, 1, 2, 32), _kinds(-1), _kinds((1, 2))
@@ -89,7 +89,8 @@ except ImportError:  # older versions of Triton
 
 OVERLAP = True
 """Whether kernels of a decoding step start while the previous kernel ends (programmatic dependent launch). These
-kernels must call `before_next` first, and `after_kernel` before they write or read results of the previous kernel."""
+kernels must call `before_next` first, and `after_kernel` before they write to memory or read results of the previous
+kernel."""
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:

@@ -22,8 +22,8 @@ LANES = 128
 """Maximum number of programs of a sum. All programs must be resident on the device at the same time."""
 
 SHORT = 1024
-"""Number of elements of a block, and minimum number of elements of a lane. The blocks of a lane with several blocks
-have four times as many elements."""
+"""Number of elements of a block, and minimum number of elements of a lane. If a lane has several blocks, each block has
+four times as many elements."""
 
 
 @jit

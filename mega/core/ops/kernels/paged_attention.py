@@ -34,8 +34,8 @@ PROGRAMS, MOST_SHARES = 528, 32
 """PROGRAMS: number of programs that fill a device, four on each of 132 multiprocessors. MOST_SHARES: maximum number of
 shares into which the keys of a sequence are divided."""
 AT_ONCE = 8192
-"""Number of partial results that a program loads at once when it combines shares. They fill 64 registers of a thread;
-with fewer at once, a program would wait for memory once per load."""
+"""Number of partial results that a program loads at once when it combines shares. These results fill 64 registers of a
+thread. With a smaller number, a program would wait for memory more often."""
 
 
 class SingleTokens(NamedTuple):
@@ -56,7 +56,7 @@ class RaggedRuns(NamedTuple):
     """Runs of any number of tokens."""
 
     singles: SingleTokens | None
-    """The runs of one token at the beginning, or None. Their `lengths` are 0 from the first longer run on."""
+    """The leading runs of one token, or None. `lengths` is 0 for all runs from the first longer run onward."""
     tables: torch.Tensor
     """int64 [runs, width]: the blocks of each sequence."""
     tiles: torch.Tensor
@@ -75,8 +75,7 @@ def _look(
     BLOCK: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, SHARES: tl.constexpr, TOGETHER: tl.constexpr,
     WINDOW: tl.constexpr, NEW: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a share of the keys, which yields the weighted sum of values, the largest score, and the sum of
-    weights.
+    """Attend to a share of the keys: compute the weighted sum of values, the largest score, and the sum of weights.
 
     SHARES: 1 or MOST_SHARES, so that few variants are compiled. GROUP_BLOCK, QUERIES: size of a group, rounded up for
     tensor cores and to a power of 2. TOGETHER: number of shares combined at once. NEW: the new keys and values follow
@@ -328,9 +327,9 @@ def _add_up(
 
 @cache
 def counters(device: torch.device, count: int) -> torch.Tensor:
-    """Allocate int32 [count] zeros, which count the finished programs of each combined result. A counter is reset to 0
-    when all programs of its result have finished. All steps share the counters, because a device runs one step at a
-    time."""
+    """Allocate int32 [count] zeros. Each counter counts the programs that have finished their share of one result, and
+    is reset to 0 when all of these programs have finished. All steps share the counters, because a device runs one step
+    at a time."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 

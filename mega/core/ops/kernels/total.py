@@ -1,4 +1,4 @@
-"""Sums of a few blocks, and accumulation into an fp32 tensor, in Triton. A program sums the same range of elements over
+"""Sums of a few blocks, and accumulation into an fp32 tensor, in Triton. Each program sums one range of elements over
 all blocks."""
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
 
 
 def binarised_ids(dataset: IndexedDataset) -> NDArray[np.int64]:
-    """Return all ids of token files, preceded by the id in which all documents end. The first id is not scored.
+    """Return all ids of token files, preceded by the id that ends every document. The first id is not scored.
 
-    Errors: ValueError if documents end in different ids.
+    Errors: ValueError if documents end with different ids.
     """
     ids = np.asarray(dataset.tokens, np.int64)
     ends = np.unique(ids[np.cumsum(dataset.lengths[dataset.lengths > 0]) - 1])
