@@ -183,7 +183,7 @@ class ExpertGroups:
     count: int
     chosen: int
     best: int
-    """Number of largest scores in a group whose sum is the group's score."""
+    """A group's score is the sum of this many of its largest scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,15 +198,16 @@ class Router:
     scale: float
     """Factor of the probabilities of the chosen experts."""
     choice: Literal["largest", "sinkhorn", "quantile"]
-    """The rule of choice: "largest" selects the largest scores; the other rules balance the load over a microbatch."""
+    """How experts are chosen: "largest" selects the largest scores; the other rules balance the load over a
+    microbatch."""
     groups: ExpertGroups | None
     bias: bool
     """Whether the router's linear layer has a bias."""
     balance_rate: float | None
-    """The change per step of the load-balancing bias, which affects only the choice of experts. None if the router does
-    not have this bias."""
+    """The change per step of the load-balancing bias, which affects only which experts are chosen. None if the router
+    does not have this bias."""
     quantile_ema: float
-    """Decay of the moving average of the experts' thresholds. Used only by the choice "quantile"."""
+    """Decay of the moving average of the experts' thresholds. Used only if `choice` is "quantile"."""
     dtype: Literal["fp32", "fp64"] | None
     """The dtype of the router's linear layer, probabilities and weighted sum; None for the dtype of the activations."""
     jitter: float
@@ -215,7 +216,7 @@ class Router:
 
     @property
     def counts(self) -> bool:
-        """Whether the choice depends on a bias per expert that each step updates from counts."""
+        """Whether experts are chosen with a bias per expert, which every step updates to balance the experts' load."""
         return self.balance_rate is not None or self.choice == "quantile"
 
     def loss(self, name: str) -> AuxiliaryLoss | None:
@@ -229,7 +230,7 @@ class ExpertCapacity:
     factor: float
     """The limit as a multiple of an even share."""
     policy: Literal["probs", "position"]
-    """Which tokens an expert keeps, either the tokens with the largest probabilities or the first tokens."""
+    """Which tokens an expert keeps: those with the largest probabilities, or the first ones."""
     padded: bool
     """Whether rows are padded so that the number of rows of each expert equals the limit."""
 

@@ -109,7 +109,8 @@ class Ahead:
     """A layer of multi-token prediction, which predicts the token after the previous prediction (DeepSeek-V3, section
     2.2).
 
-    The input is a linear layer of the norms of the previous prediction's stream and the previous token's embedding.
+    A linear layer computes the input from the previous prediction's stream and the previous token's embedding, both
+    normalized.
     """
 
     name: str
@@ -259,7 +260,7 @@ class Architecture:
 
     @property
     def cached(self) -> Attention:
-        """An attention with the key/value cache shape and the soft cap of all layers, which must be equal.
+        """An attention whose key/value cache shape and soft cap are those of all layers.
 
         Errors: ValueError if layers differ in these properties.
         """

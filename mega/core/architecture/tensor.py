@@ -73,8 +73,8 @@ class Tensor:
     member: Member | None = None
     """Index of the expert to which the tensor belongs; None for other tensors."""
     counted: bool = False
-    """Whether each step updates the tensor from counts, in fp32 or wider, instead of from a gradient. Checkpoints store
-    such a tensor like trained tensors."""
+    """Whether each step updates the tensor from statistics of the batch (such as the experts' load) instead of a
+    gradient, in fp32 or wider. Checkpoints store such a tensor like trained tensors."""
 
     @property
     def learned(self) -> bool:

@@ -147,7 +147,7 @@ class BertHead(nn.Module):
     def forward(
         self, stream: ResidualState, batch: MaskedBatch | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """Return the losses of `batch`, or without a batch, the word logits [tokens, ids of this rank]."""
+        """Return the losses of `batch` or, without a batch, the word logits [tokens, ids of this rank]."""
         x = self.normed(stream)
         if batch is None:
             assert self.words is not None

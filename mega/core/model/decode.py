@@ -91,8 +91,8 @@ class DecodeStep:
 
     ids, positions: int64 [tokens], the next tokens of any sequences. The step returns the activations for the next
     stage, [tokens, h], or, on the last stage, logits [w, ids of this rank] of the tokens with the indices `wanted`,
-    int64 [w]. sum_ranks: function that sums a branch's partial outputs, and embedding rows, over tensor ranks. None:
-    the region's collective.
+    int64 [w]. sum_ranks: function that sums a branch's partial outputs, and embedding rows, over tensor ranks. If None,
+    the tensor axis's collective is used.
     """
 
     def __init__(self, stage: DecoderStage, sum_ranks: Sum | None = None):

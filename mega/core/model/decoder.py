@@ -65,7 +65,7 @@ class Head(nn.Module):
     def forward(
         self, stream: ResidualState, batch: LabelledTokens | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """Return the losses of `batch`, or without a batch, the logits [tokens, ids of this rank].
+        """Return the losses of `batch` or, without a batch, the logits [tokens, ids of this rank].
 
         scales: factors of the losses. If given, one pass over the logits computes both the loss and its gradient.
         """

@@ -153,8 +153,8 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
     def _memory(self, stream: ResidualState) -> torch.Tensor:
         """Return the normalized stream of the encoder.
 
-        Under selective recomputation, a norm attaches a recipe to its result. The returned view has no recipe, because
-        every layer of the decoder saves the memory and should not recompute it.
+        Under selective recomputation, a norm attaches a recomputation recipe to its result. The returned view has no
+        recipe, because every layer of the decoder saves the memory and should not recompute it.
         """
         if self.with_full_params is None:
             normed = self.encoder_norm(stream)[1]

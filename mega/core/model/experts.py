@@ -174,13 +174,13 @@ class ExpertLayer(MixerModule):
         return mixed
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        # 1 and 2
+        # steps 1 and 2
         routed: RoutedTokens = self.router(x, context)
         # 3
         x, region = routed.x, self.region
         entered, weights, all_chosen = region.enter(x), region.enter(routed.probabilities), region.gather(routed.chosen)
         all_kept = None if routed.kept is None else region.gather(routed.kept)
-        # 4 to 6
+        # steps 4 to 6
         y = self._run_experts(entered, weights, all_chosen, all_kept, routed.limit)
         # 7
         y = region.combine(y)
@@ -224,7 +224,8 @@ class ExpertLoad(NamedTuple):
         """Return metrics for the log.
 
         largest_share: largest fraction of an MoE layer's choices that select the same expert. dropped_share: fraction
-        of all choices that were dropped. tokens_of_expert_N: number of choices of expert N, averaged over MoE layers.
+        of all choices that were dropped. tokens_of_expert_N: how many times expert N was chosen, averaged over MoE
+        layers.
         """
         total = self.counts.sum()
         shares = self.counts / self.counts.sum(1, keepdim=True).clamp(min=1)

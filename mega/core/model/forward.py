@@ -25,7 +25,7 @@ class MemoryTokens:
     """The outputs of another stack (the memory) that layers attend to."""
 
     tokens: torch.Tensor
-    """[memory tokens, h], or under sequence parallelism, only the tokens of this rank."""
+    """[memory tokens, h]; under sequence parallelism, only the tokens of this rank."""
     documents: torch.Tensor
     """int64 [b, columns]: the document, within the row, of each memory token."""
     readers: torch.Tensor

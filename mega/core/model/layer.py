@@ -53,16 +53,16 @@ class BranchSteps(Protocol[Context]):
     def after(self) -> NormStep | None: ...
     @property
     def mix(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
-        """Function of x [tokens, h] that returns the input of the last linear layer."""
+        """Function that takes x [tokens, h] and returns the input of the last linear layer."""
 
     @property
     def add(self) -> Callable[[torch.Tensor, torch.Tensor, Context], ResidualState]:
-        """Function of the stream x and the input of the last linear layer that returns x with the branch's output
-        pending."""
+        """Function that takes the stream x and the input of the last linear layer, and returns x with the branch's
+        output pending."""
 
     @property
     def alone(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
-        """Function of the input of the last linear layer that returns only the branch's output, with bias and
+        """Function that takes the input of the last linear layer and returns only the branch's output, with bias and
         dropout."""
 
 

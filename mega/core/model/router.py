@@ -42,8 +42,8 @@ class RoutedTokens(NamedTuple):
 class ExpertRouter(nn.Module):
     """The router of one mixture of experts.
 
-    load: float64 [experts + 1], number of choices of each expert, then of dropped choices, for this rank's tokens in
-    this step.
+    load: float64 [experts + 1], how many times each expert was chosen, then the number of dropped choices, for this
+    rank's tokens in this step.
     """
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, place: LayerPlace):
@@ -58,7 +58,7 @@ class ExpertRouter(nn.Module):
         self._microbatches = 0
         self.quantiles = torch.zeros_like(self.load)
         """float64 [experts + 1]: sums of the thresholds over this step's microbatches, then the number of microbatches.
-        Used only by the choice `quantile`."""
+        Used only if experts are chosen by quantiles."""
 
     def start_step(self) -> None:
         """Set all counts to zero."""
@@ -186,7 +186,7 @@ def _valid(context: ForwardContext) -> torch.Tensor | None:
 
 
 def _sharing(context: ForwardContext, cp: Axis) -> list[Axis]:
-    """Return the axes whose ranks share a microbatch, fastest axis first."""
+    """Return the axes whose ranks share a microbatch, beginning with the fastest-varying axis."""
     return [*([context.tp] if context.sequence else []), cp]
 
 

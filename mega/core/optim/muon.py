@@ -47,8 +47,8 @@ COEFFICIENTS: dict[str, Coefficients] = {
     ),
 }
 REPEATS_LAST = ("polar_express",)
-"""Names of the lists whose last entry is repeated if there are more steps than entries. Other lists start again from
-the first entry."""
+"""Names of the coefficient lists whose last entry is repeated if there are more steps than entries. Other lists start
+again from the first entry."""
 
 SMALLEST_NORM = 1e-7
 """Lower limit of the norm by which a matrix is divided, so that a matrix of zeros stays zero."""

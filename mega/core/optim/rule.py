@@ -22,14 +22,14 @@ class Ranks(NamedTuple):
     each collective."""
 
     sums: Callable[[Bucket, torch.Tensor], torch.Tensor]
-    """Function that adds up the ranks' sums over shards to sums over whole tensors (`bucket_sums.whole_sums`)."""
+    """Function that reduces the ranks' sums over shards to sums over whole tensors (`bucket_sums.whole_sums`)."""
     matrices: Callable[[Bucket, torch.Tensor, MatrixFunction], torch.Tensor]
     """Function that applies another function to whole matrices. Input and result are this rank's span
     (`WholeMatrices.mapped`)."""
 
 
 class StepArgs(NamedTuple):
-    """The scalars of one update, which are its number, counted from 1, the learning rate and the weight decay."""
+    """The scalars of one update: the update's number (counted from 1), the learning rate and the weight decay."""
 
     step: int
     lr: float

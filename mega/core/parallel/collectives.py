@@ -43,7 +43,8 @@ class CollectiveHandle(Protocol):
 
 
 class Finished:
-    """The handle of a collective that sends no data, which is one on an axis of one rank or on meta tensors.
+    """The handle of a collective that sends no data because the axis has one rank or the tensors are on the meta
+    device.
 
     Meta tensors have no data, so no process group is needed. held: the tensor that the handle of a real collective
     would keep alive until the wait. waited: function that is called at the first wait.
@@ -143,7 +144,7 @@ def start_reduce_scatter(
 
 
 class RingShift:
-    """An exchange around the axis in flight, which sends `x` to the next rank and receives the tensor of the previous
+    """A ring exchange in flight: it sends `x` to the next rank of the axis and receives the tensor of the previous
     rank.
 
     `wait` returns the received tensor. `x` must not change before `wait` returns.

@@ -59,14 +59,14 @@ def _split(rows: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([early, late.flip(0)], dim=2)
 
 
-# -- the choice between the two implementations
+# -- choosing an implementation
 
 
 def with_context_parallel(ops: Ops, axis: Axis, comm: ContextComm) -> Ops:
     """Return `ops` with an attention op for rows that are sharded over the context axis.
 
     The new attention has the signature of `ops.attention`. q, k and v belong to this rank's columns; the mask covers
-    the whole rows and is equal on all ranks.
+    the whole rows and is identical on all ranks.
     """
     if axis.size == 1:
         return ops
@@ -126,7 +126,7 @@ class RingBlock(NamedTuple):
 
     queries: slice  # columns of this rank
     keys: slice  # columns of the rank that owns the keys
-    mask: AttentionMask  # of this block
+    mask: AttentionMask  # mask of this block
 
 
 class RingState(NamedTuple):

@@ -57,7 +57,8 @@ class RowPlan:
     token: torch.Tensor
     """int64 [rows]: the token of each row; t for a padding row."""
     row_of: torch.Tensor
-    """int64 [t, k]: the row of each token's choice of an expert; the number of rows for a choice without a row."""
+    """int64 [t, k]: index of the row for each token's choice of an expert. For a choice without a row, it is the number
+    of rows."""
     counts: torch.Tensor
     """int64 [experts]: number of rows of each expert."""
     whole: bool
@@ -67,7 +68,8 @@ class RowPlan:
 def plan_rows(
     chosen: torch.Tensor, kept: torch.Tensor | None, experts: range, count: int, limit: int | None = None
 ) -> RowPlan:
-    """Plan one row for each kept choice of one of `experts`. chosen: int64 [t, k], the experts chosen by each token.
+    """Plan one row for each kept choice that selects one of `experts`. chosen: int64 [t, k], the experts chosen by each
+    token.
 
     kept: bool [t, k]; None if all choices are kept. experts: the experts of this rank. count: number of experts on all
     ranks. limit: if set, every expert gets exactly this number of rows (padded).
@@ -104,7 +106,8 @@ def _padded(order: torch.Tensor, local: torch.Tensor, counts: torch.Tensor, limi
 
 
 def _on_host(counts: torch.Tensor, even: int) -> int:
-    """Return the sum of `counts`, for which the host waits. Meta tensors have no values, so return `even` for them."""
+    """Return the sum of `counts` as an int, which makes the host wait. Meta tensors have no values, so return `even`
+    for them."""
     return even if counts.is_meta else int(counts.sum())
 
 
@@ -121,7 +124,7 @@ def permute(x: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.
 
 
 def unpermute(rows: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.Tensor:
-    """Sum the rows of each token by `total`, in the order of the token's choices: [rows, ...] -> [t, ...]."""
+    """Sum the rows of each token with `total`, in the order of the token's choices: [rows, ...] -> [t, ...]."""
     return _Unpermute.apply(rows, plan, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -197,7 +200,7 @@ class RowExchange:
         return permute(received, self._by_expert(received))
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send rows back, as the inverse of `there`."""
+        """Send rows back to their ranks of origin, as the inverse of `there`."""
         return _Exchange.apply(unpermute(rows, self._by_expert(rows)), self, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def _by_expert(self, rows: torch.Tensor) -> RowPlan:
@@ -210,8 +213,8 @@ class RowExchange:
         return RowPlan(order, row_of[:, None], self.counts, True)
 
     def move(self, x: torch.Tensor, forwards: bool) -> torch.Tensor:
-        """Exchange rows without sorting them. forwards: whether rows are sent from tokens to experts rather than
-        back."""
+        """Exchange rows without sorting them. forwards: whether rows are sent from tokens to experts rather than from
+        experts to tokens."""
         if x.is_meta:
             Finished(waited=observe.exchange("all-to-all", x.nbytes, self._ep.ranks)).wait()
             return torch.empty_like(x)

@@ -36,7 +36,7 @@ class LinearGemms(Protocol):
         """Whether y is exactly x W^T + b, so that a different kernel may compute y."""
 
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return W in the dtype of the input, which is the `factor` of the GEMMs."""
+        """Return W in the dtype of the input, for use as the `factor` of the GEMMs."""
 
     def forward(
         self,

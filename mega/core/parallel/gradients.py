@@ -422,7 +422,7 @@ class _Order:
         self._before, self._now, self._follows = self._now, [], True
 
     def end(self) -> None:
-        """End a step. Nothing is prefetched until the next step begins, for example during an evaluation."""
+        """End a step. Until the next step begins, for example during an evaluation, nothing is prefetched."""
         self._follows = False
 
     def after(self, used: list[Bucket]) -> list[Bucket]:
@@ -463,8 +463,8 @@ def _unobserved(bucket: Bucket) -> None:
 
 
 def _settle(bucket: Bucket) -> None:
-    """Wait for the bucket's reductions in flight, and copy their results to this rank's span, or add them with ZeRO 2
-    and 3."""
+    """Wait for the bucket's reductions in flight. Copy their results to this rank's span or, with ZeRO 2 and 3, add the
+    results to the span."""
     for work, out in bucket.works:
         wait_for(work)
         if bucket.zero >= 2:

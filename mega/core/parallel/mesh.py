@@ -74,12 +74,11 @@ class DataAxis:
     axis: Axis
     """Ranks over which the gradient of a weight is summed; ZeRO assigns a span to each of these ranks."""
     with_tp: Axis
-    """Product of `axis` and `tensor`, which consists of all ranks with a copy of a weight that is replicated over
-    tensor ranks."""
+    """Product of `axis` and `tensor`: all ranks with a copy of a weight that is replicated over tensor ranks."""
     parts: Axis
     """Ranks of one stage that together hold a whole logical tensor."""
     model: Axis
-    """Ranks that together hold exactly one copy of all the model's tensors on this data axis."""
+    """Ranks that together hold exactly one copy of each of the model's tensors that have this data axis."""
 
 
 @dataclass
@@ -153,7 +152,7 @@ class Mesh:
         self.world = prod(self.sizes.values())
         assert 0 <= rank < self.world, (rank, self.sizes)
         self._groups = groups
-        # All axes are created here, even unused ones, because all ranks must create all groups in this order.
+        # All axes are created here, even unused ones, because all ranks must create all groups in the same order.
         self.tp = self.axis("tp")
         self.cp = self.axis("cp")
         self.dp = self.axis("dp")
@@ -202,8 +201,8 @@ class Mesh:
         return coordinates
 
     def axis(self, *names: str) -> Axis:
-        """Return the ranks that differ from this rank only in these axes of one grid. The first axis of ORDER varies
-        fastest."""
+        """Return the ranks that differ from this rank only in the axes `names` of one grid. The first axis of ORDER
+        varies fastest."""
         return self._axis("x".join(names), self.slices(*names))
 
     def own_data_axis(self, data: str) -> Axis:
@@ -223,8 +222,8 @@ class Mesh:
         )
 
     def stages(self, numbers: Sequence[int]) -> Axis:
-        """Return the ranks of these stages in this rank's pipeline if this rank's stage is one of them, otherwise this
-        rank alone.
+        """Return the ranks of the stages `numbers` in this rank's pipeline if this rank's stage is one of them,
+        otherwise this rank alone.
 
         All ranks must call this with the same arguments.
 
@@ -235,7 +234,7 @@ class Mesh:
         return self._axis("stages", parts, "stages")
 
     def slices(self, *names: str) -> list[tuple[int, ...]]:
-        """Return all ranks, grouped so that the ranks of a group differ in these axes only.
+        """Return all ranks, grouped so that the ranks of a group differ only in the axes `names`.
 
         >>> Mesh.at(0, tp=2, dp=2).slices("dp")
         [(0, 2), (1, 3)]
@@ -261,7 +260,7 @@ class Mesh:
         return Axis(name, ranks, ranks.index(self.rank), group)
 
     def _p2p(self) -> dict[tuple[str, int], Axis]:
-        """Return the pair of ranks of each link of this rank, by (kind, receiving stage).
+        """Return a map (kind, receiving stage) -> the pair of ranks of the link, for each link of this rank's stage.
 
         Activations ("F") go from each stage to the next and gradients ("B") to the previous stage, around a ring.
         Every link has its own communicator, so that a late message on one link never blocks another.

@@ -195,7 +195,7 @@ def _turns(size: int, index: int, count: int, ours_first: bool, coming: bool) ->
     return tuple(range(begin, begin + count) for begin in begins)
 
 
-# -- by messages
+# -- the transport by messages
 
 
 class MessagePeers:
@@ -244,7 +244,7 @@ class _MessageExchange:
             self._going.clear()
 
 
-# -- through memory that all ranks map
+# -- the transport through memory that all ranks map
 
 
 class MappedPeers:
@@ -392,7 +392,7 @@ class _MappedExchange:
         self._through.wait(ranks, self._number)
 
 
-# -- on the meta device
+# -- the transport for the meta device
 
 
 class MetaPeers(MessagePeers):

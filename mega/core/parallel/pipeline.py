@@ -40,13 +40,13 @@ class StageOutput:
     cargo: Cargo = ()
     """Tensors for the next stage."""
     terms: Terms = field(default_factory=dict)
-    """Losses at which the backward pass begins, by name."""
+    """Losses (by name) at which the backward pass begins."""
     metrics: Terms = field(default_factory=dict)
-    """Metrics, which are only reported, by name."""
+    """Metrics by name, for reports only."""
     outputs: torch.Tensor | None = None
     """The outputs of the last stage (logits), if they were requested."""
     auxiliary: Terms = field(default_factory=dict)
-    """Losses whose backward pass begins within the backward pass of `cargo` or of `terms`, by name."""
+    """Losses (by name) whose backward pass begins within the backward pass of `cargo` or of `terms`."""
 
 
 class Stage(Protocol):

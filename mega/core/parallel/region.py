@@ -18,7 +18,8 @@ class Region:
 
     sequence: whether to use sequence parallelism, in which each rank has only its own tokens outside of regions; must
     be False if there is only one rank.
-    transport: object that exchanges blocks of tokens while the GEMMs run. None: collectives before or after the GEMMs.
+    transport: object that exchanges blocks of tokens while the GEMMs run. If None, collectives run before or after the
+    GEMMs.
     """
 
     axis: Axis = SINGLE

@@ -45,7 +45,7 @@ class ReplayedPipeline(Pipeline):
     Batches with different optional tensors have separate graphs, which share their memory.
 
     peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: function that captures a
-    graph. None: a `Recorder`.
+    graph; None for a `Recorder`.
     """
 
     def __init__(

@@ -60,7 +60,8 @@ def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 class VocabEmbedding(nn.Module):
     """The token embedding: ids [tokens] -> rows [tokens, h]; under sequence parallelism only this rank's tokens.
 
-    sum_ranks: function that sums the rows over ranks in place, without a gradient. None: the region's collective.
+    sum_ranks: function that sums the rows over ranks in place, without a gradient. If None, a collective of
+    `region.axis` with a gradient is used.
     """
 
     def __init__(self, factory: ParameterFactory, tensor: Tensor, region: Region):

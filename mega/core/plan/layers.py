@@ -19,8 +19,8 @@ def stage_layers(
 
     layers: number of blocks in the whole model. stages: number of pipeline ranks. chunks: number of model chunks per
         rank.
-    explicit: for stages of unequal size, the number of blocks in each global stage (chunk * stages + rank), which are
-        `stages * chunks` numbers whose sum is `layers`. A stage with an embedding or the head may have 0 blocks.
+    explicit: for stages of unequal size, the number of blocks in each of the `stages * chunks` global stages, indexed
+        by chunk * stages + rank. The sum must be `layers`. A stage with an embedding or the head may have 0 blocks.
 
     Raises ValueError if the blocks do not divide equally and `explicit` is empty.
 

@@ -33,8 +33,8 @@ def prove(plan: Plan) -> None:
     recvs: dict[Route, list[Cargo]] = defaultdict(list)
     for rank in range(plan.stages):
         _Rank(plan, rank, sends, recvs).check()
-    # Every compute step had its input, so all required inputs were received. On each route, sends equal receives, so
-    # all sent tensors were received.
+    # Every compute step had its input, so all required inputs were received. On each route, the numbers of sends and
+    # receives are equal, so all sent tensors were received.
     for route in sends.keys() | recvs.keys():
         _same_order(route, sends[route], recvs[route])
     play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)

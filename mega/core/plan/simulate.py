@@ -59,7 +59,7 @@ class Simulation:
     rank holds activations from F to B, or to W if there are W steps. In a plan without a backward pass, it holds
     activations only during F."""
     rows: tuple[tuple[Interval, ...], ...]
-    """Every compute step with start and end time."""
+    """Every compute step with its start and end times."""
 
 
 def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Simulation:

@@ -1,4 +1,4 @@
-"""The types of a pipeline plan, which are an action of one rank (`Act`) and the actions of all ranks (`Plan`).
+"""The types of a pipeline plan: an action of one rank (`Act`), and the actions of all ranks (`Plan`).
 
 A model is split into `stages * chunks` consecutive **global stages** g = 0, 1, 2, ... Global stages are assigned to the
 ranks of the pipeline round-robin, so that rank r holds g = chunk * stages + r:
@@ -49,10 +49,10 @@ class Transfer:
     """F: an activation for the next global stage. B: the gradient of an activation for the previous stage."""
     microbatch: int
     chunk: int
-    """Index of the chunk **on the rank of this act**, which produced the activation or gradient in a send, or consumes
-    it in a receive. (The two ranks' chunks differ in a transfer between the last rank and rank 0.)"""
+    """Index of the chunk **on the rank of this act** that produced (for a send) or consumes (for a receive) the
+    activation or gradient. (The two ranks' chunks differ in a transfer between the last rank and rank 0.)"""
     peer: int
-    """The other rank, 0 .. stages - 1."""
+    """Index of the other rank, 0 .. stages - 1."""
 
 
 @dataclass(frozen=True, slots=True)

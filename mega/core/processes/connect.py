@@ -38,10 +38,10 @@ def connect(
 
     phase_timeout_minutes: maximum time for which ranks that answer may keep other ranks waiting in a long phase. After
     this time, or after timeout_minutes in any other phase, the roll call ends the run, so the timeout of exchanges is
-    the sum of both times. None: only the timeout of exchanges, 1.25 timeout_minutes, applies to ranks that answer. A
-    single rank has no group, and every axis has size 1. Errors: ValueError if the device is absent, the backend does
-    not support it, or the environment has no rendezvous address; OSError, naming the missing ranks, if some ranks do
-    not join.
+    the sum of both times. If `phase_timeout_minutes` is None, only the timeout of exchanges, 1.25 timeout_minutes,
+    applies to ranks that answer. A single rank has no group, and every axis has size 1. Errors: ValueError if the
+    device is absent, the backend does not support it, or the environment has no rendezvous address; OSError, naming the
+    missing ranks, if some ranks do not join.
     """
     world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
     device = Device.choose(kind, world.local_rank, backend)
@@ -55,7 +55,7 @@ def connect(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if device.backend == "gloo":
             _check_interfaces()
-        flight.record()  # before any group exists
+        flight.record()  # must run before any group exists
         store = meet(world, timeout_minutes)
         # Answer before the process group exists, so that a rank that fails to build the group does not keep the others
         # waiting.

@@ -128,7 +128,7 @@ _EXPLANATIONS: list[Explains] = []
 
 
 def explain_exchanges_by(group: Explains | None) -> None:
-    """Set the object that explains failed exchanges, or None without a process group."""
+    """Set the object that explains failed exchanges; None if there is no process group."""
     _EXPLANATIONS[:] = [] if group is None else [group]
 
 
@@ -154,7 +154,7 @@ def explain_timeout(error: RuntimeError) -> str | None:
 
 def report_exit(report: ExitReport, *, together: bool = True) -> int:
     """Print a report to stderr unless another rank prints it, and return the exit code. A rank must not do anything
-    after this call. together: whether the ranks agree through their store which of them prints.
+    after this call. together: whether the ranks agree through their store on which of them prints.
     """
     try:
         world = world_from_env()
@@ -262,7 +262,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
         reports = {rank: ExitReport(**each["report"]) for rank, each in published.items()}
         hosts = {rank: each["host"] for rank, each in published.items() if world.size > world.local_size}
         causes = [each for each in reports.values() if each.kind != "consequence"]
-        # 3 it prints
+        # 3 the first rank prints all reports
         text = format_exits(reports, world.size, hosts) if causes or not stopped.is_set() else ""
         write_error(text + _of_host(world, text))
         store.add(f"host/{socket.gethostname()}", 1)
@@ -286,8 +286,8 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
 
 
 def _of_host(world: World, reported: str) -> str:
-    """Return a message for the log of this host about what its first rank was doing when the run ended, or an empty
-    string on a single host."""
+    """Return a message for this host's log, about what its first rank was doing when the run ended; an empty string on
+    a single host."""
     if world.size == world.local_size or not reported:
         return ""
     return f"mega: rank {world.rank}, on host {socket.gethostname()}, was at: {ACTIVITY}\n"

@@ -356,8 +356,8 @@ class _Endings:
     def ending(self, stop_signal: int) -> Ending:
         """Return the common result of the ranks of this host.
 
-        stop_signal: the signal that this process has forwarded, or 0. After a signal, every result is final, and a
-        failure that is only a consequence has the exit code of the signal."""
+        stop_signal: the signal that this process has forwarded, or 0. After a signal, every result is final. If the
+        failure is only a consequence of other failures, the exit code is that of the signal."""
         if self._interrupted and not self.failed:
             return Ending(INTERRUPTED, "interrupted", final=True)
         if not self.failed:

@@ -127,7 +127,7 @@ class Leader:
             self._finish(1, f"the host that leads the others failed: {error!r}")
 
     def _handle(self, wire: Wire, message: dict[str, Any] | None) -> None:
-        """Handle a message of a host, or the loss of the host."""
+        """Handle a message from a host, or the loss of the host."""
         member = self._members.get(wire)
         if message is None:
             if member is not None:
@@ -138,7 +138,7 @@ class Leader:
                     self._called_by(wire, **message["led"])
                 else:
                     self._join(wire, **message["join"])
-            except (KeyError, TypeError, ValueError, OSError):  # not a message of a host, or the host is already lost
+            except (KeyError, TypeError, ValueError, OSError):  # not a message from a host, or the host is already lost
                 wire.close()
         else:
             member.meet = int(message["meet"])
@@ -377,7 +377,7 @@ def _reached(member: _Member, leader_address: str) -> str:
 
 
 def _is_to_come(first: Place, port: int, runs: bool) -> bool:
-    """Whether the leader at `first` waits for hosts, so that the members of the leader at `port` should move to it."""
+    """Whether the leader at `first` waits for hosts. If so, the members of the leader at `port` should move to it."""
     with contextlib.suppress(OSError, ValueError), socket.create_connection(first, 1.0) as connection:
         connection.sendall(json.dumps({"led": {"port": port, "runs": runs}}).encode() + b"\n")
         connection.settimeout(BEAT)

@@ -104,7 +104,7 @@ class Pool:
                 target=_pool_rank, args=(child_end, self.size), name=f"pool rank {rank}", daemon=True
             )
             process.start()
-            child_end.close()  # so that the parent reads an end-of-file when the rank dies
+            child_end.close()  # otherwise the parent would not read an end-of-file when the rank dies
             self._ranks.append(process)
             self._pipes.append(parent_end)
 

@@ -36,8 +36,8 @@ class Position:
     doing: str = ""
     """The phase and its progress, for messages."""
     place: str = "elsewhere"
-    """The innermost line of mega's source that the main thread executes, or the saving thread if the main thread waits
-    for it; "elsewhere" outside of mega's source."""
+    """The innermost line of mega's source that the main thread executes (or the saving thread, if the main thread waits
+    for it); "elsewhere" if the thread is not in mega's source."""
     waits: bool = True
     """Whether the rank waits for other ranks."""
     background: str = ""

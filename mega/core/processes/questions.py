@@ -123,9 +123,9 @@ class Questions:
         return silent, ended
 
     def lost(self, text: str, seconds: float) -> list[int]:
-        """Return the ranks that are lost after a connection broke, which neither answer nor end because of the same
-        loss. Ranks of the host whose address is in the error message `text` are asked first. Also record that this rank
-        has left."""
+        """Return the ranks that are lost after a connection broke: those that do not answer and have not themselves
+        ended because of the loss. Ranks of the host whose address is in the error message `text` are asked first. Also
+        record that this rank has left."""
         self.leave()
         peers = set(range(self._world)) - {self._rank}
         at_address = set(self.hosts(lambda addresses: any(f"[{address}]" in text for address in addresses)))

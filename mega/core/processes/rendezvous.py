@@ -3,7 +3,7 @@
     1 a store                     a file, for ranks of `launch`; the agent's store, under torchrun; otherwise a store
                                   that rank 0 hosts
     2 every rank enters           its world size, and a token that is unique to the process
-    3 rank 0 lists the tokens     and updates the list at changes, because a store may hold tokens of an attempt that
+    3 rank 0 lists the tokens     and updates the list after changes, because a store may hold tokens of an attempt that
                                   was killed
     4 every listed rank           acknowledges the list, which proves that the rank is alive
     5 rank 0 decides              to start or to fail; any rank whose time is over decides to fail. The first decision
@@ -131,11 +131,11 @@ def _meet(store: dist.Store, attempt: dist.Store, world: World, minutes: float, 
             store.set(f"here/{acknowledged['name']}/{world.rank}", token)
         if _read(store, f"enter/{world.rank}")[0] != token:
             raise ValueError(f"RANK {world.rank}: another process has come as this rank; each needs its own number")
-        # 5 the decision. Read failures first, because a rank may fail because of the decision
+        # 5 read the decision, but failures first, because the decision may make a rank fail
         failure = _failure(attempt)
         if acknowledged and (word := _read(store, f"word/{acknowledged['name']}")) is not None:
             break
-        # 6 a failure
+        # 6 raise another rank's failure
         if failure is not None:
             raise failure
         if time.monotonic() > deadline:
@@ -177,7 +177,8 @@ class _Host:
 
 
 def open_store(world: World, deadline: float, minutes: float | None = None) -> dist.Store:
-    """Open the store that the launcher or rank 0 hosts. minutes: the time limit, named in the message after `deadline`.
+    """Open the store that the launcher or rank 0 hosts. minutes: the time limit that the message names if `deadline`
+    passes.
 
     Errors: ValueError or OSError, naming the address.
     """

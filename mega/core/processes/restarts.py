@@ -42,7 +42,7 @@ class Job:
     target: Callable[..., int | None]
     """The main function of a rank."""
     args: Callable[[bool], tuple[object, ...]]
-    """Function that returns the arguments of `target`, given whether a step was saved since the launch."""
+    """Function that takes a bool (whether a step was saved since the launch) and returns the arguments of `target`."""
     saved: Callable[[], int]
     """Function that returns the newest saved step, or 0."""
     memory: bool = False

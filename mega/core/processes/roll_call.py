@@ -95,7 +95,7 @@ class RollCall:
         """
         hosted: whether rank 0 hosts the store, rather than a launcher's agent.
         remote: whether the store is on a network and may stop answering; False for a file.
-        phase_minutes: time limit of phases that may take long. None: no limit on ranks that answer.
+        phase_minutes: time limit of phases that may take long; None for no limit on ranks that answer.
         host: name and addresses of this host, if there are several hosts.
         """
         self.minutes, self._hosted, self._remote = minutes, hosted, remote
@@ -125,7 +125,7 @@ class RollCall:
 
     def close(self, report: str = "") -> None:
         """Stop answering, and record in the store that this rank has left. report: the report of a rank that ends
-        because of its own error, from which waiting ranks can tell that it was not stopped."""
+        because of its own error. It shows waiting ranks that this rank was not stopped."""
         self._closed.set()
         with contextlib.suppress(Exception):  # the store is lost, or silent
             in_time(lambda: self.questions.end(report) if report else self.questions.leave(), LEAVING)
@@ -182,8 +182,8 @@ class RollCall:
     # -- the thread
 
     def _watch(self) -> None:
-        """Run the thread's main loop, which answers questions, and asks all ranks if this rank's main thread has not
-        moved."""
+        """Run the thread's main loop: answer other ranks' questions, and whenever this rank's main thread has not moved
+        for too long, ask all ranks for their positions."""
         try:
             if self._host is not None:
                 name, addresses = self._host
@@ -217,7 +217,7 @@ class RollCall:
 
     def _answer(self, waited: bool = False) -> str:
         """Answer new questions. Return the verdict, or "" if no verdict has been written yet. waited: whether this
-        rank's main thread has not moved for FAILED seconds, so that the failure of another rank is a verdict."""
+        rank's main thread has not moved for FAILED seconds, so that the failure of another rank becomes the verdict."""
         if self._host is not None and not self._first and (name := self.questions.host(0)) is not None:
             self._first = {0: name}
         self.questions.answer()
@@ -259,9 +259,9 @@ class RollCall:
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
         """Write the verdict, or return the verdict of another rank. positions: rank -> position, for the ranks that
-        answered. The verdict is about the ranks that do not answer, or is the report of such a rank if all of them have
-        ended because of their own errors. If all ranks answer, the verdict is about the ranks for which others wait if
-        `limit` is given; otherwise the result is another rank's verdict or "". Errors: TimeoutError.
+        answered. The verdict names the ranks that do not answer, or contains the report of such a rank if all of them
+        have ended because of their own errors. If all ranks answer and `limit` is given, the verdict names the ranks
+        for which others wait. Without `limit`, the result is another rank's verdict, or "". Errors: TimeoutError.
         """
 
         def judge() -> str:

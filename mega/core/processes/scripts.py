@@ -68,7 +68,7 @@ def _check_values(kind: str, options: LaunchOptions) -> None:
     if options.minutes is not None and 60 * options.minutes <= options.warning:
         most = 60 * options.minutes - 1
         raise ValueError(f"--warning {options.warning}: must be less than --minutes {options.minutes}; at most {most}")
-    longest = 63 - len(f"-hosts-0-{options.hosts + options.spares - 1}-12345")  # the limit of a pod's name is 63
+    longest = 63 - len(f"-hosts-0-{options.hosts + options.spares - 1}-12345")  # a pod's name has at most 63 characters
     if kind in _CONTAINERS and not (_LABEL.fullmatch(options.name) and len(options.name) <= longest):
         rule = f"lower-case letters, digits and hyphens between them, a letter first, at most {longest}"
         raise ValueError(f"--name {options.name}: must be {rule}, as Kubernetes names hosts after it")

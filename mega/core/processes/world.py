@@ -27,7 +27,8 @@ LAUNCHED = "MEGA_LAUNCHED"
 """Environment variable: time.monotonic() of this host at the launch of a run with restarts."""
 
 LAUNCHER_FILE = "MEGA_LAUNCHER_FILE"
-"""Environment variable: prefix of the files in which --nproc and its ranks report to each other how ranks ended."""
+"""Environment variable: prefix of the files in which the launcher (--nproc) and its ranks report to each other how
+ranks ended."""
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """Environment variable: number of restarts of the ranks, set by --max-restarts and by torchrun."""

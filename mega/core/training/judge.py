@@ -29,7 +29,7 @@ STUCK = 20
 
 @dataclass(frozen=True)
 class Pending:
-    """A step whose numbers have not been read yet."""
+    """A step whose results have not been read from the device yet."""
 
     step: int
     consumed: int
@@ -40,7 +40,7 @@ class Pending:
     begun: Timestamp
     """Start of the step on the device."""
     numbers: Reading
-    """The numbers of `StepReport`, by name."""
+    """The values of `StepReport`, by name."""
     flag: StopFlag
     """The requests to stop that were reduced during the step."""
     limits: SpikeLimits

@@ -53,7 +53,7 @@ class Training:
     profiler: StepProfiler | None = None
     """The profiler on a rank that is profiled; None on other ranks."""
     last: dict[str, float] = field(default_factory=dict)
-    """The numbers of the latest step that the host has read."""
+    """The most recent results of a step that the host has read."""
 
     def play(self) -> int:
         """Train to the last step, then validate and test. All reporters are closed, even after an error.
@@ -61,10 +61,10 @@ class Training:
         Returns the exit code: 0, or 128 + the signal that ended the run early. Errors: the fault of this or another
         rank, raised after all ranks have saved.
         """
-        train = not self.state.run.evaluation.skip_train  # otherwise only evaluate
+        train = not self.state.run.evaluation.skip_train  # if false, only evaluate
         try:
             if train:
-                with ACTIVITY.during("compiling"):  # during the first step
+                with ACTIVITY.during("compiling"):  # the first step compiles
                     self._train()
                 ACTIVITY.phase = "ending"
                 self._check_applied()
@@ -111,7 +111,7 @@ class Training:
             current = self._step(pending)
             self._read(pending)
             pending = current
-            if pending.flag.cheap:  # read early, so that the run ends with this step, not with the next one
+            if pending.flag.cheap:  # read now, so that the run ends after this step, not after the next one
                 pending.flag.read()
             self._announce(f"finishing what follows step {progress.step}")
             due = [routine for routine in self.routines if routine.due(progress.step)]
@@ -172,8 +172,8 @@ class Training:
         return self._at_end or self.stop.requested or depends or not self.state.device.is_cuda
 
     def _step(self, before: Pending | None) -> Pending:
-        """Start one step, whose numbers are read later. before: the previous step, if it is still running; this step's
-        time then begins at the end of the previous step."""
+        """Start one step without waiting for its results. before: the previous step, if it is still running; this
+        step's time then begins at the end of the previous step."""
         run, progress, device = self.state.run, self.state.progress, self.state.device
         # On a GPU, steps are queued before earlier steps have ended.
         self._announce(

@@ -58,8 +58,8 @@ NO_LIMITS = SpikeLimits()
 
 
 def limits(losses: Iterable[float], norms: Iterable[float], threshold: float) -> SpikeLimits:
-    """Return the limits median + threshold x spread, for the loss and for the logarithm of the gradient norm, because
-    the noise of the norm is multiplicative.
+    """Return the limits median + threshold x spread for the loss and the gradient norm. The norm's limit is computed
+    from logarithms, because the noise of the norm is multiplicative.
 
     >>> quiet = limits([2.0, 2.1] * 20, [0.5, 1.0] * 20, 10)
     >>> round(quiet.loss, 2), quiet.exceeded(2.5, 0.7), quiet.exceeded(4.6, 0.7), quiet.exceeded(2.0, 2000.0)
@@ -90,7 +90,7 @@ class LeftOut:
     end: int
     """The sample after the last sample that was left out."""
     to: int | None = None
-    """The step to which a rollback has returned; None if there was no rollback."""
+    """The step to which a rollback returned; None if there was no rollback."""
 
     def as_json(self) -> dict[str, Json]:
         record: dict[str, Json] = {"step": self.step, "reason": self.reason, "samples": [self.first, self.end]}
@@ -116,12 +116,12 @@ class GuardMemory:
     losses: deque[float] = field(init=False)
     """Losses of the latest applied steps."""
     norms: deque[float] = field(init=False)
-    """Gradient norms of the latest applied steps."""
+    """Gradient norms of the most recently applied steps."""
     left_out: list[LeftOut] = field(default_factory=list)
     rollbacks: int = 0
     """Number of rollbacks so far."""
     spikes: int = 0
-    """Number of spikes skipped since the latest applied step."""
+    """Number of spikes skipped since the most recently applied step."""
 
     def __post_init__(self) -> None:
         self.losses, self.norms = deque(maxlen=self.window), deque(maxlen=self.window)

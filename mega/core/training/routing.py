@@ -2,7 +2,7 @@
 numbers.
 
 Counts include the choices of all microbatches, before tokens are dropped, summed over all ranks. The bias affects only
-the choice of experts. After each step the bias moves by a fixed amount towards an even load (Wang et al. 2024, arXiv
+which experts are chosen. After each step the bias moves by a fixed amount towards an even load (Wang et al. 2024, arXiv
 2408.15664), or is set to the quantiles of the logits at which the load would have been even.
 """
 

@@ -89,7 +89,7 @@ class Schedules:
     def differences(self, other: Schedules) -> Iterator[tuple[str, object, object]]:
         """Yield (flag, value here, value in `other`) for every value that has an effect and differs."""
         values, other_values = _effective(self), _effective(other)
-        for name in sorted(values.keys() & other_values.keys()):  # other values follow from the styles
+        for name in sorted(values.keys() & other_values.keys()):  # the styles imply the other values
             if values[name] != other_values[name]:
                 yield _LABELS[name], values[name], other_values[name]
 
@@ -126,8 +126,8 @@ def _effective(schedules: Schedules) -> dict[str, object]:
 
 
 def check_end(run: RunConfig, rate: LearningRate, progress: Progress, steps: int) -> str | None:
-    """Return a message about the remaining steps that begin after the learning rate has decayed to its final value. The
-    result is None if there are none, or if flags of this run chose a final rate above 0 for them.
+    """Return a message about the remaining steps that begin after the learning rate has decayed to its final value.
+    Return None if no step remains after that, or if flags of this run set a final rate above 0.
 
     steps: index of the last step. Errors: ValueError if no remaining step has a learning rate above 0.
     """

@@ -61,7 +61,7 @@ class StepReport:
     """The sums of `Probes`."""
 
     def start_reading(self) -> Reading:
-        """Start the copy of all numbers to the host, under the names of metrics."""
+        """Start copying all values to the host. The copies have the names of the metrics."""
         always = {"loss": self.loss, "grad_norm": self.grad_norm, "finite": self.finite}
         if self.broken is not None:
             always["broken"] = self.broken
@@ -238,8 +238,8 @@ def _own_columns(state: TrainState, batches: Sequence[Batch]) -> list[Batch]:
 
 
 def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of the global batch from the sums of all ranks, and the mean of each term and metric, which is 0
-    if the total weight is 0."""
+    """Compute the loss of the global batch, and the mean of each term and metric, from the sums of all ranks. A mean is
+    0 if its total weight is 0."""
     loss, by_name, _ = _means(state, sums)
     return loss, by_name
 
@@ -247,8 +247,8 @@ def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str
 def _means(
     state: TrainState, sums: torch.Tensor, *flags: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Return the result of `means` and, for each flag, bool [], whether the flag is set on any rank, with a single
-    all-reduce."""
+    """Return the result of `means`, and for each flag (bool []) whether it is set on any rank. This function needs only
+    one all-reduce."""
     rows = [torch.stack([flag.double(), flag.double()]) for flag in flags]
     sums = torch.cat([sums, torch.stack(rows)]) if rows else sums
     all_reduce(sums, state.mesh.loss_group)

@@ -46,8 +46,8 @@ class StoppedByFault(OSError):
 class StopSignal:
     """The requests that may end this run before its last step.
 
-    on_signal: whether to handle signals of a terminal or a scheduler. minutes: time limit, counted from now, or from
-    the launch of a run with restarts. prints: whether this rank prints a message immediately after a signal.
+    on_signal: whether to handle signals from a terminal or a scheduler. minutes: time limit, counted from now or, for a
+    run with restarts, from its launch. prints: whether this rank prints a message immediately after a signal.
     """
 
     def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, prints: bool):

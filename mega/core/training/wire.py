@@ -157,7 +157,7 @@ def _transport(run: RunConfig, mesh: Mesh, device: torch.device, overlapped: boo
     """Return the object through which tensor ranks exchange tokens while they compute GEMMs; None if exchanges do not
     overlap GEMMs.
 
-    A run that resumes keeps the choice of its checkpoint, because split GEMMs and a different summation order change
+    A run that resumes keeps the setting of its checkpoint, because split GEMMs and a different summation order change
     the rounding. Otherwise exchanges overlap by default only on GPUs that can map each other's memory, if the overlap
     is faster on the GPUs of all ranks.
     """

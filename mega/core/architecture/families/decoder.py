@@ -11,8 +11,7 @@ from mega.core.config.sections import ModelConfig
 
 
 def decoder(options: ModelConfig) -> Architecture:
-    """Return a decoder's architecture, which is a stack of causal layers, some of which may attend to neighbours, and
-    logits."""
+    """Return a decoder's architecture: a stack of causal layers, and logits. Some layers may attend to neighbours."""
     words = Words(
         tied=options.tied,
         bias=options.head_bias,

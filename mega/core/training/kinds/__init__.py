@@ -1,6 +1,6 @@
-"""Kinds of training tasks, by their name in --task: the datasets and evaluation of a run.
+"""Kinds of training tasks, which --task selects by name. A kind determines the datasets and the evaluation of a run.
 
-A kind provides the datasets and a `Task` for the training loop, which is the same for all kinds. A kind is imported
+A kind provides the datasets and a `Task` for the training loop. The loop is the same for all kinds. A kind is imported
 only when a run needs it. This package does not import torch, because a launcher opens datasets before any rank starts.
 
 kind, task     the interface of a kind, and the `Task` that a kind creates for the loop

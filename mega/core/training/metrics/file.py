@@ -21,8 +21,8 @@ Row = Mapping[str, float | str]
 
 
 class MetricsFile:
-    """An open metrics file. start, resumes: see `open_rows`. fail: called with the error if the file cannot be written,
-    after which nothing more is written; if None, the error is raised."""
+    """An open metrics file. start, resumes: see `open_rows`. fail: function that is called with the error if the file
+    cannot be written; afterwards nothing more is written. If None, the error is raised."""
 
     def __init__(self, path: str, start: int, resumes: bool, fail: Callable[[OSError], None] | None = None):
         self._path, self._fail = path, fail
@@ -40,7 +40,7 @@ class MetricsFile:
 
     def replace(self, row: Row) -> bool:
         """Write a row, replacing all rows of the same step with the same names. Return False, without writing, if the
-        only such row is equal."""
+        file has a single such row and it is identical."""
         path = Path(os.path.realpath(self._path))
         if self._rows is None or not path.is_file():
             return self.write(row)

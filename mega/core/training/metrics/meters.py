@@ -344,7 +344,7 @@ def _open_events(metrics: Path, resumes: bool) -> Path | None:
 
 
 def _last_step(path: Path) -> int:
-    """Return the last step in a metrics file; 0 if there is none."""
+    """Return the last step in a metrics file; 0 if the file contains no step."""
     last = 0
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:

@@ -26,8 +26,8 @@ class ProfiledOperation(Protocol):
 class StepProfiler:
     """The profiler of one rank.
 
-    directory: the folder for trace and table. report: function that prints a message on the ranks that print messages.
-    The table is also written to a file.
+    directory: the folder for trace and table. report: function that prints a message if this rank prints messages. The
+    table is also written to a file.
     """
 
     def __init__(self, steps: range, rank: int, directory: Path, report: Callable[[str], None]):

@@ -1,4 +1,5 @@
-"""Keep copies of each rank's state in the memory of its host and of the next host, from which restarted ranks resume.
+"""Keep copies of each rank's state in the memory of its host and of the next host. Restarted ranks resume from these
+copies.
 
     1 every --peer-copy-interval steps   each rank copies weights, moments and progress into memory that outlives the
                                          rank
@@ -96,7 +97,8 @@ class HostFiles:
             )
 
     def steps(self) -> dict[int, list[int]]:
-        """Return the steps of each rank's copies on this host, in the current layout, by rank."""
+        """Return a map from each rank to the steps of its copies on this host. Copies with another layout are
+        ignored."""
         steps_of_owner: dict[int, list[int]] = {}
         for _, header in self.headers():
             steps_of_owner.setdefault(int(header["owner"]), []).append(int(header["step"]))
@@ -116,7 +118,7 @@ class HostFiles:
         return next(file for file, header in self.headers() if (header["owner"], header["step"]) == (owner, step))
 
     def older(self, owner: int) -> StateFile:
-        """Return whichever of a rank's two files has the older step."""
+        """Return the one of a rank's two files that has the older step."""
 
         def step(file: StateFile) -> int:
             header = file.read()
@@ -166,7 +168,7 @@ class PeerCopies:
             ]
             step = max(set.intersection(*steps), default=None)
             if step is None or self._fetch(step, host_steps):
-                break  # otherwise a copy of that step was damaged, and has been cleared
+                break  # otherwise try again: a copy of that step was damaged, and is now cleared
         for file, header in self._files.headers():
             if header["step"] > (step or newest):
                 file.clear()  # not all ranks have reached this step

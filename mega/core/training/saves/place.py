@@ -24,7 +24,7 @@ from mega.core.words import name_ranks
 
 
 def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -> None:
-    """Check on all ranks that --save contains no checkpoint of a step after `start`, at which this run starts.
+    """Check on all ranks that --save contains no checkpoint of a step after `start`, the step at which this run starts.
 
     A later --resume auto would resume from such a checkpoint, which has a different history. A run with --resume auto
     is not checked: it starts from the newest trusted checkpoint, and replaces later ones. A run that continues from a
@@ -43,8 +43,8 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
 
 
 def _newest(place: str, start: int) -> int:
-    """Return the step that --resume auto would choose; 0 if there is none. Errors: CheckpointError if no
-    checkpoint can be trusted, unless the run continues after a step `start`; OSError."""
+    """Return the step that --resume auto would choose; 0 if no checkpoint exists. Errors: CheckpointError if no
+    checkpoint can be trusted, unless the run continues after step `start`; OSError."""
     store = store_at(place)
     try:
         return store.newest(verify=False) or 0

@@ -34,7 +34,7 @@ LIMIT = 2.0
 
 @dataclass
 class Trial:
-    """A saved step on trial. begun: count of sound steps at the save of this step. manifest: the manifest's digest,
+    """A saved step on trial. begun: number of sound steps when this step was saved. manifest: the manifest's digest,
     empty until the checkpoint is published. reason: why the step is suspect, or empty."""
 
     begun: int

@@ -74,10 +74,10 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
     """Return the checkpoint from which this run starts: that of --resume, otherwise that of --load, or None if neither
     is given. The result is equal on all ranks.
 
-    Every rank searches, and the results are compared before any weight is read. In the directory of a run, the run
-    starts from the newest step that all ranks trust and that is equal on all ranks (`CheckpointStore.find`). A message
-    names the ranks that do not trust a newer step, with the reason. A step that the user names is either used or
-    refused.
+    Every rank searches, and the results are compared before any weight is read. In the directory of a run, the newest
+    step that all ranks trust and that is identical on all ranks is chosen (`CheckpointStore.find`). A message names the
+    ranks that do not trust a newer step, with the reason. A step that the user names is either used or rejected with an
+    error.
     Errors: ValueError on all ranks, if a named checkpoint is absent or damaged on any rank, or if there is no
     checkpoint that all ranks trust.
     """
@@ -255,8 +255,8 @@ def _stated(checkpoint: StoredWeights, name: str) -> Json:
 
 
 def _dropout_rule(point: ResumePoint) -> int:
-    """Return the dropout rule of the run: the oldest rule if a mega checkpoint does not state the rule, the newest rule
-    for imported weights."""
+    """Return the dropout rule of the run: the oldest rule if a mega checkpoint does not record the rule, the newest
+    rule for imported weights."""
     meta = point.checkpoint.meta
     rule = meta.get("dropout_rule", OLD_RULE if "fingerprint" in meta else RULE)
     assert isinstance(rule, int)  # plain_state.py has checked the type
@@ -321,8 +321,8 @@ def _order_changes(
     threads: int | None,
     gpu: bool | None,
 ) -> Iterator[str]:
-    """Yield what changes the order of sums: the layout, otherwise the number of threads; options and the device. meta,
-    stored: the checkpoint's metadata, and its options by name."""
+    """Yield messages about what changes the order of sums: the layout or, if the layout is unchanged, the number of
+    threads; then options and the kind of device. meta: the checkpoint's metadata. stored: its options by name."""
     sizes = {name: size for name, size in mesh.sizes.items() if size > 1}
     stored_sizes = numbers_below(meta, "layout") or sizes
     layout = {name: size for name, size in stored_sizes.items() if size > 1}
@@ -349,7 +349,7 @@ def differences(
     """Yield messages about differences from the checkpoint: options, layout, and the content of token files.
 
     threads: the value of `Device.threads`. gpu: whether ranks have GPUs; None if this is unknown. The schedule is
-    compared only with --override-schedule, because otherwise schedules.py refuses a different schedule.
+    compared only with --override-schedule, because otherwise schedules.py rejects a different schedule.
     """
     sections = below(point.checkpoint.meta, "config")
     stored = {name: value for section in sections for name, value in below(sections, section).items()}

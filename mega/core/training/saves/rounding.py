@@ -1,5 +1,5 @@
-"""Find what changes the order of sums in a run that resumes, so that its results differ from those of an uninterrupted
-run by rounding: options whose record says so (`on_resume="rounding"`), and another kind of device."""
+"""Find what changes the order of sums in a run that resumes: options with `on_resume="rounding"`, and a different kind
+of device. The results then differ from those of an uninterrupted run by rounding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rounding_changes(run: RunConfig, stored: Mapping[str, Json], mesh: Mesh, gpu
 
 
 def as_json(value: object) -> Json:
-    """Return the value of an option as a checkpoint stores it."""
+    """Return the value of an option in the format that a checkpoint stores."""
     return list(value) if isinstance(value, tuple) else value  # type: ignore[return-value]
 
 
@@ -45,8 +45,8 @@ def shown(value: object) -> str:
 
 
 def device_change(meta: Mapping[str, Json], gpu: bool | None) -> str | None:
-    """Return the kind of device of a run that resumes, if it differs from that of the checkpoint. A checkpoint of a run
-    on GPUs has no number of threads."""
+    """Return the kind of device of a run that resumes, if it differs from that of the checkpoint. A checkpoint written
+    on GPUs records None as its number of threads."""
     if gpu is None or "threads" not in meta or gpu == (meta["threads"] is None):
         return None
     return "GPUs (was CPUs)" if gpu else "CPUs (was GPUs)"
@@ -56,7 +56,7 @@ def _order(run: RunConfig, name: str, value: Json, ranks: Mapping[str, int]) -> 
     """Return a value that is equal for two values of the option `name` if both lead to the same order of sums."""
     parallel = run.parallel
     if name == "vocab_multiple" and isinstance(value, int):
-        return padded(run.model.vocab, parallel.tp, value)  # a GEMM of another size may add in another order
+        return padded(run.model.vocab, parallel.tp, value)  # a GEMM of a different size may add in a different order
     if name == "expert_dispatch":  # the order of two summands does not matter
         return run.model.experts_chosen > 2 and gathers_by(run, str(value))
     if name == "cp_comm" and value == "auto":
@@ -65,8 +65,8 @@ def _order(run: RunConfig, name: str, value: Json, ranks: Mapping[str, int]) -> 
         count = parallel.pp * parallel.chunks
         return list(value) if isinstance(value, list | tuple) and value else [run.model.blocks // count] * count
     if name == "zero" and isinstance(value, int):
-        # ZeRO 2 and 3 reduce each microbatch, and ZeRO 3 has other buckets. gloo adds in the same order for an
-        # all-reduce and a reduce-scatter; NCCL does not promise this. The order of two summands does not matter.
+        # ZeRO 2 and 3 reduce each microbatch, and ZeRO 3 has different buckets. gloo adds in the same order for an
+        # all-reduce and a reduce-scatter; NCCL does not guarantee this. The order of only two summands does not matter.
         if ranks["data"] == 2:
             return value >= 2
         return value if ranks["gpu"] else max(value, 1)

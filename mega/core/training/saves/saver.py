@@ -72,7 +72,7 @@ class Saver:
         """
         self.state, self.options, self._report = state, state.run.checkpoint, report
         self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
-        """Called with each saved step, and the seconds for which the run was stalled."""
+        """Function that is called with each saved step and the seconds for which the save stalled the run."""
         assert self.options.save is not None
         self.store = store_at(self.options.save)
         self._fixed = {

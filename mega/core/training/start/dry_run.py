@@ -66,7 +66,7 @@ def dry_run(inputs: Inputs, world: int) -> None:
 
 def _compare(inputs: Inputs, world: int, report: Callable[[str], None]) -> tuple[bool, bool | None]:
     """Find the checkpoint from which the run would start, check that the run may start from it, and report the
-    differences. Return whether the exchanges of tensor ranks would overlap GEMMs, and the result of
+    differences. Return a pair: whether the exchanges of tensor ranks would overlap GEMMs, and the result of
     `overlapped_before`.
 
     Only metadata are compared; tensors are read only to verify the checkpoint. Errors: ValueError, as in training.
@@ -75,7 +75,7 @@ def _compare(inputs: Inputs, world: int, report: Callable[[str], None]) -> tuple
     point = find_resume_point(run, report)
     overlapped = overlapped_before(run, point)
     overlaps = overlaps_exchanges(run)
-    if run.parallel.tp_overlap is None and overlapped is not None:  # a resumed run keeps its choice
+    if run.parallel.tp_overlap is None and overlapped is not None:  # a resumed run keeps its setting
         overlaps = overlapped and not overlap_exclusions(run)
     if point is not None:
         check_resumable(run, point)
@@ -95,7 +95,8 @@ def _compare(inputs: Inputs, world: int, report: Callable[[str], None]) -> tuple
 
 
 def _on_gpu(run: RunConfig) -> bool | None:
-    """Return whether the ranks of this run have GPUs; None if this is unknown, as they are on other machines."""
+    """Return whether the ranks of this run have GPUs; None if this is unknown because the ranks are on other
+    machines."""
     runtime = run.runtime
     if runtime.device == "auto":
         return None if runtime.world is not None else has_cuda()
@@ -103,7 +104,7 @@ def _on_gpu(run: RunConfig) -> bool | None:
 
 
 def _threads(run: RunConfig, gpu: bool | None) -> int | None:
-    """Return the number of CPU threads of a rank of this run; None on GPUs, and if ranks are on other machines."""
+    """Return the number of CPU threads of a rank of this run; None if the ranks use GPUs or are on other machines."""
     runtime, world = run.runtime, world_from_env()
     if gpu is not False or runtime.world is not None:
         return None

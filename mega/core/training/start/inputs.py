@@ -198,8 +198,8 @@ def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str])
 
 
 def _with_padding(options: Options, vocab: int) -> int:
-    """Return the vocabulary size including padding that counts as tokens. This is the initial checkpoint's size if it
-    is large enough for the tokenizer, so that the run can continue in any layout; otherwise the padded size."""
+    """Return the vocabulary size, including padding rows that count as tokens. This is the initial checkpoint's size if
+    it is large enough for the tokenizer, so that the run can continue in any layout; otherwise the padded size."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 
@@ -245,11 +245,11 @@ def model_place(options: Options) -> tuple[str, str] | None:
 
 
 def _without_checkpoint(options: Options, notes: list[str]) -> Options:
-    """Return `options` without --use-checkpoint-config, because --save contains no checkpoint yet. Errors: ValueError
-    if the options do not describe a model."""
+    """Return `options` without --use-checkpoint-config, for a run whose --save contains no checkpoint yet. Errors:
+    ValueError if the options do not describe a model."""
     save, model = options.checkpoint.save, options.model
     if options.checkpoint.resume is None or save is None:
-        return options  # refused by `check`
+        return options  # `check` rejects these options
     words = f"--use-checkpoint-config: there is no checkpoint under {save} yet"
     if None in (model.layers, model.hidden, model.heads):
         raise ValueError(f"{words}; the first start needs --model, or --layers, --hidden and --heads")

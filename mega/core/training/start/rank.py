@@ -156,7 +156,7 @@ def open_rank(resolved: ResolvedRun, *, quiet: bool = False) -> tuple[Inputs, Wo
         ACTIVITY.during("building caches"),
         report_if_slow("opening tokenizer and data", quiet=quiet or world.rank > 0),
     ):
-        inputs = open_inputs(resolved)  # after `connect`, so that the roll call can report a slow rank
+        inputs = open_inputs(resolved)  # must follow `connect`, so that the roll call can report a slow rank
     if runtime.deterministic:
         device.deterministic()
     return inputs, world, device, groups
@@ -179,7 +179,8 @@ def begin(
     run, evaluated = inputs.run, inputs.run.evaluation
     mesh = build_mesh(run, rank, world, groups)
     check_consistent(comparable(inputs, device), mesh.everyone, device.torch, report)
-    # Lock before searching for the newest checkpoint, because another process with the lock may be saving a checkpoint.
+    # Lock before searching for the newest checkpoint, because another process that holds the lock may be saving a
+    # checkpoint.
     lock(resources, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     exchange: JsonExchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
     check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)

@@ -29,7 +29,7 @@ from mega.core.text.chat.messages import Conversation
 from mega.core.text.tokenizer import Tokenizer
 
 TABLES = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}
-"""Tensor with a row for each token -> its name in the message. A tied head has no tensor of its own."""
+"""Tensor with a row for each token -> its name in the message. A tied head has no separate tensor."""
 
 FAINT = 0.01
 """A row is untrained if its norm is below this fraction of the median norm. Rows of trained tokens are within a factor
@@ -61,8 +61,8 @@ def untrained_tokens(run: RunConfig, tokenizer: Tokenizer | None, base: StoredWe
 
 
 def control_tokens(template: str, tokenizer: Tokenizer) -> Mapping[str, int]:
-    """Return name -> id of the control tokens in a conversation of two turns, without those that begin or end a
-    document. Errors: ValueError if the template refuses the conversation."""
+    """Return a map from name to id for the control tokens in a conversation of two turns, except those that begin or
+    end a document. Errors: ValueError if the template rejects the conversation."""
     form = chat_format(template, tokenizer)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     used = set(form.labelled(Conversation(talk)).ids) - {tokenizer.bos, tokenizer.eod}
