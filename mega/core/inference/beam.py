@@ -1,9 +1,9 @@
 """Run a beam search on candidates from a model: determine which beams continue, which beams are finished, and when the
 search ends.
 
-Every step considers the best candidates of all beams. A stop token among the best `width` candidates finishes its beam,
-whose score is sum(log-probabilities) / length ** penalty, where length is the number of new tokens, including the stop
-token. The best candidates that are not stop tokens become the next beams. The search ends when `width` beams are
+Every step considers the best candidates of all beams. A stop token among the best `width` candidates finishes its beam.
+The beam's score is sum(log-probabilities) / length ** penalty, where length is the number of new tokens, including the
+stop token. The best candidates that are not stop tokens become the next beams. The search ends when `width` beams are
 finished and the best open beam does not score higher than the worst finished beam, as in Megatron-LM and transformers.
 This module does not import torch.
 """

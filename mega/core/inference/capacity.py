@@ -1,7 +1,7 @@
 """Compute how much memory a served model needs, for estimates and in a running server.
 
-This module computes the bytes of weights and cache on a rank, and the number of blocks in the cache, which is the
-requested number or as many as fit. It depends only on a model's inventory and a layout.
+This module computes the bytes of weights and cache on a rank, and the number of blocks in the cache (the requested
+number, or as many as fit). It depends only on a model's inventory and a layout.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DraftSize:
         >>> small.fitting_blocks(1000, token=4, size=16), 4 * 16 * 11 + 16 * small.blocks(11 * 16, 16)
         (11, 928)
         """
-        guesses = self.requests * MOST + 2 * size  # two blocks for padding and rounding
+        guesses = self.requests * MOST + 2 * size  # two blocks are reserved for padding and rounding
         growing = (share - guesses * self.token) // ((token + self.token) * size)
         whole = (share - (self.requests * self.sequence + guesses) * self.token) // (token * size)
         return max(growing, whole, 0)

@@ -3,9 +3,9 @@ delayed.
 
 A step with few prompt tokens reads all weights for little computation; a step with many prompt tokens delays the next
 token of every running answer. Without running answers, a step has the largest number of tokens for which a CUDA graph
-was captured. Otherwise, it has the largest number for which the step takes at most SLOWER times as long as a step with
-the running answers alone, according to the durations measured after the graphs were captured. This module depends on
-neither requests nor models.
+was captured. With running answers, it has the largest number for which the step takes at most SLOWER times as long as a
+step with the running answers alone. The durations are measured after the graphs have been captured. This module depends
+on neither requests nor models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAIN = 512
 """Number of prompt tokens in a step if no durations are known."""
 
 LEAST = 256
-"""Minimum number of tokens in a step with prompts. A step with fewer tokens would take as long."""
+"""Minimum number of tokens in a step with prompts. A step with fewer tokens would take just as long."""
 
 SLOWER = 2.5
 """Maximum duration of a step with prompts, as a multiple of a step without prompts. With this value, the 99th

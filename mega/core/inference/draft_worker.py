@@ -71,7 +71,8 @@ class AheadWorker:
 
     def _keep(self, depth: int, stream: torch.Tensor) -> None:
         """Copy the output of a depth, [tokens, h], for the step of the next depth."""
-        # The copy must not overwrite the input of the same depth, which is computed twice when a graph is captured.
+        # The copy must not overwrite the input of the same depth, because each depth is computed twice when its graph
+        # is captured.
         if depth < len(self._streams):
             self._streams[depth][: len(stream)].copy_(stream)
 

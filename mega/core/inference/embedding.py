@@ -160,7 +160,7 @@ class EmbeddingEngine:
 
 
 def _last_event(number: int, vector: NDArray[np.float32]) -> Event:
-    """Return the last event of a request, which contains the vector. If the vector is not finite, the event reports a
+    """Return the last event of a request, with the request's vector. If the vector is not finite, the event reports a
     failure, because JSON cannot represent NaN or infinity."""
     if np.isfinite(vector).all():
         return Event(number, finish="stop", vector=vector)

@@ -60,7 +60,7 @@ class PagedCache:
         }
 
     def begin(self, slots: torch.Tensor, pages: Pages) -> None:
-        """Prepare the next forward pass, which writes keys and values to `slots` and whose tokens attend to `pages`."""
+        """Prepare the next forward pass. It writes keys and values to `slots`, and its tokens attend to `pages`."""
         self.slots, self._pages = slots, pages
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -139,7 +139,7 @@ class SequenceReader:
 
     def _sequence(self, number: int, begins: bool) -> _ReadSequence:
         """Return the sequence with the given number. If there are too many sequences, remove the least recently used
-        ones, which have ended."""
+        ones; these have already ended."""
         if begins:
             self._sequences[number] = _ReadSequence()
         self._sequences.move_to_end(number)

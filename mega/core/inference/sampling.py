@@ -26,9 +26,9 @@ class Filters:
     most_k: int
     """The largest top_k of all rows; 0 if top-k is disabled in all rows."""
     top_p: torch.Tensor | None
-    """None if top-p is disabled in all rows."""
+    """Value of top-p for each row; None if top-p is disabled in all rows."""
     min_p: torch.Tensor | None
-    """None if min-p is disabled in all rows."""
+    """Value of min-p for each row; None if min-p is disabled in all rows."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Convert logits [m, vocab] in fp32 to probabilities [m, vocab]."""

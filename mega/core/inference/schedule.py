@@ -134,7 +134,7 @@ class InFlight:
 
 
 NO_GUESS = -1
-"""Value of `WantedRow.guess` in the last row of a run with guesses, which no guess follows."""
+"""Value of `WantedRow.guess` for the last row of a run with guesses. No guess follows this row."""
 _NONE = (None,)
 
 
@@ -210,8 +210,8 @@ class Scheduler:
     """Converts requests to steps, and the results of steps to events.
 
     chunk: function that returns the maximum number of prompt tokens in a step, given the number of running sequences.
-    in_order: whether a run that shares a block must follow the run that computes the block, which is required if steps
-    are split into tiles. adapters: names of the adapters; the first adapter has index 1. groups: number of groups of
+    in_order: whether a run that shares a block must follow the run that computes the block, as is required if steps are
+    split into tiles. adapters: names of the adapters; the first adapter has index 1. groups: number of groups of
     requests; a step computes new tokens of one group only, so that `groups` pipeline stages can compute at the same
     time. ahead: whether a step may be built before the results of earlier steps are known. drafter: guesses tokens for
     speculative decoding. shares: whether requests reuse cached blocks of common prefixes.
@@ -483,7 +483,7 @@ class Scheduler:
                 answer.group = self._group_of_next()
             try:
                 allowed = None if request.allowed is None else self._allowed_after(request.allowed, sequence.ids)
-            except Exception as error:  # fails only this request, whose blocks are already in this step's tables
+            except Exception as error:  # fail only this request; its blocks are already in the step's tables
                 answer.failure = answer.failure or str(error) or repr(error)
             else:
                 self._want(work, answer, work.tokens + take - 1, allowed, guesses)

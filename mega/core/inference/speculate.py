@@ -165,7 +165,7 @@ class NGrams:
     def _after(self, asked: Guessed) -> list[int]:
         ids = asked.ids
         indexed, ends = self._ends.setdefault(asked.number, ([0], {}))
-        for end in range(max(indexed[0], SHORTEST), len(ids)):  # omit the last n-gram, which no token follows
+        for end in range(max(indexed[0], SHORTEST), len(ids)):  # omit the last n-gram, because no token follows it
             for size in range(SHORTEST, min(LONGEST, end) + 1):
                 ends[tuple(ids[end - size : end])] = end
         indexed[0] = max(indexed[0], len(ids))

@@ -262,7 +262,7 @@ def _blocks(
     """Return the number of blocks in the cache, which is identical on all ranks. taken: bytes to reserve for later
     allocations. draft: the draft model on this rank. Errors: ValueError if not even one sequence fits."""
     size, model = options.block, stage.architecture
-    device.release()  # memory that the weights occupied in a wider format
+    device.release()  # free the memory that the weights occupied in a wider format
     layers = sum(isinstance(unit, int) for unit in stage.units)
     guesses = mesh.pp.last and guesses_itself(options)
     free_bytes = device.room() - taken - (device.resident() if device.is_cuda else 0)

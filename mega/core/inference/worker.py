@@ -52,10 +52,10 @@ class DraftWorker(Protocol):
 class Worker:
     """Runs steps on one rank.
 
-    stage: a stage of a decoder, in evaluation mode. blocks, block: number and size of the cache's blocks. The number
-    may be a function, which is called after the weights have been converted for decoding. tile: number of tokens per
-    tile; None to not split steps. requests: maximum number of requests in flight. vocab: only ids below this value can
-    be chosen. adapters: the adapters of the stage's linears. graphs: whether to use CUDA graphs, if attention and steps
+    stage: a stage of a decoder, in evaluation mode. blocks, block: number and size of the cache's blocks. `blocks` may
+    be a function, which is called after the weights have been converted for decoding. tile: number of tokens per tile;
+    None to not split steps. requests: maximum number of requests in flight. vocab: only ids below this value can be
+    chosen. adapters: the adapters of the stage's linears. graphs: whether to use CUDA graphs, if attention and steps
     permit. most: maximum number of tokens in a captured step with prompts. retriever: finds neighbours for a model with
     a retriever; such a model must run on one rank, without graphs.
     """

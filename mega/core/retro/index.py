@@ -53,7 +53,7 @@ class FaissLists(Protocol):
 
 
 class Faiss(Protocol):
-    """The functions of faiss that this module uses, for which faiss declares no types."""
+    """The functions of faiss that this module uses. faiss declares no types for these functions."""
 
     def index_factory(self, width: int, description: str) -> FaissIndex: ...
     def serialize_index(self, index: FaissIndex) -> NDArray[np.uint8]: ...

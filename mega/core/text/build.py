@@ -20,7 +20,7 @@ _MOST_EXTRA_IDS = 1_000_000
 
 
 class TokenizerFiles(NamedTuple):
-    """The options in the tokenizer section of the configuration, which describe a tokenizer."""
+    """The options in the tokenizer section of the configuration. They describe one tokenizer."""
 
     kind: str  # a key of BUILDERS
     tokenizer_model: Path | None
@@ -82,8 +82,8 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    """Return the arguments of `build` that are set, with absolute paths. Token files store them, so that training can
-    construct the tokenizer that encoded the files.
+    """Return the arguments of `build` that are set, with absolute paths. Token files store these arguments, so that
+    training can construct the tokenizer that encoded the files.
 
     >>> located({"tokenizer": "NullTokenizer", "vocab_file": None, "vocab_size": 64, "vocab_extra_ids": 0})
     {'tokenizer': 'NullTokenizer', 'vocab_size': 64}

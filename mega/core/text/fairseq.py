@@ -22,7 +22,7 @@ SPECIAL = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
 """Special symbol -> id. These ids precede the ids of a dict.txt."""
 
 OVERWRITE = "#fairseq:overwrite"
-"""Marker at the end of a line whose symbol occurs in an earlier line, which the marked line replaces."""
+"""Marker at the end of a line that replaces an earlier line with the same symbol."""
 
 
 _UNPUBLISHED = "transformers has none that numbers tokens by a dict.txt of fairseq"

@@ -60,7 +60,7 @@ def first_equal(
                 if all(a.tolist() == b.tolist() for a, b in zip(engine(texts), definition(texts), strict=True)):
                     return name, engine
             problem = "gives other ids"
-        except Exception as error:  # a compiled library may raise any exception; try the next one
+        except Exception as error:  # a compiled library may raise any exception; try the next library
             problem = f"{type(error).__name__}: {error}"
         logging.getLogger("mega").warning("%s: %s is not used: %s", what, name, problem)
     return None

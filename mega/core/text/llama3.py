@@ -171,7 +171,8 @@ def spell(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
 
 
 def _tokenizer_json(ranks: Mapping[bytes, int]) -> str:
-    """Return the ranks as the text of a tokenizer.json, in which every pair of tokens that forms a token is a merge."""
+    """Return the ranks as the text of a tokenizer.json, in which every pair of tokens whose concatenation is a token
+    becomes a merge."""
     letters = byte_letters()
     letters_of = {piece: "".join(map(letters.__getitem__, piece)) for piece in ranks}
     merges = [

@@ -122,6 +122,6 @@ def without_template(config: bytes) -> bytes:
 
 
 def content(token: object) -> str | None:
-    """Return the text of a token, which is stored as a string or as {"content": text, ...}."""
+    """Return the text of a token. The token is stored as a string or as {"content": text, ...}."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -137,7 +137,7 @@ class PlainSentencePiece(Tokenizer):
         return Encoded(np.insert(ids.astype(np.int64), offsets[:-1], self.bos), offsets + np.arange(len(offsets)))
 
     def _split(self, text: str) -> list[int]:
-        """Encode raw text, in which added tokens that are not special are recognised."""
+        """Encode raw text. Added tokens in the text are recognised unless they are special."""
         ids: list[int] = []
         for name, begin, end in sections(text, self._searched):
             ids += [self._searched[name]] if name else self.section(text[begin:end], begin == 0).ids

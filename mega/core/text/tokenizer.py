@@ -246,8 +246,8 @@ class Tokenizer(TextEncoder, Protocol):
         return digest.hexdigest()
 
     def part_for_ids(self, name: str, content: bytes) -> bytes:
-        """Return the part of a file's content that affects ids, which is all except a chat template. A chat template
-        may differ between an export and its source."""
+        """Return the part of a file's content that affects ids: everything except a chat template. A chat template may
+        differ between an export and its source."""
         return content
 
     def identity(self) -> TokenizerIdentity:

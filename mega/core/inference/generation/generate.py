@@ -33,9 +33,9 @@ def generate(
     adapter: str | None = None,
     cite: Callable[[Sequence[Citation]], None] = lambda cited: None,
 ) -> Generator[int, None, None]:
-    """Yield up to `tokens` ids that follow `prompt`, from an engine without other requests. Stop after an id in
-    `stop_ids`, which is yielded too. cite: function called with the neighbours that the model reads, once for each
-    chunk of the text. If the generator is closed early, the request is cancelled.
+    """Yield up to `tokens` ids that follow `prompt`, from an engine without other requests. Stop after yielding an id
+    in `stop_ids`. cite: function that is called once for each chunk of the text, with the neighbours that the model
+    reads. If the generator is closed early, the request is cancelled.
 
     If the text exceeds the model's maximum length, its beginning is dropped, so that the remaining text fills at most
     half of that length. Errors: RequestError for an empty prompt.

@@ -235,7 +235,8 @@ def _attach(
     mesh: Mesh,
     wanted: Sequence[list[Piece]],
 ) -> None:
-    """Allocate memory for all adapters of a linear, and append the pieces to read into this memory to `wanted`."""
+    """Allocate memory for all adapters of a linear, and append to `wanted` the pieces that must be read into this
+    memory."""
     weight, width = linear.weight, choice.columns[-1].stop
     segments: list[Segment] = [
         each for each in weight.segments if any(each.shard.name in adapter.specs for adapter in adapters)

@@ -25,7 +25,8 @@ from mega.core.text.identity import ALLOW, cuts_alike, judge, other_tokenizer
 from mega.core.text.tokenizer import Tokenizer
 
 EITHER = "auto"
-"""Value of --chat-template for the template that came with the weights, or plain if the weights have no template."""
+"""Value of --chat-template that selects the template that came with the weights, or `plain` if they have no
+template."""
 
 
 class ChosenTemplate(NamedTuple):
@@ -38,7 +39,8 @@ class ChosenTemplate(NamedTuple):
 def check_tokenizer_flags(
     verb: str, source: StoredWeights | OpenedModel, place: object, given: Tokenizer, *, allowed: bool | None = None
 ) -> list[str]:
-    """Compare a tokenizer that flags select with the one that came with the weights at `place`, and return messages.
+    """Compare the tokenizer that flags select with the weights' tokenizer, and return messages. place: path of the
+    weights.
 
     allowed: whether --allow-tokenizer-mismatch was given; None if the subcommand does not have this flag. Errors:
     ValueError if the two tokenizers differ.
@@ -109,7 +111,7 @@ def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate
 
 
 def doubts(place: Path) -> list[str]:
-    """Return the problems with the tokenizer, end tokens or chat template for which commands would reject the weights
+    """Return the problems with the tokenizer, end tokens or chat template that would make commands reject the weights
     at `place`."""
     model = open_model(place)
     if tokenizer_section(model) is None:
@@ -144,7 +146,7 @@ def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokeniz
 
 
 def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
-    """Whether `given` was built from other files of the same folder, for example from a tokenizer.model next to a
+    """Whether `given` was built from different files in the same folder, for example from a tokenizer.model next to a
     tokenizer.json."""
     files = given.vocabulary_files()
     if not files or not files.keys().isdisjoint(own.vocabulary_files()):

@@ -28,8 +28,8 @@ _BYTES = 1 << 16
 def declared_pooling(files: Mapping[str, Path]) -> Literal["mean", "cls"] | None:
     """Return the pooling mode in the files of a sentence-transformers model; None if the files do not specify one.
 
-    files: the files that came with the weights, by name. Errors: CheckpointError naming file and value, if the mode is
-    not supported.
+    files: name -> path of each file that came with the weights. Errors: CheckpointError naming file and value, if the
+    mode is not supported.
     """
     config = files.get(_POOLING)
     if config is None:

@@ -220,7 +220,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def _refuse(app: FastAPI, routes: Mapping[str, str], reason: str) -> None:
-    """Define the routes that the model cannot serve, which return the error `reason` in the route's error format."""
+    """Define the routes that the model cannot serve. They return the error `reason` in the route's error format."""
     from fastapi.responses import JSONResponse
 
     async def refused() -> object:

@@ -20,7 +20,7 @@ _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\n
 _BROKEN = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _FULL = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
 _LINGER = 2.0
-"""Time, in seconds, for a rejected client to read the reason."""
+"""Seconds before the connection of a rejected client is closed, so that the client can read the reason."""
 
 
 @dataclass(eq=False)

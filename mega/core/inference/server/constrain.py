@@ -90,7 +90,7 @@ class Grammar:
         self._vocab, self._end, self._field = vocab, end, field
 
     def start(self, ends: frozenset[int]) -> Allowed:
-        """Return the mask function of one sequence. ends: tokens that end the sequence, which are allowed wherever the
+        """Return the mask function of one sequence. ends: tokens that end the sequence; they are allowed wherever the
         grammar may end."""
         matcher = self._first.deep_copy()
         consumed: list[int | None] = [None]

@@ -29,7 +29,7 @@ from mega.core.text.tokenizer import Tokenizer
 _ENGINE = ("cache_tokens", "batch_invariant", "cuda_graph", "fp8_weights", "speculate")
 _ANSWERS = ("max_tokens_to_oom", "temperature", "top_k", "top_p", "seed", "parse_special_tokens", "legacy_status")
 _MODEL = ("adapter", "chat_template")
-"""Options for text generation, which are rejected because they have no effect on embeddings."""
+"""Text-generation options that are rejected because they have no effect on embeddings."""
 
 
 def gives_embeddings(model: ModelConfig) -> bool:

@@ -52,9 +52,9 @@ class ServerLimits(VerbSection):
     bodies: int = 256 << 20
     """Maximum total size, in bytes, of all bodies that are being read."""
     header_seconds: float = 10.0
-    """Time, in seconds, for a client to send the headers of a request."""
+    """Maximum time, in seconds, in which a client must send the headers of a request."""
     body_seconds: float = 30.0
-    """Time, in seconds, for a client to send the body of a request."""
+    """Maximum time, in seconds, in which a client must send the body of a request."""
     write_seconds: float = 30.0
     """Seconds after which a client that does not read its answer is disconnected."""
     idle_seconds: float = 60.0

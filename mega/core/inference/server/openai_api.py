@@ -419,7 +419,8 @@ def _note(service: Service, text: str, special: bool) -> str | None:
 
 
 def messages(given: Sequence[object], characters: int) -> list[Message]:
-    """Check the messages of a conversation, which may have `characters` characters in total. Errors: BadField.
+    """Check the messages of a conversation. They may contain at most `characters` characters in total. Errors:
+    BadField.
 
     >>> messages([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], 100)
     [{'role': 'user', 'content': 'Hello'}]
@@ -469,7 +470,7 @@ def _called(given: object, where: str) -> list[dict[str, object]]:
 
 
 def _content(given: object, where: str) -> str:
-    """Return the text of a message's content, which is a string or a list of text parts to concatenate."""
+    """Return the text of a message's content: the string itself, or the concatenated parts of a list of text parts."""
     if isinstance(given, str):
         return given
     parts = given if isinstance(given, list) else []

@@ -248,7 +248,8 @@ class Service:
         return tickets
 
     async def continuations(self, requests: Sequence[Request], **how: Any) -> list[Continuation]:
-        """Add requests and follow their text. how: arguments of `Continuation`. Errors: as for `add`."""
+        """Add requests, and return a `Continuation` with the text of each request. how: arguments of `Continuation`.
+        Errors: as for `add`."""
         tickets = await self.add(requests)
         return [
             Continuation(ticket, self.tokenizer, request.prompt, self.metrics, **how)

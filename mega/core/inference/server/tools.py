@@ -311,8 +311,8 @@ class AnswerReader:
         return content
 
     def _whole(self, calls: list[Call], end: bool) -> str:
-        """Return the content before the first call, for the formats list and object, whose calls extend to the end of
-        the answer."""
+        """For the formats list and object, whose calls extend to the end of the answer, return the content before the
+        first call."""
         before, marked, rest = self._held.partition(_LIST if self.form == "list" else _PYTHON)
         bare = not marked and before.lstrip()[:1] in ("[", "{")
         if not end and (marked or bare or not before.strip()):
@@ -387,5 +387,5 @@ def _overlap(text: str, tag: str) -> int:
 
 
 def _blank(text: str) -> int:
-    """Return the number of white-space characters at the end of `text`, which are dropped before a call."""
+    """Return the number of white-space characters at the end of `text`; they are dropped before a call."""
     return len(text) - len(text.rstrip())

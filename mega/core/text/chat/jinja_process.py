@@ -144,8 +144,7 @@ def _tracking(blocks: list[str], spans: list[Span]) -> Iterator[None]:
 
 
 def _aliased(message: Mapping[str, object]) -> dict[str, object]:
-    """Return a message as templates expect it, that is, without null values, and with the reasoning under all common
-    keys."""
+    """Return a message as templates expect it: without null values, and with the reasoning under all common keys."""
     values = {key: value for key, value in message.items() if value is not None}
     reasoning = next((values[key] for key in REASONING if key in values), None)
     return values if reasoning is None else {"thinking": reasoning, **values, "reasoning_content": reasoning}

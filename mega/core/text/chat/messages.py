@@ -1,5 +1,5 @@
-"""Parse conversations, which consist of messages and functions that the assistant may call, from files and requests.
-This module does not depend on tokens or templates."""
+"""Parse conversations from files and requests. A conversation consists of messages, and of functions that the assistant
+may call. This module does not depend on tokens or templates."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Conversation(NamedTuple):
 NeutralValues = Mapping[str, tuple[object, ...]]
 OF_CONVERSATION: NeutralValues = {"functions": (None, [])}
 OF_MESSAGE: NeutralValues = {"weight": (None, 1), "function_call": (None,)}
-"""Keys of messages in OpenAI's and Hugging Face's files that are not passed to templates -> the values that have no
-effect."""
+"""Key of messages (in OpenAI's and Hugging Face's files) that is not passed to templates -> values of the key that have
+no effect."""
 
 
 def check_unread(found: Mapping[str, object], keys: NeutralValues = OF_CONVERSATION) -> None:

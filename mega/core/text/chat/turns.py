@@ -86,8 +86,8 @@ def check_renders(render: Render) -> None:
 
 
 def _earlier_end(render: Callable[..., Rendered | None], names: Collection[str]) -> str | None:
-    """Return the token that ends an assistant's turn before further turns; None if the token after the turn begins the
-    next turn."""
+    """Return the token that ends an assistant's turn if other turns follow the turn; None if the token after the turn
+    begins the next turn."""
     whole, prompted = render(_talk(4)), render(_talk(1), True)
     after = _after(whole, ANSWERED[0], names)
     if whole is None or not after:
@@ -201,8 +201,8 @@ def _begin_by_count(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, rendered: Rendered, names: Collection[str]
 ) -> int:
     """Return where a turn begins, for templates that render turns differently if other turns follow. The turn is
-    located by counting the tokens that begin a turn, which messages cannot contain. Errors: ValueError if the number of
-    matches is not the number of turns."""
+    located by counting the tokens that begin a turn; messages cannot contain these tokens. Errors: ValueError if the
+    number of matches is not the number of turns."""
     closed, prompted = render(_talk(1)).text, render(_talk(1), True).text
     opening = prompted[len(closed) :] if prompted.startswith(closed) else ""
     tokens = _named(opening, names)
