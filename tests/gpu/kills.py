@@ -166,13 +166,14 @@ def restarted(
     if how is not None:
         os.kill(sorted(local_ranks(process.pid))[victim], how)
     began, rows, recovery = time.monotonic(), steps_of(save), None
+    cut = how is not None  # a kernel that fails is noticed later; until then, steps of before the failure are added
     shown: list[str] = []
     reader = threading.Thread(target=lambda: shown.append(process.communicate()[0]))
     reader.start()
     while process.poll() is None and time.monotonic() < began + 240:
         if recovery is None and steps_of(save) < rows:  # cut to the checkpoint, and growing again
-            rows = steps_of(save)
-        elif recovery is None and steps_of(save) > rows + 1:
+            rows, cut = steps_of(save), True
+        elif recovery is None and cut and steps_of(save) > rows + 1:
             recovery = round(time.monotonic() - began, 1)
         time.sleep(0.05)
     process.kill()
