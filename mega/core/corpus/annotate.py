@@ -21,7 +21,7 @@ server again."""
 
 @dataclass(frozen=True, kw_only=True)
 class Annotate:
-    """Adds the scores to each document under `score_key`, and removes end-of-document marks from the text."""
+    """Stores the scores of each document under `score_key`, and removes end-of-document marks from the text."""
 
     name: ClassVar[str] = "annotate"
     scorer: str

@@ -140,8 +140,8 @@ class ShingleFile:
 
     @staticmethod
     def write(folder: Path, blocks: Iterator[tuple[Numbers, Numbers, Numbers]]) -> None:
-        """Write the shingles. blocks: document indices, the end offset of each document's shingles, and all shingles of
-        the block."""
+        """Write the shingles. blocks: for each block, the document indices, the end offset of each document's shingles,
+        and all shingles."""
         written_hashes = 0
         with (
             open(folder / "shingles.numbers", "wb") as numbers,

@@ -143,7 +143,7 @@ class Finder:
     ngrams: dict[str, int]
     """n-gram -> number of words in it."""
     longest: int
-    """Number of words of the longest n-gram."""
+    """Number of words in the longest n-gram."""
     as_megatron: bool = False
     """Whether offsets refer to the lower-cased text."""
 
@@ -192,8 +192,8 @@ def _runs(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
 
 
 def _any_match(runs: NDArray[np.uint64], sorted_hashes: NDArray[np.uint64]) -> bool:
-    """Whether any element of `runs` is in `sorted_hashes`, by binary search. `np.isin` would be slow, because
-    `sorted_hashes` is much longer than `runs`."""
+    """Whether any element of `runs` is in `sorted_hashes`. The search is a binary search. `np.isin` would be slow,
+    because `sorted_hashes` is much longer than `runs`."""
     if not len(sorted_hashes):
         return False
     positions = np.minimum(np.searchsorted(sorted_hashes, runs), len(sorted_hashes) - 1)

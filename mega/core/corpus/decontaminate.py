@@ -75,7 +75,8 @@ class Decontaminate:
         return {ngram: ngram.count(" ") + 1 for ngram in counts}
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Return the survey, which counts documents and, unless a file with counts was loaded, n-grams."""
+        """Return the survey, which counts documents. It also counts n-grams, unless a file with their counts was
+        loaded."""
         finder = Finder(self.ngrams(), self.longest, self.as_megatron)
         numbers = {ngram: number for number, ngram in enumerate(finder.ngrams)}
 

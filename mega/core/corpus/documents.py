@@ -218,7 +218,7 @@ class SurveyStep(Protocol):
         ...
 
     def judge(self, folder: Path) -> Work:
-        """Return the function for the final pass, which decides about the documents of each part."""
+        """Return the function for the final pass. The function returns a result for each document of a part."""
         ...
 
 

@@ -48,7 +48,7 @@ class RunOptions:
     output: Path
     """Path of the output: a folder, or a file if its name ends in .jsonl, .json, .txt, .gz or .zst."""
     against: tuple[str, ...] = ()
-    """Files, folders and globs of documents that precede the input and are not written."""
+    """Files, folders and globs of documents that are read before the input but are not written to the output."""
     dropped: Path | None = None
     """Folder for the dropped documents."""
     packing: Packing = "none"
@@ -66,8 +66,8 @@ class RunOptions:
     part_bytes: int = PART_BYTES
     """Number of bytes of text per part."""
     progress: Callable[[StepCounts, int, int], None] | None = None
-    """Function called after every part with the counts so far, the number of stored bytes processed, and their
-    total."""
+    """Function called after every part with the counts so far, the number of stored bytes processed, and the total
+    number of stored bytes."""
 
     @property
     def one_file(self) -> bool:

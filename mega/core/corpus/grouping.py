@@ -4,8 +4,8 @@
     groups   {"0": [id, id, ...]}                  one object per line, from group_duplicate_url.py or --groups
 
 `mega corpus near-duplicates` finds pairs, groups them and removes documents in one call. This module also reads pairs
-and groups that other programs wrote. The first document of a group in the input is kept, whereas Megatron-LM's script
-keeps an arbitrary document. Source: Megatron-LM 23.06, tools/openwebtext.
+and groups that other programs wrote. The document of a group that comes first in the input is kept, whereas
+Megatron-LM's script keeps an arbitrary document. Source: Megatron-LM 23.06, tools/openwebtext.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _is_overlap(entry: object) -> bool:
 
 
 def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield (location, object) of each line of a file. Errors: ValueError naming file and line."""
+    """Yield (location, object) for each line of a file. Errors: ValueError naming file and line."""
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -84,7 +84,7 @@ def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveGroups:
-    """Drops all documents of a group except the first in the input."""
+    """Drops all documents of a group except the one that comes first in the input."""
 
     name: ClassVar[str] = "remove-groups"
     stages: ClassVar[int] = 1
@@ -115,7 +115,7 @@ class RemoveGroups:
         return keys
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Mark all documents of a group except the first in the input."""
+        """Mark all documents of a group except the one that comes first in the input."""
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:

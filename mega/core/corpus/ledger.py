@@ -83,7 +83,7 @@ class StepCounts:
             self.measures[name] = _most_common(self.measures.get(name, Counter()) + values)
 
     def as_json(self) -> dict[str, object]:
-        """Return the counts as JSON-compatible values, sorted so that equal counts give equal bytes."""
+        """Return the counts as JSON-compatible values, sorted so that equal counts produce identical bytes."""
         return {
             **{name: getattr(self, name) for name in _NUMBERS},
             "dropped": dict(sorted(self.dropped.items())),

@@ -2,8 +2,8 @@
 two sets of shingles.
 
 There are two kinds of shingles. `WordShingles` (the default) are runs of five words, hashed by this module and permuted
-by rensa. `CharShingles` gives the signatures that Megatron-LM 23.06 computes with mattilyra/LSH: windows of five bytes,
-MurmurHash3, and minima of *signed* numbers that start at -1, so a hash whose top bit is 0 is always ignored.
+by rensa. `CharShingles` produces the signatures that Megatron-LM 23.06 computes with mattilyra/LSH: windows of five
+bytes, MurmurHash3, and minima of *signed* numbers that start at -1, so a hash whose top bit is 0 is always ignored.
 Sources: Broder (1997); MurmurHash3_x86_32 (A. Appleby).
 """
 
@@ -45,7 +45,7 @@ def mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _windows(codes: NDArray[np.uint64], size: int) -> Shingles:
-    """Return the hashes of all windows of `size` consecutive codes."""
+    """Return the distinct hashes of all windows of `size` consecutive character codes."""
     count = max(len(codes) - size + 1, 0)
     h = np.zeros(count, np.uint64)
     for i in range(size):
@@ -144,7 +144,7 @@ def word_codes(words: Sequence[str]) -> NDArray[np.uint64]:
 @dataclass(frozen=True)
 class CharShingles:
     """Shingles as in Megatron-LM: signatures are computed from windows of five bytes, and the overlap from windows of
-    five characters without the last window."""
+    five characters, excluding the last window."""
 
     permutations: int = 100
     seed: int = 1234

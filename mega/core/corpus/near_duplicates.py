@@ -48,7 +48,7 @@ _TOGETHER = 128
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicates:
-    """Drops documents whose shingles overlap enough with those of an earlier document."""
+    """Drops documents whose shingles overlap with those of an earlier document by a given fraction."""
 
     name: ClassVar[str] = "near-duplicates"
     stages: ClassVar[int] = 2

@@ -157,7 +157,7 @@ class _Empty(Exception):
 
 @contextlib.contextmanager
 def packed(file: BinaryIO, packing: Packing) -> Iterator[BinaryIO]:
-    """Yield a writable file that compresses its input into `file`. Equal content gives equal bytes."""
+    """Yield a writable file that compresses its input into `file`. Equal content produces identical bytes."""
     if packing == "none":
         yield file
     elif packing == "gz":

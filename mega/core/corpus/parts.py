@@ -79,8 +79,8 @@ class InputPart:
                 yield UnreadLine(self.locate(number), block.problem)
 
     def near(self, number: int) -> str:
-        """Return a location like `locate`, but without reading the file, so the line number is relative to the first
-        byte of the part."""
+        """Return a location like `locate`, but without reading the file. The line number is therefore counted from the
+        first byte of the part."""
         first = self.source.first if self.source.kind == "lines" else 0
         return f"{self.source.path} (from byte {first}):{number}" if first else self.locate(number)
 

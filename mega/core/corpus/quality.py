@@ -113,7 +113,7 @@ def repeated(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def _commonest(words: Sequence[str], n: int) -> int:
-    """Return the number of characters in all occurrences of the most common n-gram of words."""
+    """Return the number of characters in all occurrences of the most common word n-gram."""
     runs = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
     if not runs:
         return 0
@@ -122,8 +122,8 @@ def _commonest(words: Sequence[str], n: int) -> int:
 
 
 def _repeated_runs(words: Sequence[str], n: int) -> int:
-    """Return the number of characters in n-grams of words that occurred before. The search continues after the end of
-    each repeated n-gram."""
+    """Return the number of characters in word n-grams that repeat an earlier n-gram. The search continues after the end
+    of each repeated n-gram."""
     earlier: set[str] = set()
     characters = word = 0
     while word <= len(words) - n:

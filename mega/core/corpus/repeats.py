@@ -39,8 +39,8 @@ def keys_of(items: Iterable[bytes | None]) -> Keys:
 
 
 def mark_repeats(folder: Path, parts: Sequence[str]) -> None:
-    """Mark repeated items in a file that `repeats` reads. Keys are read from the array `keys` in the notes of all
-    parts. The first item with each key is not marked."""
+    """Mark repeated items, and write the marks to a file that `repeats` reads. Keys are read from the array `keys` in
+    the notes of all parts. The first item with each key is not marked."""
     begins, total = {}, 0
     for part in parts:
         begins[part] = total

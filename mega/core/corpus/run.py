@@ -286,7 +286,7 @@ def _run_surveys(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -
 
 
 def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOptions, counts: StepCounts) -> None:
-    """Survey every part of the shard that has no notes yet, and conclude the stage when all shards are surveyed."""
+    """Survey every part without notes in the shard, and conclude the stage when all shards are surveyed."""
     folder = options.folder / SURVEY
     notes_folder = stage_folder(folder, stage)
     total = sum(path.stat().st_size for path in paths)

@@ -1,7 +1,7 @@
 """Scores texts for attributes such as toxicity, from 0 to 1, with a server, a classifier, a word list, or a file of
 scores.
 
-    https://HOST/...   a server with the protocol of Perspective's comments:analyze; the key comes from the environment
+    https://HOST/...   a server with Perspective's protocol (comments:analyze); an environment variable contains its key
     model:DIR          a Hugging Face sequence classifier; its labels are the attributes
     words:FILE         ten times the fraction of a text's words that are in the file, at most 1; for tests and recipes
     scores:FILE        JSON lines with "text" and "score", such as an earlier annotation

@@ -37,7 +37,7 @@ class Select:
     share: float = 0.5
     """Share of documents to keep, as a fraction of all documents, including documents without a value."""
     above: float = 0.5
-    """Documents with a value above this limit are counted as toxic in the report."""
+    """The report counts documents with a value above this limit as toxic."""
     report: str = ""
     """File to which statistics are written; "" writes no file."""
 

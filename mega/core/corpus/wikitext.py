@@ -114,8 +114,8 @@ def _is_bold(tag: Tag) -> bool:
 
 
 def _paragraphs(text: str) -> Iterable[str]:
-    """Yield lines of prose. Headings of a section precede the section's first line; headings of sections without prose
-    are left out."""
+    """Yield lines of prose. A heading precedes the first line of its section. Headings of sections without prose are
+    omitted."""
     headings: dict[int, str] = {}
     for line in text.split("\n"):
         line = _EMPTY_BRACKETS.sub("", _MAGIC_WORD.sub("", line)).strip(" \t")

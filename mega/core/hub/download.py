@@ -50,7 +50,7 @@ class Fetched(NamedTuple):
 def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: None) -> Fetched:
     """Fetch the files for a name. flag: the option whose value is `name`, for error messages.
 
-    report: receives messages for the user. Errors: ValueError and OSError, as in `explained`.
+    report: called with each message for the user. Errors: ValueError and OSError, as in `explained`.
     """
     try:
         from huggingface_hub import constants, snapshot_download

@@ -9,18 +9,18 @@ from mega.core.hub.names import Kind, hub_name
 
 
 def local_place(flag: str, place: str, report: Callable[[str], None] = lambda line: None) -> str:
-    """Fetch a model if `place` is a name on the Hub, and return the local folder or file. Return any other path
-    unchanged.
+    """Fetch a model if `place` is a name on the Hub, and return the local folder or file. If `place` is not a name on
+    the Hub, return it unchanged.
 
-    report: receives messages for the user. Errors: ValueError, OSError.
+    report: called with each message for the user. Errors: ValueError, OSError.
     """
     return local_paths(flag, place, "model", report)[0]
 
 
 def local_paths(flag: str, place: str, kind: Kind, report: Callable[[str], None]) -> list[str]:
     """Fetch the files for a name on the Hub, and return local paths: the folder of a model or tokenizer, the single
-    file that the name selects, or the files of a data set's split. Return any other path unchanged. Errors: ValueError,
-    OSError."""
+    file that the name selects, or the files of a data set's split. If `place` is not a name on the Hub, return it
+    unchanged. Errors: ValueError, OSError."""
     name = hub_name(place)
     if name is None:
         return [place]

@@ -29,7 +29,7 @@ class BertType:
     classes: str
     """Prefix of the names of the type's classes in transformers."""
     placement: Literal["post", "pre"]
-    """Whether norms follow or precede each branch."""
+    """Position of the norms: after each branch ("post") or before each branch ("pre")."""
     prefix: str
     """Prefix of all stored names except the names of heads. In a model without heads, names have no prefix."""
     heads: Mapping[str, str]

@@ -133,7 +133,7 @@ class Dequantised:
 
 
 class Bounds:
-    """A source that returns the error bounds of the tensors of `Dequantised` instead of their values."""
+    """A source of error bounds for the tensors of `Dequantised`."""
 
     def __init__(self, source: Dequantised) -> None:
         self.tensors, self.read = source.tensors, source.bound

@@ -203,7 +203,7 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
 def _plain_state(
     opened: OpenedForm, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """Return the plain state of the new checkpoint. Values that the source checkpoint contains take precedence."""
+    """Return the plain state of the new checkpoint. If the source checkpoint contains a value, that value is used."""
     config = {
         "model": dataclasses.asdict(opened.model),
         "precision": {"dtype": DTYPE_NAMES[main_dtype(tensors)]},

@@ -201,7 +201,7 @@ def _records(source: Path | BytesIO) -> Records:
 
 
 def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
-    """Return the pickle in a zipped torch file of `size` bytes, found in the same way as torch finds it."""
+    """Return the pickle of a zipped torch file, located as in torch. size: size of the file in bytes."""
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()

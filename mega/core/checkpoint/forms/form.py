@@ -80,7 +80,7 @@ class FormOptions:
     base: Path | None = None
     """The base checkpoint of an imported adapter, or the base model's name to write in an exported adapter."""
     parts: int = 1
-    """Number of weights files of a Meta folder."""
+    """Number of weight files in a Meta folder."""
     vocab: int | None = None
     """Vocabulary size, without padding, of a Megatron-LM checkpoint."""
     heads: int | None = None
@@ -94,8 +94,8 @@ class FormOptions:
     outtype: str | None = None
     """The type in which a GGUF file or a Hugging Face folder stores matrices."""
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens
-    """Returns the special tokens of a mega checkpoint whose files do not list them, by opening the tokenizer. Raises
-    ValueError if the checkpoint has no tokenizer."""
+    """Function that opens the tokenizer of a mega checkpoint and returns its special tokens. It is used if the
+    checkpoint's files do not list the special tokens. Raises ValueError if the checkpoint has no tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ class OpenedForm:
     base: StoredWeights | None = None
     """The base model's weights, for an adapter. The base model's tokenizer is used if the adapter has none."""
     rounded: Callable[[str, torch.Tensor], torch.Tensor] | None = None
-    """Function of (name in `source`, values) that rounds the values to the precision of the file; None if the format
-    has full precision."""
+    """Function that takes a name in `source` and values, and rounds the values to the precision of the file. None if
+    the format has full precision."""
     bounds: Source | None = None
     """A source with the tensors of `source` whose values are fp32 upper bounds on the errors due to the file's
-    precision. None if the format has full precision, or if `rounded` gives exact values."""
+    precision. None if the format has full precision, or if `rounded` returns exact values."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ class Export:
     """The plan for exporting a mega checkpoint to another format."""
 
     table: Table
-    """The table from the format's tensors to mega tensors, as in `OpenedForm.table`. It is inverted for the export."""
+    """The table that maps the format's tensors to mega tensors, as in `OpenedForm.table`. The export uses the inverse
+    table."""
     fill: Callable[[Path, Table, Source], int]
     """Writes all files, given an empty folder, the inverted table and the source of mega tensors. Returns the total
     size of the tensors in bytes."""
@@ -371,8 +372,8 @@ RULES: dict[str, tuple[str, object]] = {
     "--tokenizer-type": ("only Megatron-LM's trees say one; leave it out", None),
     "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),
 }
-"""Flags of `convert-llama` and `reshard` that do not apply to every pair of formats -> (the rule for an error message,
-the flag's default value)."""
+"""Flags of `convert-llama` and `reshard` that do not apply to every pair of formats -> (the rule, which is printed in
+an error message, and the flag's default value)."""
 
 
 def check_flags(source: Form, target: Form, flags: Mapping[str, object]) -> None:

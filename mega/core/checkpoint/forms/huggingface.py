@@ -65,8 +65,8 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def _wordpiece(files: Attachments) -> str | None:
-    """Return the kind of a BERT tokenizer in a tokenizer.json without a vocab.txt, determined as in transformers; None
-    for other tokenizers."""
+    """Return the kind of BERT tokenizer in a tokenizer.json, for a folder without a vocab.txt. The kind is determined
+    as in transformers. Return None for other tokenizers."""
     config, file = files.get("config.json"), files.get("tokenizer.json")
     if (
         not isinstance(config, Path)
@@ -251,7 +251,7 @@ def _linears(names: HubFamily, model: ModelConfig) -> tuple[list[str], list[str]
 
 
 EXPORTS: dict[str, Callable[[ExportSource, str, FormOptions], Export]] = {"bert": _export_bert, "t5": _export_t5}
-"""Family -> export function. Families that are not listed are exported as decoders."""
+"""Family -> export function. All other families are exported as decoders."""
 
 
 def _folder(
@@ -288,9 +288,9 @@ def _folder(
 
 
 def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """Return the special tokens from the config.json stored with the weights, or otherwise from the tokenizer.
+    """Return the special tokens, and messages for the user, for example if the special tokens are unknown.
 
-    The second result is messages for the user, for example if the special tokens are unknown.
+    The special tokens are read from the config.json stored with the weights, or else from the tokenizer.
     """
     config_path = own.checkpoint.attachments.get("config.json")
     config = {} if config_path is None else read_json(config_path)

@@ -59,11 +59,12 @@ def number_in(config: Mapping[str, object], key: str, where: str, otherwise: flo
 
 def check_round_trip(model: ModelConfig, read: ModelConfig, whose: str, unsupported: Collection[str] = ()) -> None:
     """Check that a format can express a model completely. read: the model obtained by reading the written files back.
-    unsupported: options that the format cannot express and that may therefore differ.
+    whose: the format's name in error messages. unsupported: options that the format cannot express. These options may
+    differ.
 
     Options that only training uses (`TRAINING`) and options that have no effect in this model may differ too. The two
     models may have different families with the same architecture, such as GPT and Llama.
-    Errors: CheckpointError naming the first option that `whose` files do not preserve.
+    Errors: CheckpointError naming the first option that the written files do not preserve.
     """
     reread = dataclasses.asdict(read)
     allowed = {name: reread.pop(name) for name in (*TRAINING, *unsupported)}

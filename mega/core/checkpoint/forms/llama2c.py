@@ -86,7 +86,7 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
             raise CheckpointError(f"{path}: {key} {value}: must be a positive number, or this is no llama2.c file")
     if params["dim"] % params["n_heads"] or params["n_heads"] % params["n_kv_heads"]:
         raise CheckpointError(f"{path}: n_heads {params['n_heads']}: does not divide into the other sizes")
-    # The size is checked before entries are listed, because a damaged header may give a billion layers.
+    # The size is checked before entries are listed, because a damaged header may specify a billion layers.
     if params["n_layers"] * params["dim"] > size:
         raise CheckpointError(f"{path}: {params['n_layers']} layers in a file of {size} bytes")
     entries: dict[str, tuple[Path, Entry]] = {}

@@ -1,5 +1,5 @@
-"""Tables that map the elements of one checkpoint to those of another, for conversions in both directions, and checks
-that a table is complete.
+"""Tables that map the elements of one checkpoint to those of another, for conversions in both directions, and the
+checks that such a table is complete.
 
 Every checkpoint format can be converted to the project's format by a few operations: a different order of rows (fused
 query-key-value, rotary pairs), tensors that are concatenated or split over files (tensor ranks, stages), transposed
@@ -175,7 +175,7 @@ def renamed(table: Table, target: Callable[[str], str], source: Callable[[str], 
 
 
 def joined(tables: Iterable[Table]) -> Table:
-    """Combine several tables into one."""
+    """Return one table that combines several tables."""
     tables = list(tables)
     return Table(
         tuple(target for table in tables for target in table.targets),

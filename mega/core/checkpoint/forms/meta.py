@@ -114,10 +114,10 @@ def recognise(path: Path) -> bool:
 
 
 def tokenizer(files: Attachments) -> str | None:
-    """Return the kind of tokenizer, Llama2Tokenizer or Llama3Tokenizer. Both kinds store a tokenizer.model.
+    """Return the kind of tokenizer in a tokenizer.model: Llama2Tokenizer or Llama3Tokenizer.
 
-    Each line of Llama 3's tokenizer.model contains a token in base64 and the token's id. A tokenizer.json in the same
-    folder takes precedence, because it contains the same tokenizer.
+    Each line of Llama 3's tokenizer.model contains a token in base64 and the token's id. Return None if the folder also
+    has a tokenizer.json, which contains the same tokenizer and is used instead.
     """
     file = files.get("tokenizer.model")
     if file is None or "tokenizer.json" in files:
@@ -212,8 +212,8 @@ def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> Mode
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The most common width of the feed-forward matrices in one file, so that any other width is detected as an
-    error."""
+    """Return the most common width of the feed-forward matrices in one file. A matrix with any other width is later
+    reported as an error."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()
@@ -231,7 +231,7 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
     embedding_dim: the dim along which the embedding is split: columns (1) in Llama 2, rows (0) in Llama 3. output:
     whether a tied model also stores the output matrix, as Meta's code expects.
 
-        weights/...q_proj.weight [heads x width, hidden]      0/...wq: heads 0 .. h/P - 1, rows of each as `rotary_rows`
+        weights/...q_proj.weight [heads x width, hidden]      0/...wq: heads 0 .. h/P - 1, rows as in `rotary_rows`
                                                               1/...wq: heads h/P .. 2h/P - 1, ...
     """
     targets: list[Target] = []

@@ -198,7 +198,8 @@ def _base_candidates(adapters: Path, base: str) -> list[Path]:
 
 
 def whole_model(checkpoint: StoredWeights) -> tuple[StoredWeights, ModelConfig]:
-    """Return (`checkpoint` combined with the weights of its base, the model section). Errors: CheckpointError."""
+    """Return a pair: the whole model, which is `checkpoint` combined with the weights of its base, and its model
+    section. Errors: CheckpointError."""
     model, complete = model_of(checkpoint.meta, str(checkpoint.path)), joined(checkpoint)
     check_size(model, complete.tensors, str(complete.path))
     return complete, model

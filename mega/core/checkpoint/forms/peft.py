@@ -46,7 +46,7 @@ FAMILIES = ("gpt", "llama")
 Tensors = dict[str, torch.Tensor]
 
 Linears = dict[str, dict[str, Sequence[range]]]
-"""Name of a linear in the folder -> {name of a project's linear: its rows within the linear of the folder}."""
+"""Name of a linear in the folder -> {name of a linear in the project: its rows in the folder's linear}."""
 
 NOTHING: tuple[Json, ...] = (None, False, [], {}, "none")
 UNKNOWN = (
@@ -57,8 +57,8 @@ UNKNOWN = (
 """Keys of adapter_config.json for variants of adapters that are not supported, such as DoRA or adapters in only some
 blocks. Adapters that set these keys are refused."""
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-"""Values of `init_lora_weights` that do not change the base. With other values, peft subtracts the initial adapter from
-the base's weights each time it opens the adapter."""
+"""Values of `init_lora_weights` for which the base's weights are unchanged. For other values, peft subtracts the
+initial adapter from these weights each time it opens the adapter."""
 
 
 def recognise(path: Path) -> bool:

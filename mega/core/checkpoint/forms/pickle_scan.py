@@ -18,7 +18,7 @@ from pathlib import Path
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 BYTES = 64 << 20
-"""Maximum size of one pickle in bytes. The pickle of 10,000 tensors has about 2 MB."""
+"""Maximum size of one pickle in bytes. A pickle of 10,000 tensors takes about 2 MB."""
 
 INSTRUCTIONS = 400_000
 """Maximum number of instructions in all pickles of a file, enough for about 12,000 tensors."""
@@ -102,8 +102,8 @@ class _RefusedError(ValueError):
 class Scan:
     """A scan of one file's pickles in sequence. The limits apply to the total over all pickles of the file.
 
-    inert: returns whether a name outside `CALLS` is allowed, namely if an inert object replaces the named object.
-    names: all names found in the pickles.
+    inert: function that returns whether a name outside `CALLS` is allowed. A name is allowed if an inert object
+    replaces the named object. names: all names found in the pickles.
     """
 
     def __init__(self, path: Path, inert: Callable[[str], object] = lambda name: None) -> None:

@@ -57,7 +57,8 @@ def stand_in(name: str) -> type[Inert] | None:
     """Return the inert class to be used instead of the class or function `name`; None if the name is not allowed.
 
     Programs store various objects with their tensors: enums among the arguments, loss scalers, random states, the state
-    of Megatron-core's rerun state machine. Each release may add more. Names in Python and torch are not allowed.
+    of Megatron-core's rerun state machine. Each release may add more. Names in torch and in most modules of Python's
+    standard library are not allowed.
     >>> [stand_in(name) for name in ("megatron.core.enums.Fp8Recipe", "os.system", "builtins.eval", "torch.load")]
     [<class 'mega.core.checkpoint.forms.pickles.Inert'>, None, None, None]
     """

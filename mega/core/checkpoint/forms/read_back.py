@@ -1,10 +1,10 @@
 """Compare a conversion with its source: both sides are opened again, and every element is compared.
 
-Files of another format are read through the format's table, and were written through the inverse of the same table. The
-comparison therefore shows that the files contain every element, undamaged, at the position given by the table, but
-cannot detect an error in the table, such as a wrong order of rows. The tables are tested separately: tests write every
-format by hand (tests/support/foreign_forms.py), run models with the tensors that were read, and read exported files by
-the rules of each format. With --verify, both models are run if one side is Hugging Face's (proof/logits.py).
+Each format has one table. Files are read through the table, and were written through its inverse. The comparison
+therefore shows that the files contain every element, undamaged, at the position that the table specifies. It cannot
+detect an error in the table, such as a wrong order of rows. The tables are tested separately: tests write every format
+by hand (tests/support/foreign_forms.py), run models with the tensors that were read, and read exported files by the
+rules of each format. With --verify, both models are run if one side is a Hugging Face folder (proof/logits.py).
 """
 
 from __future__ import annotations

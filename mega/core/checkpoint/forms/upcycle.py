@@ -2,7 +2,7 @@
 
 With granularity g, an expert has 1 / g of the width of the dense feed-forward network. Expert j is initialized from
 part j mod g of the dense network, so any g consecutive parts form a copy of the dense network. The router's rows are
-equal for the g experts of one copy.
+identical for the g experts of one copy.
 
     dense network, width w      | part 0 | part 1 |          g = 2
     experts 0, 1, 2, 3, ...       part 0, part 1, part 0, part 1, ...
@@ -44,7 +44,7 @@ class Upcycling:
 
 
 def upcycled(own: ExportSource, upcycling: Upcycling) -> OpenedForm:
-    """Return the initial MoE model for a dense checkpoint, with a table that uses every weight of the dense model.
+    """Return the MoE model that is initialized from a dense checkpoint. Its table uses every weight of the dense model.
 
     Errors: ValueError naming the flag with an invalid number.
     """

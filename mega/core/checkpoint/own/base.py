@@ -7,7 +7,7 @@ A checkpoint of adapters records its base in its plain state:
 If the base is in another program's format, the record contains the path and the `weights_digest` (forms/direct.py) of
 the weights. The digest identifies the base even if the base is moved. forms/open.py finds the base. `Joined` combines
 adapters and base into one checkpoint of a whole model. `MergedSource` adds the products of the adapters to the base's
-weights, which gives a model without adapters.
+weights, which produces a model without adapters.
 """
 
 from __future__ import annotations

@@ -28,9 +28,10 @@ SMALL_ROW = 16 << 10
 longer."""
 
 Fetch = Callable[[Piece, Box], torch.Tensor]
-"""Function that returns one block of a piece, called just before the block is written. The function can supply the
-values of a piece whose tensor is a meta tensor. The box is relative to the logical tensor's origin. One thread requests
-the blocks of a piece in order; blocks of different pieces are requested concurrently."""
+"""Function that takes a piece and the box of one block of the piece, in coordinates of the logical tensor, and returns
+the block. The function is called just before the block is written. It can supply the values of a piece whose tensor is
+a meta tensor. One thread requests the blocks of a piece in order; blocks of different pieces are requested
+concurrently."""
 
 
 def has_memory(piece: Piece, box: Box) -> torch.Tensor:
@@ -174,7 +175,7 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
     """Fill `target`, which has the shape of `box`, with the rectangle `box` of the stored `entry`. The entry must
     contain `box`.
 
-    Rows are read in blocks. Of long rows, only the bytes inside `box` are read. Values are converted if the target's
+    Rows are read in blocks. Only the bytes inside `box` are read from long rows. Values are converted if the target's
     dtype differs.
     """
     if not box.size:

@@ -139,15 +139,15 @@ class CheckpointStore(TrustedSteps):
         check: Callable[[], None] = lambda: None,
         attachments: Attachments = MappingProxyType({}),
     ) -> SaveReport:
-        """Save like `save`, but with one process that writes the files of all ranks in sequence.
+        """Save like `save`, but write the files of all ranks from one process, one rank after another.
 
-        fetch: returns the elements of one block, which are released after the write. Blocks of several pieces are
-        requested concurrently. With `fetch`, the pieces' tensors may be meta tensors, so that only a few blocks are in
-        memory.
-        check: called after the last write. If `check` raises an error, nothing is published.
-        The method refuses to replace a step, to write a step older than the newest (no run would find it), and to write
-        into the directory of a different model. Errors: CheckpointError for wrong input, SaveError for a failure of the
-        disk.
+        fetch: function that returns the elements of one block of a piece. The elements are released after the block is
+        written. Blocks of different pieces are requested concurrently. With `fetch`, the pieces' tensors may be meta
+        tensors; then only a few blocks are in memory at a time.
+        check: function that is called after the last write. If `check` raises an error, nothing is published.
+        The method refuses to replace a step, to write a step older than the newest step, because no run would find it,
+        and to write into the directory of a different model. Errors: CheckpointError for wrong input, SaveError for a
+        failure of the disk.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")

@@ -24,9 +24,9 @@ BLOCK = 4 << 20
 """Number of bytes handled at a time. The memory used therefore does not depend on the size of tensors, and a block is
 still in the processor's cache when it is hashed and written."""
 WORKERS = min(8, max(3, (os.cpu_count() or 1) // 4))
-"""Number of threads that handle tensors concurrently. Several threads are used because reads and writes wait for disks
-and one core hashes only 1 to 2 GB/s. The number is limited to a quarter of the cores, because the eight ranks of a node
-may save at the same time."""
+"""Number of threads that handle tensors concurrently. Several threads are needed because reads and writes wait for
+disks, and because one core hashes only 1 to 2 GB/s. The number is limited to a quarter of the cores, because the eight
+ranks of a node may save at the same time."""
 EARLY = 1 << 20
 """Writes of at least this many bytes are flushed to disk immediately."""
 
@@ -38,15 +38,15 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
     """Call `act` for every job and return the results in the order of the jobs. Several threads are used if `size`
     exceeds one block.
 
-    size: number of bytes of all jobs. Errors: the first error that `act` raised. After an error, no further jobs are
-    started.
+    size: total number of bytes of all jobs. Errors: the first error that `act` raised. After an error, no further jobs
+    are started.
     """
     results: dict[int, Result] = {}
     faults: list[BaseException] = []
     numbers = iter(range(len(jobs)))
 
     def work() -> None:
-        for number in numbers:  # shared, so that each number goes to only one thread
+        for number in numbers:  # the threads share this iterator, so each number goes to only one thread
             if faults:
                 return
             try:

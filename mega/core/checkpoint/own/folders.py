@@ -56,8 +56,8 @@ def filled_folder(save: Path, fill: Callable[[Path], int], size: int) -> int:
 
 @contextlib.contextmanager
 def folder_next_to(save: Path) -> Iterator[Path]:
-    """Yield a new folder next to `save`, which is deleted at the end of the `with` block unless it was renamed.
-    Abandoned folders are removed first."""
+    """Yield a new folder next to `save`. The new folder is deleted at the end of the `with` block unless it was
+    renamed. Abandoned folders are removed first."""
     save = Path(os.path.realpath(save))
     sweep(save)
     working, descriptor = _locked_folder(save)

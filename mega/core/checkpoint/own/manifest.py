@@ -69,7 +69,7 @@ class Manifest:
 
     @property
     def names(self) -> set[str]:
-        """The names of all files that must exist. The only other files that may exist are those in `leaving`."""
+        """The names of all files that must exist. The files in `leaving` may also exist, but no others."""
         return {MANIFEST, SEAL, *self.containers, *self.attachments, *([WEIGHTS_ONLY] if self.leaving else [])}
 
 

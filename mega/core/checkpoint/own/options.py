@@ -14,7 +14,8 @@ from mega.core.untrusted import Json
 @dataclass(frozen=True)
 class Layout(VerbSection):
     """The layout for which tensors are split into files: `tp` tensor ranks and `pp` pipeline ranks, each with `chunks`
-    model chunks. In Megatron-core's trees only, experts can also be distributed over `ep` ranks."""
+    model chunks. Experts can also be distributed over `ep` ranks, but only in Megatron-core checkpoints with one
+    file per rank."""
 
     title: ClassVar[str] = "Layout"
 

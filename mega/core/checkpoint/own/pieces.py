@@ -52,8 +52,8 @@ class CheckpointError(ValueError):
 class UnreadableError(CheckpointError, OSError):
     """Raised if a disk or a file server cannot currently read a checkpoint. A restarted run may succeed.
 
-    This error is for failures of the machine, not for mistakes of the user. If a file does not exist, `CheckpointError`
-    is raised.
+    This error reports a failure of the machine, not a mistake of the user. For a missing file, `CheckpointError` is
+    raised instead.
     """
 
     @classmethod

@@ -1,7 +1,8 @@
 """Check the plain state of a run, stored as `meta` in the manifest: every value used in computation must have a valid
 type and range.
 
-This module defines the valid names. The code that uses a value checks that the value is present.
+This module defines which names are valid. It does not require any value to be present; the code that uses a value
+checks this.
 """
 
 from __future__ import annotations

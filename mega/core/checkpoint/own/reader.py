@@ -132,7 +132,8 @@ class Checkpoint:
             self._sound.add((name, entry.offset))
 
     def verify(self) -> None:
-        """Hash every byte of the checkpoint. Errors: CheckpointError naming the first damaged file, and the tensor."""
+        """Hash every byte of the checkpoint. Errors: CheckpointError naming the first file at fault and, if known, the
+        tensor."""
         present = set(self._present())
         for name in sorted((present - self._manifest.leaving) ^ self._manifest.names):
             fault = "does not belong here" if name in present else "is missing"
@@ -147,7 +148,7 @@ class Checkpoint:
 
     @cached_property
     def attachments(self) -> Mapping[str, Path]:
-        """File name -> path of the small files stored with the tensors. Their hashes are checked. Errors:
+        """File name -> path, for the small files stored with the tensors. The files' hashes are checked. Errors:
         CheckpointError naming a damaged file."""
         self._check_attachments()
         return {name: self.path / name for name in self._manifest.attachments}

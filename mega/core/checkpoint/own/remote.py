@@ -4,7 +4,8 @@ a disk.
 An object store cannot rename directories. A checkpoint counts as published when its seal, `manifest.json.sha256`,
 exists. The seal is therefore written after all other files of the checkpoint, and before the pointer. Files are written
 and read through a local folder of this process (in $TMPDIR), one rank's files at a time. Containers are downloaded when
-they are first needed, and hashed as on a disk. The local copies are deleted when the store object is garbage collected.
+they are first needed, and hashed as on a disk. The local copies are deleted when the Python object that represents the
+store is garbage collected.
 
 An object store can neither replace a checkpoint atomically nor lock a checkpoint against removal. Replacing a published
 step, unless it is suspect, and removing old steps are therefore refused.
@@ -197,7 +198,7 @@ class RemoteStore(RemoteSteps, CheckpointStore):
 
 class RemoteCheckpoint(Checkpoint):
     """A checkpoint whose files are downloaded when they are first needed. The local copies are deleted together with
-    the store object."""
+    the Python object that represents the store."""
 
     def __init__(self, store: RemoteSteps, step: int) -> None:
         self.store, self._number, self._sizes = store, step, store.sizes(step)

@@ -64,10 +64,10 @@ def retain(
 ) -> Retained:
     """Remove checkpoints that exceed the limits. Only one process may call this function, after a save.
 
-    In addition to the checkpoints that the limits keep, the newest good checkpoint, the checkpoint with the lowest
-    validation loss and the checkpoints in `spared` are kept, including their optimizer state. Only checkpoints that can
-    be opened count towards the limits, so a damaged checkpoint never displaces an intact one. A checkpoint that is
-    currently being read is not changed.
+    Some checkpoints are kept regardless of the limits, including their optimizer state: the newest good checkpoint, the
+    checkpoint with the lowest validation loss, and the checkpoints in `spared`. Only checkpoints that can be opened
+    count towards the limits, so a damaged checkpoint never displaces an intact one. A checkpoint that is currently
+    being read is not changed.
     damaged: if given, all checkpoints to be kept are verified before any checkpoint is removed. For each damaged step,
     `damaged` is called with the step and the reason. A damaged step does not count towards the limits.
     """

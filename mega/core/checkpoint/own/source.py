@@ -14,7 +14,7 @@ from mega.core.untrusted import Json
 
 
 class Readable(Protocol):
-    """An object with tensors under the project's names, from which rectangles can be read."""
+    """An object from which rectangles of tensors can be read. The tensors have the project's names."""
 
     @property
     def path(self) -> Path: ...

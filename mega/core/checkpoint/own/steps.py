@@ -25,7 +25,7 @@ from mega.core.files import POINTER, SEAL, locked_alone, sync_directory
 STEP = re.compile(r"step-(\d{7,15})")
 NOTHING = "holds no checkpoint (expected: a directory with step-NNNNNNN in it)"
 _NOTE_LIMIT = 16 << 20
-"""Maximum size in bytes of a small file next to the steps."""
+"""Maximum size in bytes of a small file next to the steps' directories."""
 _LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
@@ -101,7 +101,7 @@ class StepFolder:
             os.close(descriptor)
 
     def _note(self, name: str) -> bytes | None:
-        """The content of a small file next to the steps; None if it does not exist."""
+        """The content of a small file next to the steps' directories; None if the file does not exist."""
         path = self.directory / name
         return read_file(path, _NOTE_LIMIT) if os.path.lexists(path) else None
 
@@ -143,7 +143,7 @@ def remove_leftover(path: Path) -> None:
 
 
 def _only_copy(path: Path) -> bool:
-    """Whether `path` is an old checkpoint that was renamed to .old for a replacement that was never published."""
+    """Whether `path` is an old checkpoint, renamed to .old for a replacement that was never published."""
     return path.suffix == ".old" and not path.with_suffix("").exists()
 
 

@@ -49,8 +49,8 @@ def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], Non
 def show_checkpoint(
     path: Path, tensors: bool, meta: bool, about: Callable[[Checkpoint], dict[str, Json]], *, as_json: bool = False
 ) -> None:
-    """Print the contents of a checkpoint. about: returns additional values to print first, which higher-level packages
-    compute. If stdout is not a terminal, names are printed in full and lines are not wrapped."""
+    """Print the contents of a checkpoint. about: function of a higher-level package that returns additional values to
+    print first. If stdout is not a terminal, names are printed in full and lines are not wrapped."""
     checkpoint = locate(path)
     console = Console()
     if meta:

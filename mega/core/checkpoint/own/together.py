@@ -28,8 +28,8 @@ class _Fault(TypedDict):
     """One rank's error, as sent to the other ranks."""
 
     fault: str  # "" if the rank succeeded
-    foreseen: bool  # True if there is no error, or the user or the machine caused it
-    passing: bool  # True if there is no error, or the machine caused it
+    foreseen: bool  # True if there is no error, or if the user or the machine caused the error
+    passing: bool  # True if there is no error, or if the machine caused the error
 
 
 LIMIT = 2000

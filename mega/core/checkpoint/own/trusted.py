@@ -1,4 +1,4 @@
-"""Find a step that a run may trust, that is, a step that is intact, identical on every rank, and not suspect.
+"""Find a step that a run may trust: the step must be intact, identical on every rank, and not suspect.
 
 A step is published by one rename, so a published step is intact unless the disk damaged it later. A step is suspect if
 the run diverged soon after it (verdicts.py). The exchange between ranks is a callable, because this package does not
@@ -38,7 +38,7 @@ class _View(TypedDict):
 
 
 class TrustedSteps(StepFolder):
-    """The steps under a directory, from which all ranks choose the same step."""
+    """The steps under a directory, with methods by which all ranks find and open the same step."""
 
     def newest(self, *, verify: bool = True, report: Callable[[str], None] = lambda line: None) -> int | None:
         """The step number of the checkpoint that `find` returns on a single rank. Errors: as for `find`."""
@@ -60,11 +60,11 @@ class TrustedSteps(StepFolder):
 
         A step is skipped if any rank cannot open it, if ranks find different checkpoints, or if the step is suspect
         (verdicts.py).
-        report: called with a message for every skipped step, which names ranks and reasons, and with a message if the
-        pointer names a different step. Return None only if no step was ever published.
+        report: called with a message that names ranks and reasons for every skipped step, and with a message if the
+        pointer file `latest` names a different step. The result is None only if no step was ever published.
         Errors: CheckpointError, on all ranks, if a rank cannot list the directory, or if there are checkpoints or a
-        pointer but no checkpoint can be trusted. A run therefore never silently restarts from scratch. The error is an
-        UnreadableError if a later attempt may succeed.
+        pointer file but no checkpoint can be trusted. A run therefore never silently restarts from scratch. The error
+        is an UnreadableError if a later attempt may succeed.
         """
         # 1
         views = gathered(self._view, exchange)
@@ -122,7 +122,7 @@ class TrustedSteps(StepFolder):
     def open_named(
         self, step: int, report: Callable[[str], None] = lambda line: None, exchange: JsonExchange = alone
     ) -> Checkpoint:
-        """Open the step that the user names, on all ranks. report: called with a message if the step is suspect.
+        """On all ranks, open the step that the user named. report: called with a message if the step is suspect.
 
         Errors: CheckpointError, on all ranks, if any rank cannot open the step or ranks find different checkpoints.
         """
@@ -146,7 +146,7 @@ class TrustedSteps(StepFolder):
 
 
 def _identity(checkpoint: Checkpoint | None) -> str:
-    """A description of an opened checkpoint, which ranks compare; "" for None."""
+    """Return a description of an opened checkpoint, for comparison between ranks; "" for None."""
     if checkpoint is None:
         return ""
     return f"manifest {checkpoint.digest[:16]}{' without optimizer state' if checkpoint.weights_only else ''}"

@@ -1,8 +1,8 @@
-"""Verdicts on saved steps, that is, whether a run that resumes from a step can be expected to train well.
+"""Verdicts on saved steps: whether a run can be expected to train well after it resumes from a step.
 
-A step is published when all its bytes are on the disk and all its values are finite. Bad weights are noticed only
-later, because a run that is about to diverge saves finite weights until the loss is NaN. The file `verdicts.json`, next
-to the steps, therefore records one of these verdicts for each step:
+A step is published when all its bytes are on the disk and all its values are finite. Bad weights are detected only
+later, because a diverging run saves finite weights until the loss is NaN. The file `verdicts.json`, next to the steps,
+therefore records one of these verdicts for each step:
 
     unproven    too few steps were taken since the save; also every step without an entry
     good        at least --good-after sound steps were taken since the save, or the run reached its last step

@@ -20,7 +20,8 @@ LAYERS = "num_hidden_layers"
 
 
 def pattern(layers: Sequence[object]) -> tuple[int, ...]:
-    """Return the shortest pattern of 0 and 1 that, when repeated, gives the flags `layers`; () if all flags are true.
+    """Return the shortest pattern of 0 and 1 that, when repeated, produces the flags `layers`; () if all flags are
+    true.
 
     >>> pattern([1, 1, 0, 1, 1, 0, 1]), pattern([1, 1])
     ((1, 1, 0), ())
@@ -35,13 +36,14 @@ def pattern(layers: Sequence[object]) -> tuple[int, ...]:
 
 
 def unrolled(pattern: tuple[int, ...], layers: int) -> list[bool]:
-    """Whether the pattern selects each of the first `layers` layers; an empty pattern selects all."""
+    """For each of the first `layers` layers, return whether the pattern selects it. An empty pattern selects all
+    layers."""
     return [not pattern or bool(pattern[number % len(pattern)]) for number in range(layers)]
 
 
 Rule = Callable[[Config, int], list[str]]
-"""Function of (config, number of layers) that returns the kind of each layer, for a config.json without
-`layer_types`."""
+"""Function that takes config.json and the number of layers, and returns the kind of each layer. It is used for a
+config.json without `layer_types`."""
 
 
 def all_slide(config: Config, layers: int) -> list[str]:
@@ -203,7 +205,8 @@ class RopeByKind:
 
 
 def _unless_same(local: float, full: Values) -> float | None:
-    """The option `local_rope_base`: None if the other layers have the same base and no scaling, otherwise `local`."""
+    """Return the option `local_rope_base`: None if layers without a window have the base `local` and no scaling,
+    otherwise `local`."""
     unscaled = full.get("rope_interpolation", 1.0) == 1.0 and full.get("rope_scaling", "none") == "none"
     return None if unscaled and local == full["rope_base"] else local
 

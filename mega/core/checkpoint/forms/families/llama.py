@@ -93,8 +93,8 @@ ATTENTION_BIAS = Flag(False, {"qkv_bias": True, "out_bias": True}, {"qkv_bias": 
 
 @dataclass(frozen=True)
 class Biases:
-    """The keys `mlp_bias`, and `attention_bias` for all attention linears. A family lists this object under the key
-    `mlp_bias`."""
+    """The key `mlp_bias`, together with the key `attention_bias`, which applies to all attention linears. A family
+    lists this object under the key `mlp_bias`."""
 
     names = ("attention_bias",)
 

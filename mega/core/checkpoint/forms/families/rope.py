@@ -42,9 +42,9 @@ class RopeKeys:
     of the other keys depend on `max_position_embeddings`."""
 
     base: float = 10000.0
-    """Default of the RoPE base."""
+    """Default RoPE base."""
     fraction: float = 1.0
-    """Default of the fraction of a head that is rotated."""
+    """Default fraction of a head that is rotated."""
     partial: bool = False
     """Whether the family supports heads that are rotated only in part."""
     base_key: str = "rope_theta"
@@ -163,7 +163,7 @@ def _longrope(rope: Config, positions: int, original: int, where: str) -> Values
     elif rope.get("factor") is not None:
         factor = number_in(rope, "factor", where)
         magnitude = _longrope_magnitude(factor, original)
-    else:  # uses the file's number of positions, which a run may change
+    else:  # based on the file's number of positions, even if a run uses a different number
         magnitude = _longrope_magnitude(positions / original, original)
     return {
         "rope_short_factors": _factors(rope, "short_factor", where),

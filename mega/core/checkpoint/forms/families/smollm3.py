@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers without rotary positions."""
+"""SmolLM3: Llama in which some layers have no rotary positions."""
 
 from __future__ import annotations
 

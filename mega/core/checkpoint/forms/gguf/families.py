@@ -81,7 +81,7 @@ SIZES = {
 
 NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
 SAME = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"}
-"""Key of the metadata -> the key of config.json whose value it must equal, if present."""
+"""Metadata key -> key of config.json. If the metadata key is present, both keys must have the same value."""
 
 SCALING = "rope.scaling."
 ORIGINAL = f"{SCALING}original_context_length"
@@ -102,11 +102,11 @@ LLAMA3_POSITIONS = 8192
 ROPE_BASE = 10000.0
 """The RoPE base if the metadata do not contain it."""
 LEAST, MOST = 1e-37, 3e38
-"""Range of positive numbers in fp32."""
+"""Approximate range of positive fp32 numbers."""
 
 
 def shortest(number: float) -> float:
-    """Return the shortest decimal that gives the same fp32 number as `number`.
+    """Return the shortest decimal that rounds to the same fp32 number as `number`.
 
     >>> shortest(9.999999747378752e-06)
     1e-05

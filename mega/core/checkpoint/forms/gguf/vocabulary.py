@@ -52,7 +52,8 @@ CUTS = {
 """llama.cpp's name for a rule -> the rule."""
 
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-"""Other names that llama.cpp uses for these rules. `default` is a different rule and is refused."""
+"""Other names that llama.cpp uses for rules in `CUTS` -> the names in `CUTS`. `default` is a different rule and is
+refused."""
 
 ENDS = ("eos", "eot", "eom")
 """Names of tokens that end a text or a turn."""
@@ -348,7 +349,8 @@ PARTS = (["ByteLevel"], ["Digits", "ByteLevel"], ["Split", "ByteLevel"], ["Digit
 
 
 def _pre(whole: Mapping[str, Json], ignores_merges: bool) -> str:
-    """Return llama.cpp's name for the rule that splits texts. Errors: CheckpointError if the rule is not supported."""
+    """Return llama.cpp's name for the rule by which a tokenizer splits texts. Errors: CheckpointError if the rule is
+    not supported."""
     outer = below(whole, "pre_tokenizer")
     steps = [each for each in _list(outer.get("pretokenizers")) or [outer] if isinstance(each, dict)]
     parts = {str(each.get("type")): each for each in steps}

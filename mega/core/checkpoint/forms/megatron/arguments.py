@@ -61,7 +61,7 @@ def vocabulary(
         return tokens, (f"{note}: {CUT}",) if tokens < rows else ()
     hints = [f"args.vocab_size is {unpadded:,}"] if type(unpadded) is int and 0 < unpadded < rows else []
     if (pieces := folder / "vocab.json").is_file():
-        with contextlib.suppress(CheckpointError):  # vocab.json may not be a JSON object
+        with contextlib.suppress(CheckpointError):  # vocab.json might not contain a JSON object
             hints.append(f"{pieces} has {len(read_json(pieces)):,} pieces")
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
@@ -379,7 +379,7 @@ def core_flags(arguments: Mapping[str, object]) -> list[str]:
     """Return the flags with which Megatron-core 0.18 builds the model. arguments: the result of `arguments_of`.
 
     The flags include every argument that Megatron-core compares with the checkpoint, and every argument whose default
-    would give a different model.
+    would produce a different model.
     """
     rope, grouped = bool(arguments["use_rotary_position_embeddings"]), bool(arguments["group_query_attention"])
     linear, scaled = arguments["rotary_seq_len_interpolation_factor"] is not None, bool(arguments["use_rope_scaling"])

@@ -17,8 +17,8 @@ from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 Era = Literal["legacy", "legacy-layernorm", "core-local", "core"]
-"""The eras, in the order of the names: legacy checkpoints since 2023-09, earlier legacy checkpoints, Megatron-core with
-local modules, Megatron-core with Transformer Engine."""
+"""The names of the eras. In this order, they are: legacy checkpoints since 2023-09, earlier legacy checkpoints,
+Megatron-core with local modules, and Megatron-core with Transformer Engine."""
 
 STYLES: dict[str, Era] = {
     "megatron": "legacy",
@@ -123,7 +123,7 @@ OWN_STACKS = ("bert", "t5")
 """Families whose stacks keep their common names in Megatron-core."""
 
 HEADS = ("lm_head.", "binary_head.", "classification_head.", "multichoice_head.")
-"""Prefixes of common names that legacy checkpoints store outside their `language_model`."""
+"""Prefixes of the common names of the tensors that legacy checkpoints store outside their `language_model`."""
 
 
 NORMS = {

@@ -1,4 +1,5 @@
-"""Experts that are distributed over ranks in Megatron-core's `torch` checkpoints, in folders `mp_rank_TT[_PPP]_EEE`.
+"""Convert names of experts that Megatron-core's `torch` checkpoints distribute over ranks, in folders
+`mp_rank_TT[_PPP]_EEE`.
 
 The files of expert ranks differ only in their experts, which are numbered from 0 in each file, and in a second
 optimizer, which contains the state of these experts. This module depends on names and arguments, not on files.
@@ -46,7 +47,8 @@ def expert_ranks_of(values: Mapping[str, object], where: Path) -> tuple[int, int
 
 
 def whole_names(tensors: Mapping[str, Value], rank: int, each: int, where: Path) -> dict[str, Value]:
-    """Rename the experts in one rank's file by their indices in the whole model. each: number of experts per rank.
+    """Rename the experts in one rank's file, so that their names contain their indices in the whole model. each: number
+    of experts per rank.
 
     >>> list(whole_names({"a.mlp.local_experts.1.b": 0, "c": 0}, 2, 4, Path("file")))
     ['a.mlp.local_experts.9.b', 'c']
@@ -61,8 +63,8 @@ def whole_names(tensors: Mapping[str, Value], rank: int, each: int, where: Path)
 
 
 def names_of_rank(tensors: Mapping[str, Value], rank: int, each: int) -> dict[str, Value]:
-    """Return the tensors of a model that one rank's file stores, under their names in that file. each: number of
-    experts per rank.
+    """Return the tensors that one rank's file stores, under their names in that file. tensors: all tensors of the
+    model. each: number of experts per rank.
 
     >>> names_of_rank({"a.mlp.local_experts.1.b": 0, "a.mlp.local_experts.2.b": 1, "c": 2}, 1, 2)
     {'a.mlp.local_experts.0.b': 1, 'c': 2}

@@ -42,7 +42,7 @@ def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
 
 
 class Stages(NamedTuple):
-    """The pipeline stages that store a model's units in a Megatron-LM checkpoint."""
+    """The pipeline stage of each unit of a model (block, embedding, head, ...) in a Megatron-LM checkpoint."""
 
     blocks: list[tuple[str, int]]
     """(stage, index in the stage) of each block. A stage is `pp.chunk`, as in tensor names. T5's decoder blocks
@@ -169,7 +169,7 @@ def retriever_arguments(model: ModelConfig) -> dict[str, object]:
 
 
 def family_arguments(model: Architecture, pp: int) -> dict[str, object]:
-    """Megatron's arguments for a model on `pp` stages that are specific to the model's family; {} for GPT and Llama."""
+    """Return the family-specific Megatron arguments for a model on `pp` stages; {} for GPT and Llama."""
     family = FAMILIES.get(model.family)
     return {} if family is None else family.arguments(model, pp)
 
@@ -203,7 +203,8 @@ def _bert_arguments(model: Architecture, pp: int) -> dict[str, object]:
 
 
 def _t5_rules(model: Architecture) -> Rules:
-    """Return the rule for key/value heads: Megatron's cross attention does not support grouped-query attention."""
+    """Return the rule that there are as many key/value heads as query heads, because Megatron's cross attention does
+    not support grouped-query attention."""
     attention = model.block.attention
     return [("--kv-heads", str(attention.kv_heads), str(attention.heads))]
 

@@ -6,8 +6,8 @@ converts the weight also converts its master and moments.
 
 Four formats are read: the state of the fp32 optimizer, the state of the optimizer for 16-bit weights with fp32 masters,
 and the distributed optimizer's `distrib_optim.pt` as written up to 2023 and as written by Megatron-core. Any other
-format is refused, because a wrong order would assign moments to the wrong weights. state_write.py writes these formats.
-This module does not depend on training.
+format is refused, because its order of parameters is unknown and moments could be assigned to the wrong weights.
+state_write.py writes these formats. This module does not depend on training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LARGEST = 1e300
 
 PADDING = 1 << 16
 """Upper limit on the padding of a flat buffer, in elements. A buffer is padded to a multiple of the number of data
-ranks, which is below this limit."""
+ranks, a number that is below this limit."""
 
 
 def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
@@ -69,19 +69,19 @@ class OptimizerScalars:
     updates: int
     """Number of steps that were not skipped."""
     constants: Mapping[str, float]
-    """Name of the project's option -> Adam's constant."""
+    """Name of the project's option -> value of Adam's constant."""
     scaler: Mapping[str, float] | None = None
     """State of the project's loss scaler; None without a scaler."""
     schedule: Mapping[str, Mapping[str, Json]] | None = None
     """The project's schedule; None if the project cannot express Megatron's schedule."""
     samples: int | None = None
-    """Number of samples counted by the schedule."""
+    """Number of samples that the schedule has counted."""
 
 
 @dataclass
 class State:
     """The optimizer state of all ranks. tensors: `kind/tp.pp.chunk/common name` -> tensor. scalars: values that are
-    equal on all ranks."""
+    identical on all ranks."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: OptimizerScalars | None = None
@@ -119,8 +119,8 @@ def read_state(
     """Add one rank's state, if present, to `to`.
 
     content: the content of the rank's weights file. label: `tp.pp`, the rank's prefix in names. chunks: the weights of
-    each model chunk by common name. era: the era of the modules that wrote the file. experts_apart: whether the experts
-    are distributed over ranks and therefore have a separate optimizer.
+    each model chunk, keyed by common name. era: the era of the modules that wrote the file. experts_apart: whether the
+    experts are distributed over ranks and therefore have a separate optimizer.
     Errors: CheckpointError naming the file, and the tensor or key that is inconsistent.
     """
     optimizer = content.get("optimizer")
@@ -267,8 +267,8 @@ def _ordinary(
     grouped: Sequence[Sequence[str]],
     where: Path,
 ) -> Iterator[tuple[str, object]]:
-    """Yield (`kind/name`, tensor) from a state that stores one tensor of each kind per parameter, that is, from the
-    optimizers that are not distributed."""
+    """Yield (`kind/name`, tensor) from the state of a non-distributed optimizer, which stores one tensor of each kind
+    per parameter."""
     states = inner.get("state")
     if not isinstance(states, dict):
         raise CheckpointError(f"{where}: optimizer holds no state, and there is no {DISTRIBUTED}; {LEAVE}")
@@ -429,7 +429,7 @@ def scalars_in(
 
 
 def _steps(groups: Sequence[Mapping[str, object]], states: object) -> list[Plain]:
-    """Return all of Adam's step counts, which are stored per group, per parameter or once for all parameters. A missing
+    """Return all of Adam's step counts. They are stored per group, per parameter, or once for all parameters. A missing
     count is returned as None."""
     parameter_states = dict(states) if isinstance(states, dict) else {}
     steps_found = [plain(parameter_states.pop("common_step"))] if "common_step" in parameter_states else []

@@ -82,8 +82,8 @@ def written_state(
     """Return the optimizer's entries in one rank's weights file: `optimizer`, and `opt_param_scheduler` if
     there is a schedule.
 
-    tensors: state by `kind/common name`. If it includes masters, the format of the optimizer for 16-bit weights is
-    used, otherwise that of the fp32 optimizer. flat: whether to write only the parameter groups, because
+    tensors: `kind/common name` -> tensor of the state. If there are masters, the format of the optimizer for 16-bit
+    weights is used, otherwise that of the fp32 optimizer. flat: whether to write only the parameter groups, because
     `written_vectors` writes the tensors. experts_apart: whether experts get a separate optimizer, as in a checkpoint in
     which the experts are distributed over ranks.
     """
@@ -196,8 +196,8 @@ def written_vectors(
     """Return the content of one rank's `distrib_optim.pt`, for a run that does not overlap gradient reduction with the
     backward pass.
 
-    weights: weights by common name. state: state by `kind/common name`; without masters, the fp32 weights are written
-    as masters. tied: whether the model ties its embedding, even if the head is on another rank.
+    weights: common name -> weight. state: `kind/common name` -> tensor; without masters, the fp32 weights are written
+    as masters. tied: whether the model ties its embedding; true even if the head is on another rank.
     """
     names = [name for name in in_order(weights, "", era) if not name.endswith(BALANCES)]
     buckets = buckets_of({name: weights[name].numel() for name in names}, None, own_buckets(names, tied))

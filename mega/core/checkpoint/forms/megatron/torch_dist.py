@@ -207,7 +207,7 @@ class DistributedSource:
             self.tensors[common] = (shape[depth:], dtype)
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
-        """Make the elements of a stored vector, starting at `begin`, readable as the tensor `name`."""
+        """Make part of a stored vector, from element `begin` on, readable as the tensor `name`."""
         self._views[name] = View(stored, begin=begin)
         self.tensors[name] = (shape, self._dtype(stored))
 
@@ -387,11 +387,11 @@ def _common(folder: Path) -> dict[str, object]:
 
 
 def arguments(content: Mapping[str, object], folder: Path, tensors: Tensors, heads: int | None) -> dict[str, object]:
-    """Return Megatron's arguments from common.pt, or otherwise arguments derived from the tensors and the number of
-    heads.
+    """Return Megatron's arguments from common.pt or, if it contains none, arguments derived from the tensors and the
+    number of heads.
 
-    content: the content of common.pt. Errors: CheckpointError if both the arguments and the number of heads are
-    missing.
+    content: the content of common.pt. Errors: CheckpointError if neither the arguments nor the number of heads are
+    known.
     """
     if values := values_of(content):
         stored_heads = values.get("num_attention_heads")

@@ -58,7 +58,7 @@ class Stored(Source, Protocol):
         """Make a stored tensor readable as state of the given kind for the weight stored as `weight`."""
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
-        """Make the elements of a stored vector, starting at `begin`, readable as the tensor `name`."""
+        """Make part of a stored vector, from element `begin` on, readable as the tensor `name`."""
 
     def hide(self, kind: str) -> None:
         """Revert `show` and `show_flat` for one kind of state."""
@@ -139,7 +139,7 @@ def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], wher
 def _rank_scalars(
     source: Stored, content: Mapping[str, object], dims: Mapping[str, int], rank: int, where: Path
 ) -> OptimizerScalars:
-    """Return the scalars of one rank. In the flat format, each rank stores scalars."""
+    """Return the scalars of one rank from a checkpoint in the flat format, in which every rank stores its scalars."""
     prefix = f"optimizer.distributed.dp_group_idx_{rank}."
     optimizer = {"optimizer": source.object(f"{prefix}optimizer"), "grad_scaler": source.object(f"{prefix}grad_scaler")}
     return _scalars(content, optimizer, dims, where / prefix)

@@ -3,7 +3,7 @@
 A checkpoint consists of one file with all tensors, each stored as a small torch file, and an index of their positions.
 The index stacks uniform layers, [layers, ...], but each layer is written separately. The folder can be loaded in any
 layout whose vocabulary is padded to the same number of rows. eras.py defines the names, and trees_write.py defines the
-values that are not tensors. This module does not depend on ranks.
+non-tensor values. This module does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 class DistcpFile:
-    """A writer for a file of tensors and the file's index. file: the open new file."""
+    """A writer for a file of tensors, which also records the file's index. file: the new file, open for writing."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -133,13 +133,14 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 
 
 def _stacked(metadata: TreeMetadata) -> bool:
-    """Whether Megatron-core stacks the layers in the index, which requires that all layers or none have experts."""
+    """Whether Megatron-core stacks the layers in the checkpoint's index. It does so only if all layers or no layers
+    have experts."""
     return metadata.arguments.get("moe_layer_freq", 1) == 1
 
 
 def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, metadata: TreeMetadata) -> None:
-    """Write one tensor of the export. name: the tensor's name in the conversion's table: `0.0.0/common name` for a
-    weight, `kind/0.0.0/common name` for state.
+    """Write one tensor of the export. name: the tensor's name in the conversion's table, which is `0.0.0/common name`
+    for a weight and `kind/0.0.0/common name` for state.
 
     layer 3's weight [out, in] of 12 layers:  rectangle at (3, 0, 0) of size [1, out, in] in [12, out, in]
     """
@@ -192,7 +193,7 @@ def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
 
 
 def common_of(metadata: TreeMetadata) -> dict[str, object]:
-    """Return the content of common.pt: all values that are not tensors."""
+    """Return the content of common.pt, which is all non-tensor values."""
     content = {
         "args": argparse.Namespace(**metadata.arguments),
         "checkpoint_version": 3.0,

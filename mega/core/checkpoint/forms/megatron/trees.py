@@ -89,7 +89,7 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
     ep, experts = _expert_ranks(folder)
     ranks, tp, pp = _ranks(folder, ep)
     tensors, state, chunks, content = _read_ranks(ranks, options.optimizer, experts if ep > 1 else None)
-    # All ranks or no rank must have optimizer state: a run cannot resume with moments for only some parameters.
+    # All ranks or no rank must have optimizer state, because a run cannot resume with moments for only some parameters.
     if state.ranks not in (0, len(ranks)):
         raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
     arguments = content.get("args")
@@ -201,8 +201,8 @@ def _iteration(content: Mapping[str, object]) -> int | None:
 
 
 def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one model chunk by common name. If a tensor is stored under two names, both copies must be
-    equal."""
+    """Return a dict: common name -> tensor, for one model chunk. If a tensor is stored under two names, both copies
+    must be equal."""
     stored = dict(_flat(model, directory))
     two_stacks, tensors = has_two_stacks(stored), dict[str, torch.Tensor]()
     for name, tensor in stored.items():
@@ -309,7 +309,8 @@ def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> 
 
 
 def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int, version: int) -> Table:
-    """Return the `table` of a stored checkpoint. The names of `tensors` determine the stage of each block."""
+    """Call `table` for a stored checkpoint, and return the result. The names of `tensors` determine the stage of each
+    block."""
     blocks, structure = _blocks(tensors, pp, chunks), architecture(model)
     if len(blocks) != len(structure.layers):
         last = f"encoder.layers.{max((number for _, number in blocks), default=0)}."

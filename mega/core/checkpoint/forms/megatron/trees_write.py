@@ -1,9 +1,8 @@
 """Write Megatron-LM checkpoints, which are trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, for any tensor and pipeline
 parallel size.
 
-`TreeMetadata` contains a checkpoint's values that are not tensors, and messages about using the checkpoint;
-torch_dist_write.py also uses this class. eras.py defines the names, and trees.py defines the tables. Random states are
-not written.
+`TreeMetadata` contains a checkpoint's non-tensor values, and messages about using the checkpoint; torch_dist_write.py
+also uses this class. eras.py defines the names, and trees.py defines the tables. Random states are not written.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ UNKNOWN_TOKENIZER = (
 
 @dataclass(frozen=True)
 class TreeMetadata:
-    """The values of a Megatron-LM checkpoint that are not tensors."""
+    """The non-tensor values to write to a Megatron-LM checkpoint."""
 
     kinds: tuple[str, ...]
     """Kinds of optimizer state to write."""
@@ -79,7 +78,7 @@ class TreeMetadata:
 
 
 def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) -> TreeMetadata:
-    """Return the values other than tensors to write for a mega checkpoint. to: value of --saver. Errors:
+    """Return the non-tensor values to write when a mega checkpoint is exported. to: the value of --saver. Errors:
     CheckpointError naming a setting that the target format cannot express."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, options.layout
     check_written(model, to, distributed=options.distributed)
@@ -142,8 +141,8 @@ def _tokenizer(meta: Mapping[str, object]) -> str | None:
 
 def null_ids(meta: Mapping[str, object]) -> int | None:
     """Return Megatron-core's --vocab-size for the NullTokenizer with which a mega checkpoint was trained; None for
-    other tokenizers. Megatron-core ends documents with the last id; mega with --no-null-eod-last uses an additional
-    id."""
+    other tokenizers. Megatron-core ends documents with the last id. A mega run with --no-null-eod-last ends them with
+    an additional id."""
     options = below(meta, "config", "tokenizer")
     size = options.get("vocab_size")
     if _tokenizer(meta) != TOKENIZER or not isinstance(size, int):
@@ -222,8 +221,8 @@ def _write_rank(
     model: Architecture,
     rank: int,
 ) -> int:
-    """Write one rank's files, and return their size in bytes. weights: weights by common name. state: state by
-    `kind/common name`. rank: Megatron's global rank."""
+    """Write one rank's files, and return their size in bytes. weights: common name -> weight. state: `kind/common name`
+    -> tensor. rank: Megatron's global rank."""
     bytes_written = 0
     if metadata.scalars is not None and metadata.flat:
         bytes_written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, era, tied=model.tied))
@@ -251,8 +250,8 @@ def write_tracker(folder: Path, iteration: int) -> None:
 
 
 def written_table(options: ModelConfig, tp: int, pp: int) -> Table:
-    """Return the table for a checkpoint on `tp` x `pp` ranks. Errors: ValueError naming the flag if the model is not
-    divisible by its value."""
+    """Return the table for a checkpoint on `tp` x `pp` ranks. Errors: ValueError naming the flag by whose value the
+    model is not divisible."""
     model = architecture(options)
     of_stages = {"layers": len(model.layers)} if len(model.stacks) == 1 else {}
     for kind, ranks, numbers in (("tensor", tp, model.block.shared), ("pipeline", pp, of_stages)):
@@ -288,8 +287,8 @@ def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -
 
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Names of modules in Megatron-core's blocks that have an extra state. The extra state is used for fp8 and is otherwise
-empty."""
+"""Names of the modules that have an extra state in Megatron-core's blocks. The extra state is used for fp8 and is
+otherwise empty."""
 
 
 def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, torch.Tensor | None]:
