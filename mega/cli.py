@@ -196,7 +196,7 @@ def _report(error: Exception) -> int:
     """Report an error on stderr, only once for all ranks, and return the exit code."""
     from mega.core.processes.exit_reports import ExitReport, report_exit, report_of
 
-    # Versions of Typer contain Click under different module names, so Click's errors are recognised by their
+    # Different versions of Typer contain Click under different module names, so Click's errors are recognised by their
     # attributes.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         return report_exit(ExitReport(int(error.exit_code), _format_error(error)))

@@ -113,7 +113,8 @@ def in_bf16(answer: RunEstimate) -> RunEstimate | None:
 
 
 def planned(options: Options) -> tuple[RunConfig, int]:
-    """Return (the run as its ranks would resolve it, number of ranks). Errors: ValueError as in a dry run."""
+    """Return a pair: the run as its ranks would resolve it, and the number of ranks. Errors: ValueError as in a dry
+    run."""
     # The save interval affects the estimate, so --save-interval is allowed without --save.
     save = options.checkpoint.save
     nowhere = save is None and options.checkpoint.save_interval is not None

@@ -333,7 +333,7 @@ class _Line:
         return bool(renamed)
 
     def settings(self) -> Iterator[Setting]:
-        """Yield the settings, in the order in which they were first typed."""
+        """Yield the settings, in the order in which they were first given."""
         for flag, by_spelling in self._spelled.items():
             if not by_spelling:
                 continue

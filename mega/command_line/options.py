@@ -213,7 +213,8 @@ def _own_flags(param: Any) -> Mapping[str, Meaning]:
         long = [spelling for spelling in spellings if spelling.startswith("--")]
         values = 0 if param.is_flag or param.count else MANY if param.multiple else param.nargs
         for spelling in long:
-            same = entries().get(spelling.removeprefix("--").replace("-", "_"))  # the run's option of the same name
+            # the option of a run that has the same name
+            same = entries().get(spelling.removeprefix("--").replace("-", "_"))
             flags[spelling] = Sets(long[0], values, synonyms={} if same is None else same.option.synonyms)
     return flags
 

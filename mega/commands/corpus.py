@@ -193,7 +193,7 @@ def _clean(
     step: CleanOptions,
     tokenizer: TokenizerConfig,
 ) -> CorpusStep:
-    """Repair text with ftfy, and drop texts that are short or in another language, with the rules of OpenWebText.
+    """Repair text with ftfy, and drop texts that are short or in another language, using OpenWebText's rules.
 
     Without a tokenizer, every four bytes count as one token. As in cleanup_fix_dataset.py, --as-megatron detects
     languages with langdetect, and skips tasks that follow ftfy_fix_text.
@@ -264,7 +264,7 @@ def near_duplicates(
 def decontaminate(
     step: DecontaminateOptions,
 ) -> SurveyStep:
-    """Remove questions of benchmarks from a corpus, matched by n-grams of 8 to 13 words.
+    """Remove benchmark questions, which are found by matching n-grams of 8 to 13 words, from a corpus.
 
     With --as-megatron, every document gets a split_id, as in filter_ngrams.py.
     """
@@ -397,8 +397,8 @@ def shuffle(
 def quality_filter(
     step: FilterOptions,
 ) -> CorpusStep:
-    """Drop texts of low quality by the published rules of Gopher and FineWeb, and record the rule that each text
-    violates."""
+    """Drop low-quality texts, using the published rules of Gopher and FineWeb, and record the rule that each dropped
+    text violates."""
     from mega.core.corpus.quality import PRESETS, QualityFilter, QualityPreset
 
     if unknown := sorted(set(step.preset or ()) - set(PRESETS)):

@@ -131,7 +131,8 @@ def _toxicity(
 
 
 def _check_effect(of: str, given: Iterable[str]) -> None:
-    """Raise ValueError naming the first option in `given`, if any, because these options have no effect with `of`."""
+    """Raise ValueError naming the first option in `given`, if any, because these options have no effect with the option
+    `of`."""
     for name in given:
         raise ValueError(f"{flag(name)}: has no effect with {of}")
 

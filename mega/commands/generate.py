@@ -1,4 +1,4 @@
-"""`mega generate`: continue a text, the texts in a file, or typed prompts with a model."""
+"""`mega generate`: continue a text, the texts in a file, or prompts from the terminal with a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def run(
     tokenizer: OtherTokenizer,
     retrieval: RetrievalOptions,
 ) -> int:
-    """Continue text with a trained model from any checkpoint: one text, the texts in a file, or typed prompts.
+    """Continue text with a trained model from any checkpoint: one text, the texts in a file, or prompts from the
+    terminal.
 
     Without --prompt, --input and --num-samples, prompts are read from the terminal. With --tp and --pp, several ranks
     are used, which this command or a launcher starts.
@@ -137,8 +138,8 @@ def _check_search(sampled: Sequence[str], texts: GenerateOptions) -> None:
 
 
 def _ask(url: str, texts: GenerateOptions, sampling: Mapping[str, float]) -> int:
-    """Request continuations of the prompt, or of typed prompts, from a server. Errors: ValueError for options that the
-    server's API lacks."""
+    """Request continuations of the prompt, or of prompts from the terminal, from a server. Errors: ValueError for
+    options that the server's API lacks."""
     from mega.core.inference.server.client import ask, converse, fields_of
 
     fields = fields_of(sampling, texts.beams, texts.length_penalty)

@@ -13,7 +13,7 @@ LOADS_MODEL = True
 
 
 def run(options: Options) -> int:
-    """Train some steps with an increasing learning rate, and suggest the rate at which the loss falls fastest.
+    """Train for some steps with an increasing learning rate, and suggest the rate at which the loss falls fastest.
 
     Takes the flags of the planned run, for mega pretrain or mega finetune. The learning rate increases from --min-lr
     [1e-7] to --lr [1] over --steps [100]. No checkpoint is saved. The curve is written as an SVG next to --metrics

@@ -99,7 +99,7 @@ def check_save_dir(place: Path) -> None:
 
 
 def check_file(flag: str, path: str) -> None:
-    """Check, before the work starts, that its output file can be written. Errors: ValueError."""
+    """Check that an output file can be written, before starting the work that writes it. Errors: ValueError."""
     target = os.path.realpath(path)  # a link may point to a file that does not exist yet
     folder = os.path.dirname(target)
     if os.path.isdir(target):

@@ -54,7 +54,7 @@ class Program:
     whole: str = ""
     """Name of a function in rewrites.WHOLE, which translates the whole line."""
     when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Flag -> its values for which this row applies."""
+    """Flag -> the values of this flag for which this row applies."""
 
 
 def hole(name: str) -> str:

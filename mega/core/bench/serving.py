@@ -43,7 +43,7 @@ _WARM = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ServingBench:
-    """A measurement of the server at `serving.url` or, without a URL, of an engine. The engine has the weights of
+    """What to measure: the server at `serving.url` or, if there is no URL, an engine. The engine has the weights of
     `load` or, without `load`, random weights for `model`."""
 
     serving: ServingLoadOptions = field(default_factory=ServingLoadOptions)

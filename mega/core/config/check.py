@@ -407,7 +407,8 @@ def _texts(run: RunConfig) -> tuple[str, ...]:
 def _stages(run: RunConfig) -> Problems:
     parallel, layers = run.parallel, run.model.blocks
     if parallel.zero >= 2 and parallel.pp > 1:
-        # Every stage would reduce its gradients after every microbatch; Megatron-LM and DeepSpeed also refuse this.
+        # With ZeRO 2 or 3, every pipeline stage would reduce its gradients after every microbatch; Megatron-LM and
+        # DeepSpeed also refuse this combination.
         yield _line(run, "zero", f"needs --pp 1, not {parallel.pp}; valid with pipelines: 0, 1")
     if parallel.split_rank is not None:
         yield from _split(run)

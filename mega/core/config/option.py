@@ -154,8 +154,8 @@ class Option:
     on_resume: OnResume | None = None
     """What happens on resume if the value differs (`OnResume`); None for the section's default."""
     rounds_over: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """For on_resume "rounding": the condition under which another value changes the order of sums: "tp", "cp", "ep" or
-    "data" (dp and cp) -> least number of ranks, or {"gpu": 1} for an option that has an effect only on GPUs."""
+    """Conditions under which another value changes the order of sums, if `on_resume` is "rounding": "tp", "cp", "ep" or
+    "data" (dp and cp) -> minimum number of ranks; {"gpu": 1} for an option that has an effect only on GPUs."""
     bench: Bench | None = None
     """How `mega bench` treats the option (`Bench`); None for the section's default."""
     evaluated: bool | None = None

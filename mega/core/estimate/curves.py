@@ -6,7 +6,7 @@ A curve is a list of points. Each point has the sizes of an operation, and its t
     attention KERNEL                   rows, length, width, time forward, time backward; see cost.AttentionWork
     elementwise                        bytes read and written, time
 
-bench/curves.py measures them. This module depends on neither devices nor operations.
+bench/curves.py measures the points. This module depends on neither devices nor operations.
 """
 
 from __future__ import annotations

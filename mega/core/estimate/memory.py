@@ -93,7 +93,8 @@ class Memory:
         return max(stage.peak + stage.slack for stage in self.stages)
 
     def needed(self, communicator: float) -> float:
-        """GiB of the rank with the highest peak, with `communicator` GiB for each process group."""
+        """Memory in GiB that the rank with the highest peak needs, including `communicator` GiB for each process
+        group."""
         return (self.need + self.mapped) / GIB + self.communicators * communicator
 
 

@@ -152,7 +152,7 @@ class ServingTimes:
 
     @property
     def rate(self) -> float:
-        """Bytes per second at which kernels read."""
+        """Rate at which kernels read memory, in bytes per second."""
         return self.device.bandwidth * 1e12 * self.device.elementwise
 
     def weight_bytes(self, stage: int) -> float:
@@ -207,7 +207,7 @@ class ServingTimes:
         # Queries and keys are rotated, and keys and values are stored.
         heads = (attention.heads + 2 * attention.kv_heads) // self.tp
         seconds += self._moved(2 * tokens * heads * attention.head_dim * BYTES[self.dtype])
-        if tokens > 1:  # the matmuls of one token also compute norms and activations
+        if tokens > 1:  # with one token, the matmul kernels also compute norms and activations
             for branch in layer.branches:
                 seconds += self._moved(4 * stream) + self._activation(branch.mixer, tokens)
         if layer.experts is not None:

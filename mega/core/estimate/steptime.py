@@ -58,8 +58,8 @@ class StepTime:
 def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True) -> StepTime:
     """Predict one step of a resolved `run`.
 
-    play: whether to simulate the pipeline; otherwise its time is computed from the slowest stage only, which is much
-    faster.
+    play: whether to simulate the pipeline; otherwise the pipeline's time is computed from the slowest stage only, which
+    takes much less time.
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     recorded = records_graph(run, world)

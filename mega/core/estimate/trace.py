@@ -390,7 +390,8 @@ PerUnit = TypeVar("PerUnit")
 def _mixed_kinds(run: RunConfig, chunk: Chunk, composed: bool) -> Trace:
     """Assemble the trace of a chunk with several kinds of blocks. Each block comes from the trace of a chunk that has
     only this kind of block. The first and last unit come from the trace for the kind of the neighbouring block."""
-    run = variant(run, {"tp_overlap": overlaps_exchanges(run)})  # chosen for the whole model, not for a kind
+    # Overlap is chosen for the whole model, not for each kind of block.
+    run = variant(run, {"tp_overlap": overlaps_exchanges(run)})
     traces = {
         kind: trace(replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()), composed=composed)
         for kind in dict.fromkeys(chunk.kinds)
@@ -502,7 +503,8 @@ def _staged(
             pp=len(layers),
             stage_layers=layers,
             sequence_parallel=parallel.sequence_parallel,
-            tp_overlap=overlaps_exchanges(run),  # not chosen again, because the small run's blocks are small
+            # Given explicitly, because overlap would not be chosen for the small run's blocks.
+            tp_overlap=overlaps_exchanges(run),
             zero=parallel.zero if parallel.zero > 1 else 0,
             schedule=parallel.schedule if _splits(run) else "1f1b",
         ),
@@ -528,8 +530,8 @@ def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _repeated(traced: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short: Sequence[Sequence[int]]) -> Trace:
-    """Extend a trace of few blocks (`short`) to all blocks of each regime of each stack, by repeating the third
-    period."""
+    """Extend a trace of few blocks (`short`) to all blocks, by repeating the third period of each regime of each stack.
+    A regime is a group of blocks with one recomputation pattern."""
     # units[i]: the unit of the trace that is copied to unit i of the result. Example with four traced blocks and six
     # blocks in the result: 0 | 1 2 3 3 3 4 | 5.
     units, begin = [0], 1
@@ -619,8 +621,8 @@ class _Rank:
             )  # as under ZeRO 3: with this hook, each unit also adds its last branch to the residual stream
 
     def trace(self, rows: int) -> Trace:
-        """Trace one microbatch of `rows` samples. With exchanges, the microbatch runs twice and the second run is
-        measured, which starts with live buffers of the preceding microbatch."""
+        """Trace one microbatch of `rows` samples. With exchanges, the microbatch runs twice and only the second run is
+        measured, because it starts with live buffers of the preceding microbatch."""
         batch = _batch(self.run.model, self.run.batch, self.run.masking, self.run.data, rows, self.mesh.cp.size)
         self.live.ignore(*batch.tensors().values())
         if self.exchanges is not None:

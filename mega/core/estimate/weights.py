@@ -259,9 +259,8 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
             experts: unit_parameters(resolve(replace(bare, model=of_kind(run.model, kind)), 1), short)
             for experts, kind in kinds.items()
         }
-        before, _, after = parameters_of_kind[
-            chunk.kinds[-1].experts
-        ]  # the head comes from the model with layers of the last layer's kind
+        # The head's parameters are those of a model whose layers are all of the last layer's kind.
+        before, _, after = parameters_of_kind[chunk.kinds[-1].experts]
         return [before, *(parameters_of_kind[kind.experts][1] for kind in chunk.kinds), after]
     unit_iterator = iter(unit_parameters(resolve(bare, 1), short))
     parts = [next(unit_iterator)]

@@ -89,7 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama", "bert", "t5")
 DECODERS = ("gpt", "llama")
-"""The models that test a layout given by name, unless a model is given."""
+"""The models with which a layout given by name is tested, unless a model is given."""
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """dtype -> learning rate. Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that
@@ -213,7 +213,7 @@ class ParityLayout:
         return encoder, self.blocks - encoder
 
     def run(self, model: str, dtype: ParityDtype) -> RunConfig:
-        """Return the small run that tests this layout. model: one of `MODELS`.
+        """Return the small run with which this layout is tested. model: one of `MODELS`.
 
         Errors: ValueError naming the flag if the model cannot be split into this layout.
         """
@@ -499,7 +499,7 @@ NORMS = _named(
 """Layouts in which the placement of norms changes which tensors are saved, sharded or communicated."""
 
 DRAWN = 32
-"""Number of layouts that test each model with experts."""
+"""Number of layouts in which each model with experts is tested."""
 
 NEIGHBOURS = _named(
     "tp2sp",
@@ -531,14 +531,14 @@ def every_case() -> Iterator[Case]:
 
 
 def models_of(layout: ParityLayout) -> tuple[str, ...]:
-    """The models that test `layout` if no model is given. If the layout distributes experts, these are models with
-    experts."""
+    """Return the models with which `layout` is tested if no model is given. If the layout distributes experts, these
+    are models with experts."""
     has_experts = layout.ep > 1 or layout.etp or layout.a2a
     return tuple(f"{model}-experts" for model in DECODERS) if has_experts else DECODERS
 
 
 def layouts_of(model: str) -> list[ParityLayout]:
-    """The layouts that test `model`, which is one of `MODELS`."""
+    """Return the layouts in which `model`, which is one of `MODELS`, is tested."""
     whole_rows = [layout for layout in every_layout() if layout.cp == 1]
     if _decodes(model):  # an encoder-decoder model does not support context ranks
         return whole_rows + SPLIT_RANKS
