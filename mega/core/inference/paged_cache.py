@@ -23,7 +23,7 @@ class PagedCache:
     """The cached keys and values of a stage's layers."""
 
     pool: torch.Tensor
-    """[layers, blocks, block, 2, kv_heads, d]"""
+    """Keys and values, [layers, blocks, block, 2, kv_heads, d]."""
     first_layer: int
     attention: PagedAttention
     repeats: int

@@ -171,5 +171,6 @@ class Relay:
 
 
 def relay_of(mesh: Mesh) -> Relay | None:
-    """Return a new relay, whose process groups exist until the process ends. None if each rank has the whole model."""
+    """Return a new relay, whose process groups exist until the process ends. Return None if each rank has the whole
+    model."""
     return Relay(mesh) if mesh.model.size > 1 else None

@@ -123,7 +123,7 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether penalties or biases change the logits."""
+        """Whether any penalty or bias changes the logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.logit_bias
         return self.repetition_penalty != 1 or bool(penalties)
 
@@ -169,7 +169,7 @@ class Request:
     beams: int = 0
     """Width of a beam search, which ignores `sampling`; 0 to sample instead."""
     length_penalty: float = 1.0
-    """The score of a beam is sum(log-probabilities) / length ** length_penalty."""
+    """Exponent in the score of a beam, sum(log-probabilities) / length ** length_penalty."""
     adapter: str | None = None
     """Name of a LoRA adapter."""
     allowed: Allowed | None = None
@@ -207,7 +207,7 @@ LOGITS_NOT_FINITE = (
 class Citation(NamedTuple):
     """A neighbour that a model with a retriever has read."""
 
-    chunk: int  # index of the text's chunk that retrieved the neighbour
+    chunk: int  # index of the text's chunk for which the neighbour was retrieved
     number: int  # index of the neighbour in the database
     corpus: str  # corpus that contains the neighbour
     document: int

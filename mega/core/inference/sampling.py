@@ -39,7 +39,7 @@ class Filters:
             logits = logits.masked_fill((logits < least) & (self.top_k > 0), -torch.inf)
         if self.top_p is not None:
             best, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-            # A token is dropped if the sum over more likely tokens already reaches p.
+            # A token is dropped if the probabilities of more likely tokens already add up to p.
             enough = (best.cumsum(-1) - best >= self.top_p) & (self.top_p < 1)
             logits = logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
         if self.min_p is not None:

@@ -146,8 +146,8 @@ class Confidence:
 
 
 class NGrams:
-    """Guesses the tokens that followed an earlier occurrence of the sequence's last tokens. Stores the last position of
-    each n-gram, for each sequence."""
+    """Guesses the tokens that followed an earlier occurrence of the sequence's last tokens. For each sequence, stores
+    the last position of each n-gram."""
 
     eager = False
 

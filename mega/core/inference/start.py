@@ -92,7 +92,8 @@ def engine_on(
     relay: Relay | None = None,
     retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
-    """Like `start_engine`, but with this rank's stage of a model. Every replica of the model has a separate engine.
+    """Start an engine as `start_engine` does, but with this rank's stage of a model. Every replica of the model has a
+    separate engine.
 
     adapters: adapters of the stage. relay: relay of an earlier engine to reuse; default: a new relay.
     """

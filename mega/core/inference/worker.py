@@ -110,8 +110,8 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Start a step on the device. If the step contains a `from_request`, the step that chooses this token must be
-        launched first."""
+        """Start a step on the device. If the step contains a `from_request` placeholder, first launch the step that
+        chooses the token."""
         self._settle(step)
         if len(step.copies):
             self.cache.copy(*sent(step.copies, self.device).unbind(1))
@@ -203,8 +203,9 @@ class Worker:
         return torch.cat(columns, 1)
 
     def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chosen id of each row, [m], and its logit or probability, [m, 1]. If any logit of the row is not
-        finite, the value is not finite either, because the maximum is not finite or all probabilities are NaN."""
+        """Return the chosen id of each row, [m], and its logit or probability, [m, 1]. If any logit of a row is not
+        finite, the returned logit or probability is not finite either, because the maximum is not finite or all
+        probabilities are NaN."""
         chooses = step.targets == CHOOSE
         if not chooses.any():
             none = torch.zeros(len(logits), dtype=torch.long, device=logits.device)

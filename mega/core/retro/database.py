@@ -110,7 +110,7 @@ def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
     """Return a run with its tokenizer and database folder. Errors: ValueError naming the flag."""
     if options.data.retro is None:
         raise ValueError("--retro is missing: give the folder that mega retro build has made")
-    parallel = options.parallel  # the layout affects only the number of samples
+    parallel = options.parallel  # here, the layout affects only the number of samples
     resolved = resolve_run(options, options.runtime.nproc or parallel.tp * parallel.cp * parallel.pp)
     if resolved.tokenizer is None:
         raise ValueError("--tokenizer is missing: chunks are embedded as text")

@@ -2,7 +2,7 @@
 
 tokenizer, build     the interface of tokenizers, and the builders of all kinds
 gpt2, llama3, huggingface, sentencepiece, wordpiece, fairseq, yuan, null   the kinds of tokenizers, one per file format
-fast, words, sentencepiece_bpe, probes   faster encoders, used if they give the same ids on probe texts
+fast, words, sentencepiece_bpe, probes   faster encoders, used if they produce the same ids on probe texts
 sentencepiece_json   a SentencePiece model as a tokenizer.json for transformers
 train, options       train a tokenizer on the user's texts; options of mega train-tokenizer
 special, neighbours  token names in a text, and the small JSON files that describe tokens

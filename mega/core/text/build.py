@@ -93,8 +93,8 @@ def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
 
 
 def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> dict[str, object]:
-    """Return the metadata about a tokenizer to store in token files: its identity, and the arguments to construct it
-    again."""
+    """Return the metadata about a tokenizer to store in token files: its identity, and the arguments from which it can
+    be constructed again."""
     return {"tokenizer": tokenizer.identity()._asdict(), "tokenizer_options": located(options)}
 
 

@@ -47,7 +47,7 @@ def _encoder(model: SentencePieceProcessor) -> Encode:
 
 
 _SYMBOLS = 1 << 10
-"""Number of leading pieces of a model among which control symbols are searched for."""
+"""Number of leading pieces of a model that are searched for control symbols."""
 
 
 def _present(token: int) -> int | None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _UNIGRAM, _BPE, _WORD, _CHARACTER = 1, 2, 3, 4
 _KINDS = {_UNIGRAM: "unigram", _BPE: "BPE", _WORD: "word", _CHARACTER: "character"}
 _BYTE_NAME = 6
-"""Length of the name of a byte's piece, such as <0x0A>."""
+"""Length of the name of a piece that represents one byte, such as <0x0A>."""
 
 
 @dataclass(frozen=True)

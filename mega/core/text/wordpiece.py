@@ -1,7 +1,7 @@
 """BERT's WordPiece tokenizer, from a vocab.txt with one piece per line. The ids of words are cached.
 
-A word is a text without white space, or one Chinese character. All rules apply within words, so a repeated word needs
-only one look-up. Names of control tokens in a text are split like other text.
+A word is a sequence of characters without white space, or one Chinese character. All rules apply within words, so a
+repeated word needs only one look-up. Names of control tokens in a text are split like other text.
 
 By default, the rules are Google's, as in Megatron-LM. If the tokenizer_config.json of a transformers BERT is next to
 vocab.txt, transformers' rules apply, with the settings in tokenizer_config.json. The tokenizer.json of a BERT can be

@@ -19,8 +19,8 @@ from mega.core.files import fingerprint, whole_file
 
 
 class AnswerFile:
-    """A file of rows that can be resumed. path: path of the complete file. about: the settings that determine the rows.
-    done: number of rows that an earlier process has written."""
+    """A file of rows whose writing can be resumed. path: path of the complete file. about: the settings that determine
+    the rows. done: number of rows that an earlier process has written."""
 
     def __init__(self, path: Path, about: Mapping[str, object]) -> None:
         self.path, self._partial = path, Path(f"{path}.partial")

@@ -96,7 +96,7 @@ def _numbered(cited: Sequence[Citation], chunk: int, dropped: int) -> list[Citat
 
 
 def check_answered(event: Event) -> None:
-    """Raise an error if an event reports a failed request. Errors: ValueError."""
+    """Raise ValueError if an event reports a failed request."""
     if event.finish == "failed":
         raise ValueError(f"no answer: {event.message}")
 

@@ -89,7 +89,7 @@ def adapter_paths(given: Sequence[str]) -> dict[str, Path]:
 
 
 def open_adapters(paths: Mapping[str, Path], opened: OpenedModel) -> tuple[OpenedAdapter, ...]:
-    """Open the named adapters of a model. Each is a mega run with --lora-rank, or a directory written by peft.
+    """Open the named adapters of a model. Each adapter is a mega run with --lora-rank, or a directory written by peft.
 
     Errors: CheckpointError naming the flag, and the tensor or setting that does not fit the model.
     """

@@ -69,8 +69,8 @@ Fields = TypeVar("Fields", bound=ClientFields)
 
 
 def resolved(fields: Fields) -> Fields:
-    """Move the values of alternative fields to `max_tokens`, `repetition_penalty` and `response_format`, and return the
-    fields.
+    """Return the fields, with the values of alternative fields moved to `max_tokens`, `repetition_penalty` and
+    `response_format`.
 
     Errors: BadField if a field is given under two names.
     """

@@ -12,7 +12,7 @@ from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
-else:  # uvicorn is part of an extra, so `protocol` adds the base class at runtime
+else:  # uvicorn is an optional dependency, so `protocol` adds the base class at runtime
     H11Protocol = object
 
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"

@@ -69,7 +69,8 @@ class Driver:
         self.in_flight = 0
         self.failure: BaseException | None = None
         self.not_finite = 0
-        """Number of requests that have failed because of non-finite logits since the last token or vector."""
+        """Number of requests that have failed because of non-finite logits since the engine last returned a token or
+        vector."""
 
     @property
     def unhealthy(self) -> str | None:

@@ -1,5 +1,5 @@
-"""Parse and answer requests to /v1/embeddings in OpenAI's format. An embedding is the pooled and normalized last hidden
-states of a text.
+"""Parse and answer requests to /v1/embeddings in OpenAI's format. To compute an embedding, the last hidden states of a
+text are pooled and normalized.
 
 Source: OpenAI's API reference; vLLM's documentation for `normalize`.
 """

@@ -384,8 +384,8 @@ def _markers(service: Service) -> dict[int, str]:
 async def _prompts(
     service: Service, given: str | list[object], echo: bool, special: bool
 ) -> tuple[list[tuple[int, ...]], list[PromptText]]:
-    """Return the ids of the prompts, and the texts of the prompts if `echo`. special: whether names of special tokens
-    in a text are parsed as these tokens. Errors: BadField."""
+    """Return the ids of the prompts and, if `echo` is set, the texts of the prompts. special: whether names of special
+    tokens in a text are parsed as these tokens. Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("prompt", "prompt: must not be empty")
     prompts = given if isinstance(given, list) and not isinstance(given[0], int | float) else [given]

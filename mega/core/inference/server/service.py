@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
 
 _DISCARDED = 8
-"""Multiple of the maximum body size above which the connection is closed. Bytes between the two sizes are read and
-discarded."""
+"""A body that exceeds the maximum size by more than this factor closes the connection. Up to this factor, the excess is
+read and discarded."""
 _SHORT = 1 << 10
 """Texts of at most this many characters are encoded on the event loop's thread."""
 _LARGE = 1 << 16

@@ -1,6 +1,6 @@
 """Locate the assistant's turns, and the tokens that end these turns, in a conversation that a template has rendered.
 
-A turn begins after the rendering of the previous messages with the generation prompt, where generation would begin. The
+A turn begins where generation would begin: after the rendering of the previous messages with the generation prompt. The
 turn ends with the first end token after its text. Both positions are determined by rendering modified conversations
 with the same template. If the renderings are inconsistent, the template is rejected.
 """
