@@ -383,7 +383,7 @@ class _Builder:
         return dataset
 
     def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
-        """Return the part of a corpus that belongs to a split, which may be empty."""
+        """Return the part of a corpus that belongs to a split. The part may be empty."""
         corpus = self._corpus(flag, prefix)
         bounds = split_boundaries(split, self._recipe.units(corpus), core=self._core)
         split_index = SPLITS.index(name)

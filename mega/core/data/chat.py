@@ -204,7 +204,7 @@ def truncation_note(source: str, texts: Arrays, seq_length: int, unit: str = "co
 def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arrays:
     """Pack conversations into rows of `room` tokens, in shuffled order, until there are `samples` rows.
 
-    Example: lengths 3 4 2 in this order with room 6 give rows [3] [4 2].
+    Example: conversations of lengths 3 4 2, in this order and with room 6, form the rows [3] [4 2].
     """
     generator = np.random.RandomState(seed)
     members: list[int] = []

@@ -90,8 +90,8 @@ class ChunkSource:
 
 
 def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[ChunkSource]:
-    """Open the corpora of a blend. The first share in `split` is that of the training documents, which come first in a
-    corpus.
+    """Open the corpora of a blend. The training documents are the first documents of a corpus; their share is the first
+    in `split`.
 
     Errors: ValueError naming the file, the split, or a name that two corpora share.
     """
@@ -154,7 +154,7 @@ def is_built(path: Path) -> bool:
 
 
 def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
-    """Read arrays. Errors: ValueError naming the file if it is damaged, an array is missing, or h5py is not
+    """Read arrays. Errors: ValueError naming the file if the file is damaged, if an array is missing, or if h5py is not
     installed."""
     try:
         import h5py
@@ -249,7 +249,7 @@ class ChunkDatabase:
 
     prefixes: prefixes of this run's token files, in the order of the corpora; if empty, those recorded in the database
     are used.
-    Errors: ValueError naming a file that is missing, damaged, or belongs to other corpora.
+    Errors: ValueError naming a file that is missing or damaged, or that belongs to other corpora.
     """
 
     def __init__(self, folder: Path, length: int, eod: int, prefixes: Sequence[str] = ()) -> None:

@@ -3,11 +3,11 @@ memory limit, because an untrusted file can make the library crash or allocate a
 
     {"path", "kind"}               returns the number of row groups of a parquet file; 1 for an arrow stream
     {"reader", "path", "kind", "keys", "first", "last", "done"}
-                                   open reader number `reader` for these columns (all if `keys` is empty) and row groups
-                                   first .. last - 1, skipping the first `done` rows; returns null
+                                   opens reader number `reader` for these columns (all if `keys` is empty) and row
+                                   groups first .. last - 1, skipping the first `done` rows; returns null
     {"reader"}                     returns the next {RAW: lines, "rows", "read"} of that reader; null at the end.
                                    read: number of bytes of the file up to the end of the rows
-    {"reader", "close"}            close the reader; returns null
+    {"reader", "close"}            closes the reader; returns null
 """
 
 from __future__ import annotations

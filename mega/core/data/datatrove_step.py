@@ -1,4 +1,4 @@
-"""Define a step for datatrove pipelines that writes token files, one pair per task, identical to those of `mega
+"""Define a step for datatrove pipelines. The step writes token files, one pair per task, identical to those of `mega
 preprocess`.
 
     from datatrove.executor import SlurmPipelineExecutor

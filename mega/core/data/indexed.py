@@ -1,4 +1,4 @@
-"""Read token files: `<prefix>.bin` contains concatenated ids, `<prefix>.idx` the offset of each sequence.
+"""Read token files: `<prefix>.bin` has the concatenated ids, and `<prefix>.idx` has the offset of each sequence.
 
 The format is Megatron-LM's MMIDIDX, so files can be exchanged with Megatron-LM. A *sequence* is one stored run of
 tokens (a document, or one sentence of a document). A *document* is a run of consecutive sequences. This module does not
@@ -169,7 +169,8 @@ class IndexedDataset:
 
     @cached_property
     def note(self) -> Mapping[str, Any]:
-        """The note that was written with the pair; empty if the note is missing, damaged, or belongs to other files."""
+        """The note that was written with the pair; empty if the note is missing or damaged, or belongs to other
+        files."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             note = read_note(self.prefix)
             if note["counts"] == [len(self), self.documents, len(self.tokens)]:

@@ -3,7 +3,7 @@
     <prefix> p <suffix> s <middle> m      or, suffix first,      <prefix> <suffix> s <middle> p m
 
 Documents are selected and cut as in Megatron-core's dataset for --fim-data. However, every sample uses a separate
-generator, so that it depends only on the seed and the sample index, not on earlier reads. Source of both orders:
+generator, so that a sample depends only on the seed and its index, not on earlier reads. Source of both orders:
 Bavarian et al. 2022.
 """
 

@@ -47,8 +47,8 @@ def verify(prefix: str, report: Print) -> None:
 def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None:
     """Write the note of a pair that has none, such as a pair from Megatron-LM, so that later damage can be detected.
 
-    tokenizer: the tokenizer that encoded the pair, which is recorded so that training with another tokenizer is
-    rejected. A tokenizer that is already recorded is kept.
+    tokenizer: the tokenizer that encoded the pair. It is recorded so that training with another tokenizer is rejected.
+    A tokenizer that is already recorded is kept.
     Raises ValueError if the tokenizer lacks an id of the pair, or if another tokenizer is recorded.
     """
     data = IndexedDataset(prefix)
@@ -113,8 +113,8 @@ def show(
 
 
 def _recorded_tokenizer(data: IndexedDataset) -> tuple[Tokenizer | None, str | None]:
-    """Open the tokenizer recorded with a pair. Return (tokenizer, None), or (None, a message that says why it cannot be
-    opened); (None, None) if no tokenizer is recorded."""
+    """Open the tokenizer recorded with a pair. Return (tokenizer, None), or (None, a message that says why the
+    tokenizer cannot be opened); (None, None) if no tokenizer is recorded."""
     recorded_options = noted_tokenizer(data.prefix)
     defaults = dataclasses.asdict(TokenizerConfig())
     if data.tokenizer is None or not recorded_options or not recorded_options.keys() <= defaults.keys():

@@ -43,8 +43,8 @@ def whole(path: Path) -> bytes:
 class Unmapped:
     """An array in a file. `array[first:last]` reads items from the file.
 
-    Used for file systems on which memory maps are slow, or on which reading a mapped file that was truncated raises a
-    signal.
+    Used for file systems on which memory maps are slow, or on which reading a mapped file raises a signal after the
+    file was truncated.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:

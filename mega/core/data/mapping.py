@@ -63,8 +63,8 @@ def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator
     sample contains sentences until the target length is reached. If only one sentence of the document then remains, it
     is added to the sample.
 
-    ends: number of tokens in the document before each sentence, and in total. As in Megatron-LM, one target more than
-    there are samples is drawn.
+    ends: number of tokens in the document before each sentence, and in total. As in Megatron-LM, one more target is
+    drawn than there are samples.
     """
     target = next(targets)
     start, count = 0, len(ends) - 1

@@ -105,8 +105,8 @@ def draw_below(streams: Sequence[Stream], counts: Ints) -> list[int]:
 
 
 def draw_coins(streams: Sequence[Stream], counts: Ints) -> NDArray[np.bool_]:
-    """Return the concatenated results of `RandomState.random_sample(count) < 0.5` for each stream, which depend on the
-    highest bit of every second output."""
+    """Return the results of `RandomState.random_sample(count) < 0.5` for each stream, concatenated. The results depend
+    only on the highest bit of every second output."""
     outputs = [stream.raw(count) for stream, count in zip(streams, (2 * counts).tolist(), strict=True)]
     return np.concatenate(outputs)[::2] < 2**31
 
@@ -172,9 +172,10 @@ def choose_words(
 
     order: see `WordIndex.shuffled`. budgets: maximum total number of tokens in each text's runs. A run that exceeds the
     budget is shortened. A run that overlaps an earlier run is dropped.
-    runs: uint8 [texts, width], the number of words in a run whose draw begins at each position of a text's draws. This
-    draw takes two positions. steps: uint8 [4, texts * width], the number of positions for the draws of 0 .. 3 tokens;
-    None if tokens have no draws; all tokens of a run then have the position after the run's draw.
+    runs: uint8 [texts, width], for each position of a text's draws, the number of words in a run whose draw begins
+    there. Such a draw takes two positions. steps: uint8 [4, texts * width], the number of positions for the draws of 0
+    .. 3 tokens. If `steps` is None, tokens have no draws, and all tokens of a run have the position after the run's
+    draw.
 
     Raises `Exhausted` if a text needs the draws of the last `SPARE` positions.
     """
@@ -281,7 +282,8 @@ class BertDraws:
 
 @cache
 def _bounds() -> list[float]:
-    """Return the cumulative probabilities of runs of n = 1, 2 or 3 words in BERT samples, which have weights 1 / n."""
+    """Return the cumulative probabilities with which a run in a BERT sample has n = 1, 2 or 3 words. The probabilities
+    are proportional to 1 / n."""
     weights = 1.0 / np.arange(1, 4)
     weights /= weights.sum()
     bounds = (weights / weights.sum()).cumsum()

@@ -45,7 +45,7 @@ def md5(text: str) -> str:
 
 @dataclass(frozen=True)
 class DatabaseManifest:
-    """The settings and corpora with which a database was built, which must equal those of a run that reads the
+    """The settings and corpora with which a database was built. They must match those of a run that reads the
     database."""
 
     NAME: ClassVar[str] = "retro.json"

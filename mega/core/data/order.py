@@ -23,7 +23,8 @@ _LEAST_RUNS = 8  # fewer parallel runs are not faster than one
 def split_shares(split: str) -> tuple[float, float, float]:
     """Parse `split`, such as "969, 30, 1", "90/10" or "1", into shares of training, validation and test that sum to 1.
 
-    Raises ValueError if there are more than three shares, a share is not a number of at least 0, or all shares are 0.
+    Raises ValueError if there are more than three shares, if a share is not a number of at least 0, or if all shares
+    are 0.
     """
     parts = re.split("," if "," in split else "/", split)
     try:

@@ -1,5 +1,5 @@
-"""Read a blend whose weights change during the run. Reading of each corpus continues at its current position, so that
-no sample is lost or repeated.
+"""Read a blend whose weights change during the run. After a change, each corpus is read from its current position
+onward, so that no sample is lost or repeated.
 
 A run that resumes with a different blend has several phases. The samples before the change come from the earlier blend,
 in their original order; later samples come from the new blend. In the next pass over a corpus, samples that earlier

@@ -41,7 +41,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
     masked_scores = scores(q, k, visible, mask.softcap)
     weights = masked_scores.softmax(-1).to(q.dtype)
     if visible is not None and mask.may_hide_all(s, t):
-        weights = weights.masked_fill(~visible, 0.0)  # softmax gives NaN for a query without visible keys
+        weights = weights.masked_fill(~visible, 0.0)  # softmax returns NaN for a query without visible keys
     if mask.dropout is not None:
         weights = mask.dropout(weights)
     return (weights @ expand_heads(v, q.shape[2])).transpose(1, 2)

@@ -2,8 +2,8 @@
 backward pass.
 
 A weight may have a method `accumulate_grad(gradient)` that adds the gradient to a main_grad and returns None. Ops pass
-weight gradients to this method in full precision. A tensor may have a recipe, which is a function that recomputes it.
-An op may save the recipe for the backward pass instead of the tensor.
+weight gradients to this method in full precision. A tensor may have a recipe, a function that recomputes the tensor. An
+op may save the recipe for the backward pass instead of the tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ State = TypeVar("State")
 class FunctionContext(FunctionCtx, Generic[State]):
     """The type of the context `ctx` in an autograd function.
 
-    state: the values other than tensors that `forward` passes to `backward`. recipe: the recipe of the tensor passed to
-    `keep`, or None.
+    state: the values other than tensors that `forward` passes to `backward`. recipe: the function that recomputes the
+    tensor passed to `keep`, or None.
     """
 
     state: State

@@ -38,7 +38,7 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
-    """Mix the 64 bits of every int64 in `z`, so that neighbouring inputs give unrelated outputs."""
+    """Mix the 64 bits of every int64 in `z`, so that neighbouring inputs have unrelated outputs."""
     z = z * _signed(_GOLDEN)
     if not z.is_meta:  # on the meta device, one round is enough because all rounds need the same memory
         z = (z ^ _shift(z, 30)) * _signed(_FIRST)

@@ -40,8 +40,9 @@ class KeptKeys:
         """Prepare a step with one token per sequence, and return whether `attend` can be used in this step.
 
         The result is True from the second consecutive step with the same sequences onward, unless the keys exceed
-        MOST_BYTES. sequences: int64 [runs], a unique number per sequence, which is never reused. lengths, tables: the
-        same as for `PagedAttention.pages`.
+        MOST_BYTES.
+        sequences: int64 [runs], a unique number per sequence, which is never reused. lengths, tables: the same as for
+        `PagedAttention.pages`.
         """
         resumes = np.array_equal(sequences, self._sequences) and np.array_equal(lengths, self._lengths + 1)
         self._sequences, self._lengths = sequences, lengths

@@ -102,7 +102,7 @@ class AttentionMask:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features that a kernel must support in addition to the kind, as phrases for messages.
+        """The features, in addition to the kind, that a kernel must support for this mask, as phrases for messages.
 
         >>> AttentionMask(window=2).features
         ('a window',)

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Forgotten:
-    """A placeholder for a saved tensor, which is empty until the tensor is recomputed."""
+    """A placeholder for a saved tensor. The placeholder is empty until the tensor is recomputed."""
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
@@ -78,7 +78,7 @@ def recompute(run: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor
     """Return `run(*inputs)`. Only the inputs are saved; other saved tensors are recomputed when the backward pass needs
     them.
 
-    A nested call also saves the inputs of the inner call until the backward pass.
+    If calls are nested, the inputs of the inner call are also saved until the backward pass.
 
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> recompute(lambda x: x * x * x, x).backward()

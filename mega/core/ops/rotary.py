@@ -15,7 +15,7 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin for positions int64 [tokens]: each [tokens, rope.width / 2] in max(fp32, dtype).
 
-    length: number of columns of the whole rows, which determines LongRoPE's factors. None: the number of positions.
+    length: number of columns of a whole row, which determines LongRoPE's factors. None: the number of positions.
     """
     table_dtype, width, scaling = accurate(dtype), rope.width, rope.scaling
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width

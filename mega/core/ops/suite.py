@@ -168,7 +168,7 @@ def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: 
 
 
 def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
-    """Return a variant of `ops` for inference, which runs fewer operations.
+    """Return a variant of `ops` that runs fewer operations, for inference.
 
     On a CPU, the overhead of an operation exceeds its computation. On CUDA, steps of few tokens are limited by memory
     bandwidth. fp8_weights: whether the weights of the linear layers in blocks are stored in fp8.

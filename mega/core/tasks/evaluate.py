@@ -67,7 +67,7 @@ content."""
 
 @dataclass(frozen=True)
 class CheckedEvaluation:
-    """An evaluation that `prepare` accepted."""
+    """An evaluation that `prepare` has checked."""
 
     model: CheckedModel
     options: TaskOptions

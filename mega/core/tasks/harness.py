@@ -105,7 +105,7 @@ def _known_tasks(options: HarnessOptions) -> object:
 
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ValueError(f"--include-path {options.include_path}: no such directory")
-    if options.include_path is not None:  # first without the harness's own tasks, which take seconds to read
+    if options.include_path is not None:  # first try without the built-in tasks, which take seconds to read
         local_tasks = TaskManager(include_path=options.include_path, include_defaults=False)
         if all(local_tasks.match_tasks([name]) for name in options.tasks):
             return local_tasks
@@ -353,7 +353,7 @@ def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
 
 
 def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, object]]]) -> list[str]:
-    """Return the answer to each prompt. Prompts with equal generation options are processed together."""
+    """Return the answer to each prompt. Prompts with identical generation options are processed together."""
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
     answers: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""The model of an evaluation, which is checked in the process that the user started, and then loaded on every rank.
+"""Checks the model of an evaluation in the process that the user started, and then loads the model on every rank.
 
 check_model    opens the model that --load names and checks layout and flags, before any rank starts
 as_rank        runs a function as one rank of the job
@@ -98,7 +98,7 @@ class ModelHere:
     @cached_property
     def decoding_stage(self) -> object:
         """This rank's stage for an engine: the stage in `stages`, unless the layout splits the tokens of a row over the
-        tensor ranks, which decoding does not support. In that case a second copy is loaded."""
+        tensor ranks, which decoding does not support. In that case, a second copy is loaded."""
         parallel = self.run.parallel
         shared = parallel.sequence_parallel or parallel.tp_overlap
         return (self._load(False, False) if shared else self.stages)[0]
@@ -152,7 +152,7 @@ def check_model(
     model = _model(model_files, given)
     values = {name: value_of(options, name) for name in options_with(evaluated=True)}
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
-    # By default labelled rows are as long as in finetuning, and texts use all positions of the model, up to LONGEST.
+    # By default, labelled rows are as long as in finetuning, and texts use all positions of the model, up to LONGEST.
     usual = model_files.trained_length if task in LABELLED else None
     room = min(architecture(model).positions, LONGEST)
     values["seq_length"] = options.batch.seq_length or usual or room - room % row_unit(model)
@@ -191,7 +191,7 @@ def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
 
 
 def open_here(checked: CheckedModel, rank: int, world: int, device: Device, groups: Groups | None) -> ModelHere:
-    """Open one rank's shard. Without --dtype the computation uses the weights' dtype, but at least fp32 on a CPU."""
+    """Open one rank's shard. Without --dtype, the computation uses the weights' dtype, but at least fp32 on a CPU."""
     model, run = open_model(checked.load), checked.run
     if not checked.typed_dtype:
         run = variant(run, {"dtype": DTYPE_NAMES[compute_dtype(model, device)], "grad_dtype": None})

@@ -30,7 +30,7 @@ class Windows(Sequence[JudgedRow]):
     """A text as windows of `length` inputs, `stride` ids apart. Every id except the first is scored in exactly one
     window.
 
-    In the first window all labels are scored. In later windows only the last `stride` labels are scored, so that each
+    In the first window, all labels are scored. In later windows, only the last `stride` labels are scored, so that each
     scored label has at least length - stride ids of context (Baevski and Auli 2018, section 4.2; Megatron-LM's
     --overlapping-eval).
     >>> [(list(row.ids), row.judged) for row in Windows(range(8), length=4, stride=2)]

@@ -40,7 +40,7 @@ class Bar:
 
 
 def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
-    """Format a result as Megatron-LM's line.
+    """Format a result as one line, like Megatron-LM.
 
     >>> figures = [{"name": "ppl", "value": 19.31}, {"name": "token ratio", "value": 1.1008449901248143}]
     >>> line({"task": "wikitext103", "figures": figures}, ["ppl", "token ratio"])

@@ -138,8 +138,8 @@ def preprocess(
     sentences: split texts into sentences first. The files are then `<output_prefix>_<key>_sentence`.
     shard: (i, n) with i in 0 .. n - 1: process only shard i of n of the input. `merge` joins the output of all shards.
     resume: save the state every `save_every` seconds, and continue from the state of an earlier call, if any.
-    overwrite: replace token files made from other inputs or settings; if False, raise ValueError. progress: called
-    after every block with the report so far and the number of bytes read from the input files.
+    overwrite: replace token files made from other inputs or settings; if False, raise ValueError.
+    progress: called after every block with the report so far and the number of bytes read from the input files.
     Raises ValueError naming the flag, or file and line, in which case no output file is created.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
@@ -460,8 +460,8 @@ class WorkerResult(NamedTuple):
     found: EncodedBlock
     """The encoded block, without ids if the ids are in the shared buffer."""
     inside: list[int]
-    """Number of ids per key in the shared buffer, which contains the concatenated ids of all keys. Empty if the buffer
-    is too small; `found` then contains the ids."""
+    """Number of ids per key in the shared buffer, which contains the concatenated ids of all keys. The list is empty if
+    the buffer is too small; `found` then contains the ids."""
 
 
 def _encode_into(worker: _Worker, read: Read, buffer: Buffer) -> WorkerResult:
@@ -493,7 +493,7 @@ def _spawned_worker(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, 
 def _encoders(
     local_tokenizer: Tokenizer, tokenizer: Mapping[str, object], job: _Job, workers: int
 ) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, EncodedBlock]]]]:
-    """Context manager that provides a function which yields every block with its result, in input order."""
+    """Context manager that provides a function. The function yields every block with its result, in input order."""
     local_worker = job.worker(local_tokenizer)
     if workers == 1:
         local_worker.load()
@@ -578,6 +578,5 @@ def _is_note(state: dict[str, Any]) -> bool:
 
 
 def _published(prefix: str) -> bool:
-    """Whether the pair at `prefix` is finished, that is, whether its temporary files, which are removed last, no longer
-    exist."""
+    """Whether the pair at `prefix` is finished: it exists, and its temporary files, which are removed last, do not."""
     return exists(prefix) and not Path(f"{bin_path(prefix)}.tmp").exists()

@@ -71,7 +71,7 @@ class WorkRecord:
 
     def is_current(self, flag: str, value: object, overwrite: bool) -> bool:
         """Whether the existing files were made from the same inputs and settings, and are unchanged. Errors: ValueError
-        if any other files would be replaced."""
+        if files made from other inputs or settings would be replaced."""
         if overwrite:
             return False
         record = {}

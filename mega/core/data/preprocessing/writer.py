@@ -176,7 +176,7 @@ class IndexedWriter:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Convert an OSError, such as a full disk, to a ValueError that names the output."""
+        """Convert an OSError, such as that of a full disk, to a ValueError that names the output."""
         try:
             yield
         except OSError as error:

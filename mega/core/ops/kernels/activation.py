@@ -157,7 +157,7 @@ def _gate_backward(x_at, grad_at, out_at, width, KIND: tl.constexpr, BLOCK: tl.c
     gate = tl.load(x_at + offset, mask, 0.0).to(tl.float32)
     up = tl.load(x_at + offset + width, mask, 0.0).to(tl.float32)
     grad = tl.load(grad_at + row * width + column, mask, 0.0).to(tl.float32)
-    if KIND == 3:  # this order of operations is kept so that results stay bitwise equal to earlier versions
+    if KIND == 3:  # this order of operations keeps results bitwise identical to those of earlier versions
         s = tl.sigmoid(gate)
         grad_gate = grad * up * s * (1.0 + gate * (1.0 - s))
         grad_up = grad * gate * s

@@ -60,7 +60,7 @@ def adamw(
     """Apply one update in place. All tensors are flat and have equal lengths. weights: None if the model's weights are
     `master`, which may then have any dtype.
 
-    scalars: fp32 [4] on the device, with 1 to apply the step or else 0, the clip factor, 1 - beta1^t, and 1 - beta2^t.
+    scalars: fp32 [4] on the device: 1 to apply the step or 0 to skip it, the clip factor, 1 - beta1^t, and 1 - beta2^t.
     decay_end: weight decay is applied to the elements before this index.
     """
     size = master.numel()

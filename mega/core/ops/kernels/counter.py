@@ -1,4 +1,4 @@
-"""Dropout masks inside kernels, bitwise equal to those of `ops.counter`.
+"""Dropout masks inside kernels, bitwise identical to those of `ops.counter`.
 
 One draw of 32 bits is used for two elements that are eight apart. With tensor cores, a thread has rows and columns that
 are eight apart, so one draw is enough for two scores, in either orientation of the tile.

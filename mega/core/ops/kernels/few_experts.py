@@ -220,7 +220,7 @@ def _multiply(
 ):  # fmt: skip
     """Compute a tile of one expert's outputs [choices, outs], for the choices that select this expert.
 
-    UP: x has a row per token, and outputs are activated and multiplied by the factors of the choices. Otherwise x has
+    UP: x has a row per token, and outputs are activated and multiplied by the factors of the choices. Otherwise, x has
     a row per choice.
     """
     in_turn(OVERLAP)

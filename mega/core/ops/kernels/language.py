@@ -28,8 +28,8 @@ except ImportError:
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, **options: object) -> None:
     """Launch `kernel[grid](x, *args, **options)`.
 
-    Before every launch, Triton inspects each argument, and Triton's settings and global variables. This function
-    instead looks up the compiled kernel by the kinds of the arguments, which can halve the time of a launch.
+    Before every launch, Triton inspects each argument, its own settings, and global variables. This function instead
+    looks up the compiled kernel by the kinds of the arguments, which can halve the time of a launch.
     """
     if x.is_meta:
         observe.kernel(getattr(kernel, "__name__", "kernel"), (x, *args))

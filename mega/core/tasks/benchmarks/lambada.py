@@ -1,7 +1,7 @@
 """LAMBADA (Paperno et al. 2016), zero-shot: whether a model's most likely continuation of a passage is the passage's
 last word.
 
-By default only the last token of a passage is scored. With --strict-lambada, all tokens of the last word must be the
+By default, only the last token of a passage is scored. With --strict-lambada, all tokens of the last word must be the
 most likely tokens. The definition is that of Megatron-LM (tasks/zeroshot_gpt).
 """
 

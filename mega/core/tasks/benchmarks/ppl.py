@@ -80,7 +80,7 @@ class CorpusPerplexity:
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         loss = found["nll"]
         figures = [interval("loss", loss), interval("ppl", loss, perplexity), Figure("tokens", round(loss.weight))]
-        # With --limit only some windows are scored, so the counts of the whole text do not apply.
+        # With --limit, only some windows are scored, so the counts of the whole text do not apply.
         if "bytes" in self.counts and self.counts["tokens"] == loss.weight:
             by_word, by_byte = (self.counts["tokens"] / self.counts[name] for name in ("words", "bytes"))
             figures += [

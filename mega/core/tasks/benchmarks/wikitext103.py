@@ -1,7 +1,7 @@
 """WikiText-103, zero-shot: the perplexity of a text, per token and per original word.
 
 Tokenizers split a text into different numbers of tokens, so the loss per token is converted to a loss per original
-word: adjusted perplexity = exp(loss x tokens / words), as in Megatron-LM (tasks/zeroshot_gpt). With --context-window
+word: adjusted perplexity = exp(loss x tokens / words), as in Megatron-LM (tasks/zeroshot_gpt). With --context-window,
 the score is that of fairseq for Megatron-11b: the end-of-document token ends every line and begins the text. fairseq's
 recipe first makes token files. The prefix of such token files can be given instead of a text, but then no figures per
 word are reported.
@@ -92,8 +92,8 @@ class WikiText:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity if that is too large for a float. Megatron-LM limits perplexities to e^20, which
-    hides that a model is worse than a random guess.
+    """Return exp(loss), or infinity if that is too large for a float. Megatron-LM limits perplexities to e^20; this
+    limit can hide that a model is worse than a random guess.
 
     >>> perplexity(1000.0)
     inf
