@@ -5,21 +5,24 @@ On the device steps are launched before the results of the one before are read; 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from mega.core.architecture import units
 from mega.core.device import Device
-from mega.core.inference.options import EngineOptions
+from mega.core.inference.options import MTP, EngineOptions
+from mega.core.inference.speculate import Confidence
 from mega.core.inference.start import engine_on
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
-from tests.inference.test_engine import FAMILIES, GREEDY, Request, Sampling, answers, prompts, tokens
+from tests.inference.test_engine import FAMILIES, GREEDY, Request, Sampling, answers, guessing_requests, prompts, tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +30,9 @@ pytestmark = [
 ]
 
 
-def engine(family: str, kind: str, graphs: bool) -> Any:
-    model, device = FAMILIES[family], Device.choose(kind)
+def engine(family: str, kind: str, graphs: bool, depths: int = 0) -> Any:
+    """depths: number of layers of multi-token prediction, which then guess tokens."""
+    model, device = replace(FAMILIES[family], mtp_layers=depths), Device.choose(kind)
     ops = forward_only(choose(device.torch, torch.float32))
     stage: Any = DecoderStage(model, units(model), ParameterFactory({}, torch.float32, device.torch, ops), ALONE)
     initialise(stage, 5)
@@ -36,7 +40,8 @@ def engine(family: str, kind: str, graphs: bool) -> Any:
         for weight in stage.parameters():
             if weight.dim() > 1:
                 weight.mul_(6.0)
-    return engine_on(stage.eval(), Mesh.at(0), device, EngineOptions(max_requests=16, cuda_graph=graphs))
+    options = EngineOptions(max_requests=16, cuda_graph=graphs, speculate=MTP if depths else None)
+    return engine_on(stage.eval(), Mesh.at(0), device, options)
 
 
 @pytest.mark.parametrize("family", [name for name, model in FAMILIES.items() if model.attention_softcap is None])
@@ -48,3 +53,12 @@ def test_graphs_change_nothing(family: str, caplog: pytest.LogCaptureFixture) ->
         for kind, graphs in (("cuda", True), ("cuda", False), ("cpu", False))
     )
     assert played == plain == host and not caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_graphs_of_layers_that_guess_change_nothing(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    asked = guessing_requests(9)
+    cases = (("cuda", True, 2), ("cuda", False, 2), ("cuda", True, 0), ("cpu", False, 2))
+    with mock.patch.object(Confidence, "checked"):  # guesses do not stop when they are often wrong
+        first, *others = ([tokens(events) for events in answers(engine(family, *case), asked)] for case in cases)
+    assert all(other == first for other in others) and not caplog.text
