@@ -131,7 +131,7 @@ def draw(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     id whose interval of the cumulative distribution contains the number."""
     ends = shares.double().cumsum(-1)
     ids = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)[:, 0]
-    # rounding can put the number above the last interval
+    # Because of rounding, a number can lie above the last interval.
     return torch.where(ids < shares.shape[-1], ids, shares.argmax(-1))
 
 
@@ -151,4 +151,4 @@ def top_p_after(how: Sampling, tokens: int) -> float:
     [0.8, 0.4, 0.3]
     """
     decayed = how.top_p * math.pow(how.top_p_decay, tokens) if how.top_p_decay else how.top_p
-    return max(decayed, how.top_p_bound, TINY)  # with 0, no token would be kept
+    return max(decayed, how.top_p_bound, TINY)  # a top-p of 0 would keep no token

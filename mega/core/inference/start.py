@@ -100,7 +100,7 @@ def engine_on(
     model, size = stage.architecture, options.block
     _check_graphs(options, model, device)
     vocab = min(model.input.vocab, options.vocab or model.input.vocab)
-    draft = _draft(options, stage, device, vocab) if mesh.model.first else None  # must precede the sizing of the cache
+    draft = _draft(options, stage, device, vocab) if mesh.model.first else None  # load it before sizing the cache
     worker = _worker(stage, mesh, device, options, vocab, adapters, retriever, None if draft is None else draft.size)
     blocks = worker.blocks
     relay = relay or relay_of(mesh)

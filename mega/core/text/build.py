@@ -26,7 +26,7 @@ class TokenizerFiles(NamedTuple):
     tokenizer_model: Path | None
     vocab_file: Path | None
     merge_file: Path | None
-    vocab_size: int | None  # size of a NullTokenizer
+    vocab_size: int | None  # vocabulary size of a NullTokenizer
     extra_ids: int  # number of sentinels <extra_id_0>, <extra_id_1>, ... to add
     eod_last: bool  # whether the last id of a NullTokenizer ends a document; if False, an additional id is used
 

@@ -123,7 +123,7 @@ def read_dictionary(path: Path) -> list[str]:
         text = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"--tokenizer-model {path}: not UTF-8 ({error})") from None
-    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # splitlines would also split at U+0085
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # str.splitlines would also split at U+0085
         symbol, *rest = (line := line.removesuffix("\n")).split(" ")
         overwrites = rest[1:] == [OVERWRITE]
         if not symbol or not rest or not rest[0].isdecimal() or (len(rest) > 1 and not overwrites):

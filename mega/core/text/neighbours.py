@@ -38,11 +38,11 @@ class AddedToken(NamedTuple):
     """A token added to the vocabulary, with the fields of Hugging Face's files."""
 
     name: str
-    special: bool  # encoding raw text never yields this token
-    lstrip: bool = False  # the token absorbs spaces to its left
-    rstrip: bool = False  # the token absorbs spaces to its right
-    single_word: bool = False  # the token matches only whole words
-    normalized: bool = False  # the token is searched for in normalised text
+    special: bool  # if True, encoding raw text never yields this token
+    lstrip: bool = False  # whether the token absorbs spaces to its left
+    rstrip: bool = False  # whether the token absorbs spaces to its right
+    single_word: bool = False  # whether the token matches only whole words
+    normalized: bool = False  # whether the token is searched for in normalised text
 
 
 @dataclass(frozen=True)

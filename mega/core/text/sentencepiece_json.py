@@ -42,13 +42,13 @@ _BYTE_NAME = 6
 class _Model:
     """The contents of a SentencePiece model file that determine the ids of a text."""
 
-    kind: int  # a key of _KINDS
+    kind: int  # type of the model, a key of _KINDS
     pieces: Sequence[tuple[str, float, int]]  # (piece, score, type) of each piece
     byte_fallback: bool
     charsmap: bytes  # the compiled normalisation rules
-    squeezes: bool  # removes spaces at both ends of a text, and repeated spaces
-    prefix: bool  # prepends a space to a text
-    odd: bool  # the model has settings that a tokenizer.json cannot express
+    squeezes: bool  # whether spaces at both ends of a text, and repeated spaces, are removed
+    prefix: bool  # whether a space is prepended to a text
+    odd: bool  # whether the model has settings that a tokenizer.json cannot express
 
     @classmethod
     def read(cls, proto: bytes) -> _Model:
@@ -56,7 +56,7 @@ class _Model:
         trainer, normalizer = (protobuf.fields(last(fields, number, b"")) for number in (2, 3))
         inexpressible = bool(last(trainer, 24, 0)) or not last(
             normalizer, 5, 1
-        )  # spaces are at the end of words, or are not escaped
+        )  # whether spaces are at the end of words, or are not escaped
         return cls(
             kind=last(trainer, 3, 1),
             pieces=pieces_of(fields),

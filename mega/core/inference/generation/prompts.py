@@ -162,7 +162,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[TextPrompt]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--input {path}: cannot be read as UTF-8 text ({error})") from None
-    for number, line in enumerate(io.StringIO(text), start=1):  # splitlines would also split at U+2028
+    for number, line in enumerate(io.StringIO(text), start=1):  # str.splitlines would also split at U+2028
         line = line.removesuffix("\n")
         if path.suffix != ".jsonl":
             yield TextPrompt(line, first)
