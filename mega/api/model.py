@@ -94,7 +94,7 @@ class Model:
         without the prompts.
 
         sampling: options of `mega generate`, such as temperature (default 1; 0 selects the most likely token), top_k,
-        top_p, min_p, repetition_penalty, and seed (default 0; the same seed gives the same text).
+        top_p, min_p, repetition_penalty, and seed (default 0; the same seed produces the same text).
 
         Errors: ValueError naming the option, its value and the rule, or a prompt that is too long.
         """

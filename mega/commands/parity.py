@@ -1,4 +1,4 @@
-"""`mega parity`: check that training from one seed gives the same model in every layout."""
+"""`mega parity`: check that training from one seed produces the same model in every layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(
         default_models: tuple[str, ...] = FAMILIES if proof.layouts is None else ()
         models = (proof.family,) if proof.family else default_models
         cases = [(model, layout) for layout in chosen_layouts for model in models or models_of(layout)]
-    # Rows of an earlier call are reused if they have the same commit, so that an interrupted check resumes.
+    # Rows of an earlier call are reused if they were measured at the same commit, so that an interrupted check resumes.
     commit = rows.code() if proof.json else ""
     required = {(model, layout.name, proof.dtype) for model, layout in cases}
     results = [row for row in rows.read_rows(proof.json, commit) if _key(row) in required] if proof.json else []

@@ -45,8 +45,8 @@ _BLOCK = 1 << 20
 def read_limited(path: Path | str, limit: int, what: str) -> bytes:
     """Read a file or pipe of at most `limit` bytes. Reading stops one byte after the limit, so a device may be endless.
 
-    what: flag and file, for messages. Errors: ValueError if the file cannot be read or is larger, or if a pipe gives no
-    data for WAIT_SECONDS.
+    what: flag and file, for messages. Errors: ValueError if the file cannot be read or is larger, or if a pipe delivers
+    no data for WAIT_SECONDS.
     """
     data = bytearray()
     try:

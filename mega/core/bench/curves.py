@@ -1,7 +1,7 @@
 """Measure the times of single operations on this device, as points of the curves in estimate/curves.py.
 
     matmuls       [m, k] x [k, n]: forward, dgrad, and wgrad that is added to main_grad
-    fp8_matmuls   the same in fp8, on devices that have fp8 matmuls
+    fp8_matmuls   these three matmuls in fp8, on devices that support fp8 matmuls
     attention     by kernel, length and width of a head; forward and backward
     elementwise   a sum of two tensors and an activation, by size
     gap           time of a tiny kernel in a graph

@@ -171,7 +171,7 @@ class DenseOptions(Section):
     )
     rope_scaling_factor: float = option(
         8.0,
-        "divide low frequencies by this",
+        "divide low rotary frequencies by this",
         megatron="--rope-scaling-factor",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3", "yarn")},

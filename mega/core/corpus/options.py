@@ -18,8 +18,10 @@ class CorpusStepOptions(VerbSection):
 
     title: ClassVar[str] = "Documents"
 
-    input: tuple[str, ...] = option(REQUIRED, "JSON lines, also .gz .zst .xz .bz2; .parquet; a folder; a glob")
-    output: Path = option(REQUIRED, "a folder, or a file: .jsonl, .json, .txt, also with .gz or .zst")
+    input: tuple[str, ...] = option(
+        REQUIRED, "JSON lines, plain or compressed (.gz .zst .xz .bz2); .parquet; a folder; a glob"
+    )
+    output: Path = option(REQUIRED, "a folder, or a file: .jsonl, .json or .txt, optionally followed by .gz or .zst")
     workers: int = option(1, "number of processes; the result does not depend on it")
     shard: str = option(
         "1/1", "i/N, 1 <= i <= N: process only this share of the input; all shards write into one folder"

@@ -19,7 +19,8 @@ class PreprocessOptions(VerbSection):
 
     input: tuple[str, ...] = option(
         REQUIRED,
-        "JSON lines, also .gz .zst .xz .bz2; .txt; .parquet; a dataset, also on the Hub; a folder; a glob; - for stdin",
+        "JSON lines, plain or compressed (.gz .zst .xz .bz2); .txt; .parquet; a dataset, local or on the Hub; a "
+        "folder; a glob; - for stdin",
         hub="dataset",
     )
     output_prefix: str = option(REQUIRED, "prefix of the output file names")

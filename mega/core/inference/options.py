@@ -134,7 +134,9 @@ class GenerateOptions(VerbSection):
         hub="model",
     )
     url: str | None = option(None, "use PUT /api of a running server, such as mega serve", metavar="HOST:PORT")
-    prompt: str | None = option(None, "text to continue [read from the terminal, else a new document]")
+    prompt: str | None = option(
+        None, "text to continue [prompts from the terminal; without a terminal, a new document]"
+    )
     input: Path | None = option(
         None, "file of prompts: JSON lines (.jsonl), else one prompt per line", megatron="--sample-input-file"
     )

@@ -92,7 +92,8 @@ class ConvertOptions(VerbSection):
 
     load_dir: Path = option(
         REQUIRED,
-        "Hugging Face, Meta or fairseq folder, llama2.c or GGUF file, run directory, step-NNNNNNN, name on the Hub",
+        "weights to convert: a Hugging Face, Meta or fairseq folder, a llama2.c or GGUF file, the directory of a run "
+        "or of a step, or a name on the Hub",
         hub="model",
     )
     save_dir: Path = option(REQUIRED, "folder to write; it appears only when it is complete")
