@@ -40,7 +40,7 @@ _CHARACTERS_A_TOKEN = 8
 tokenized."""
 
 _UNTOUCHED = re.compile(r"[\t\n\x20-\x25\x27-\x7e]*")
-"""Matches ASCII text without control characters and without `&`, which ftfy does not change."""
+"""Matches text that ftfy does not change: ASCII without control characters and without `&`."""
 _BLANKS = re.compile(r"  +|\b\n+ |\b\n+")
 
 

@@ -45,8 +45,8 @@ class WordPositions(NamedTuple):
 
 
 def words_of(text: str, *, as_megatron: bool = False) -> WordPositions:
-    """Return the words of a text with their offsets. as_megatron: offsets refer to the lower-cased text, which may be
-    longer than the text.
+    """Return the words of a text with their offsets. as_megatron: whether offsets refer to the lower-cased text, which
+    may be longer than the text.
 
     >>> words_of("İt is").begins, words_of("İt is", as_megatron=True).begins
     ([0, 3], [0, 2, 4])
@@ -192,8 +192,8 @@ def _runs(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
 
 
 def _any_match(runs: NDArray[np.uint64], sorted_hashes: NDArray[np.uint64]) -> bool:
-    """Whether any element of `runs` is in `sorted_hashes`. The search is a binary search. `np.isin` would be slow,
-    because `sorted_hashes` is much longer than `runs`."""
+    """Whether any element of `runs` is in `sorted_hashes`. A binary search is used. `np.isin` would be slow, because
+    `sorted_hashes` is much longer than `runs`."""
     if not len(sorted_hashes):
         return False
     positions = np.minimum(np.searchsorted(sorted_hashes, runs), len(sorted_hashes) - 1)

@@ -66,7 +66,8 @@ class CorpusDocument:
 
     @property
     def where(self) -> str:
-        """File and line number, for messages. The file may be read to count lines."""
+        """File and line number, for messages. To determine the line number, lines of the file may have to be
+        counted."""
         return self._locate(self.number)
 
     @property
@@ -154,8 +155,8 @@ Work = Callable[[Iterable[CorpusDocument]], Iterator[Result]]
 
 
 class CorpusStep(Protocol):
-    """A step that decides about each document separately: a frozen dataclass whose fields are its settings. A step is
-    pickled and sent to worker processes, so it must be small."""
+    """A step that processes each document separately. It is a frozen dataclass, and the fields are the step's settings.
+    A step is pickled and sent to worker processes, so it must be small."""
 
     @property
     def name(self) -> str:
@@ -186,8 +187,8 @@ Survey = Callable[[Iterable[CorpusDocument]], Mapping[str, "NDArray[np.generic]"
 
 @runtime_checkable
 class SurveyStep(Protocol):
-    """A step that must read all documents before it can decide about any document: a frozen dataclass like
-    `CorpusStep`."""
+    """A step that must read all documents before it can decide about any document. Like `CorpusStep`, it is a frozen
+    dataclass."""
 
     @property
     def name(self) -> str:

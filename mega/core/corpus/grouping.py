@@ -103,7 +103,7 @@ class RemoveGroups:
                 groups.append(ids)
         merged_groups = DocumentGroups(len(groups))
         for number, ids in enumerate(groups):
-            for each in ids:  # a line is merged into an earlier group if they have an id in common
+            for each in ids:  # a line is merged into an earlier group if both contain the same id
                 merged_groups.join(owner.setdefault(each, number), number)
 
         def keys(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:

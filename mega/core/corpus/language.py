@@ -26,7 +26,7 @@ def sample_of(text: str) -> str:
 
 
 Detector = tuple[Callable[[str], str], Collection[str]]
-"""Pair of a function that detects the language of a text, and all languages that the function can return."""
+"""A pair: a function that detects the language of a text, and all languages that the function can return."""
 
 
 def detector(library: LanguageLibrary, model: str = "", *, language: str = "en") -> Callable[[str], str]:

@@ -24,8 +24,8 @@ _NUMBERS = ("documents", "kept", "written", "bytes")
 
 
 class DroppedSample(NamedTuple):
-    """A dropped document in a sample. `order` is a hash of its location. The documents with the lowest hashes are
-    sampled, so every run has the same sample."""
+    """A dropped document in a sample. `order` is a hash of the document's location. The documents with the lowest
+    hashes are sampled, so every run has the same sample."""
 
     order: int
     where: str

@@ -1,4 +1,4 @@
-"""Keeps the given share of documents with the lowest values, such as the least toxic half.
+"""Keeps the given share of documents with the lowest values, such as the half that is least toxic.
 
 Documents without a value are dropped. Ties are broken by the input order, and kept documents are written in input
 order.

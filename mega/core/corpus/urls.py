@@ -68,8 +68,8 @@ def url_test(domains: Iterable[str], extensions: Sequence[str], *, any_case: boo
     """Return a function that maps a URL to the index in REASONS of the first test that the URL fails; 0 if it passes
     all tests.
 
-    any_case: domains are compared in lower case, so http://IMGUR.com matches imgur. Errors: ValueError if tldextract is
-    not installed.
+    any_case: whether domains are compared in lower case, so that http://IMGUR.com matches imgur. Errors: ValueError if
+    tldextract is not installed.
     """
     label, blocked, ends = _registered_label(any_case), frozenset(domains), tuple(extensions)
     well_formed = _WELL_FORMED.fullmatch

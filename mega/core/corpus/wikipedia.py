@@ -29,7 +29,7 @@ class Wikipedia:
     least: int = 1  # Minimum number of characters in an article
     punctuation: bool = True  # Whether to replace typographic punctuation with ASCII
     sentences: str = ""  # Language for splitting the text into one sentence per line (for BERT); "" does not split
-    splitter: str = "punkt"  # Library that splits sentences
+    splitter: str = "punkt"  # Library that splits the text into sentences
 
     def check(self, document: CorpusDocument) -> None:
         """Check that a document is a page of a dump with the required elements. Errors: ValueError."""

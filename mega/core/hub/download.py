@@ -206,7 +206,8 @@ def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Repor
 
 @contextlib.contextmanager
 def _alone(part: Path) -> Iterator[BufferedRandom]:
-    """Open a partial file with an exclusive lock, waiting for other processes to release it."""
+    """Open a partial file and lock it exclusively. If another process holds the lock, wait until the lock is
+    released."""
     while True:
         with part.open("ab+") as stream:
             while not locked_alone(stream.fileno()):

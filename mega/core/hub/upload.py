@@ -79,8 +79,8 @@ def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *,
 
 
 def check_push(name: HubName) -> None:
-    """Check that an upload is possible, before its files are prepared. Errors: ValueError with the reason if it is
-    not."""
+    """Check that an upload is possible. Call this function before the files are prepared. Errors: ValueError with the
+    reason if the upload is not possible."""
     try:
         from huggingface_hub import constants, get_token
     except ImportError:

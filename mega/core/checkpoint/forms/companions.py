@@ -1,4 +1,5 @@
-"""Small files that are stored with weights: tokenizers and configurations. This module does not depend on tensors."""
+"""Handle the small files that are stored with weights: tokenizers and configurations. This module does not depend on
+tensors."""
 
 from __future__ import annotations
 

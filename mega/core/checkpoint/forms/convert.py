@@ -203,7 +203,7 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
 def _plain_state(
     opened: OpenedForm, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """Return the plain state of the new checkpoint. If the source checkpoint contains a value, that value is used."""
+    """Return the plain state of the new checkpoint. Values that the source checkpoint contains replace the defaults."""
     config = {
         "model": dataclasses.asdict(opened.model),
         "precision": {"dtype": DTYPE_NAMES[main_dtype(tensors)]},
@@ -239,7 +239,7 @@ def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) 
 
 
 class _WithoutPredictors:
-    """A source of a model's weights without its multi-token prediction layers."""
+    """A source of a model's weights, without the model's multi-token prediction layers."""
 
     def __init__(self, own: ExportSource) -> None:
         self._source = own.source

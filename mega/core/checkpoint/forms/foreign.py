@@ -201,7 +201,8 @@ def _records(source: Path | BytesIO) -> Records:
 
 
 def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
-    """Return the pickle of a zipped torch file, located as in torch. size: size of the file in bytes."""
+    """Return the pickle of a zipped torch file, located in the same way as in torch. size: size of the file in
+    bytes."""
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()

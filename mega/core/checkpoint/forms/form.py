@@ -241,7 +241,7 @@ COMPANIONS = (
 """Files of published models that are stored with the weights, if they exist."""
 
 NESTED = {"1_Pooling.config.json": "1_Pooling/config.json"}
-"""File name in a mega checkpoint -> path of the file in the folder of a model that has a modules.json."""
+"""File name in a mega checkpoint -> path of the file in a model's folder that contains a modules.json."""
 
 _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 _EP = "--target-expert-parallel-size"
@@ -372,8 +372,8 @@ RULES: dict[str, tuple[str, object]] = {
     "--tokenizer-type": ("only Megatron-LM's trees say one; leave it out", None),
     "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),
 }
-"""Flags of `convert-llama` and `reshard` that do not apply to every pair of formats -> (the rule, which is printed in
-an error message, and the flag's default value)."""
+"""Flags of `convert-llama` and `reshard` that do not apply to every pair of formats -> (the rule to print in an error
+message, the flag's default value)."""
 
 
 def check_flags(source: Form, target: Form, flags: Mapping[str, object]) -> None:

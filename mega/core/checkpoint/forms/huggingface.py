@@ -147,7 +147,8 @@ def scales_dynamically(files: Mapping[str, Path]) -> bool:
 
 
 class Names(Protocol):
-    """The keys of config.json and the tensor names for one `model_type`: a family of decoders, or bert.py."""
+    """The keys of config.json and the tensor names for one `model_type`, as defined by a family of decoders or
+    by bert.py."""
 
     def model_from_config(self, config: Mapping[str, object], where: str, names: Collection[str] = ...) -> ModelConfig:
         """Return the resolved model section that config.json describes. names: names of the folder's tensors."""

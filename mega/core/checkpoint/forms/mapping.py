@@ -74,7 +74,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Table:
-    """A mapping of source tensors to target tensors that describes a complete conversion."""
+    """A complete conversion, described by a mapping from source tensors to target tensors."""
 
     targets: tuple[Target, ...]
     """All tensors that the conversion produces."""

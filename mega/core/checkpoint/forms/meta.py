@@ -47,8 +47,8 @@ SCALED_POSITIONS = 131072
 """Number of positions if rotary positions are scaled, as in Llama 3.1 and 3.2."""
 
 SMALL_ROPE_FACTOR = 32.0
-"""The RoPE scaling factor of Llama 3.2, used if embeddings are tied and params.json contains no factor. Otherwise the
-factor of Llama 3.1, 8, is used."""
+"""The RoPE scaling factor of Llama 3.2, used if params.json contains no factor and embeddings are tied. If embeddings
+are not tied, the factor of Llama 3.1, 8, is used."""
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings",
@@ -319,7 +319,7 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def _positions_unsaid(scaled: bool) -> int:
-    """The number of positions to assume, because params.json does not contain it."""
+    """The number of positions that is assumed, because params.json does not contain this number."""
     return SCALED_POSITIONS if scaled else POSITIONS
 
 

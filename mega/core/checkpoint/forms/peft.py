@@ -155,7 +155,7 @@ def _tokenizer_files(
 
 
 def _as_it_is(tensors: Tensors) -> Table:
-    """The table for copying all tensors unchanged."""
+    """Return a table that copies all tensors unchanged."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
 
@@ -291,7 +291,7 @@ def _joined(tensors: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tens
 
 def _split(tensors: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the project's names and tensors. The adapter of a fused linear is split into one adapter per linear of the
-    project; zero adapters are omitted."""
+    project; adapters that consist of zeros are omitted."""
     for name, tensor in tensors.items():
         linear, _, half = _bare(name).removesuffix(".weight").rpartition(".")
         down, up = (tensors.get(f"{WRAPPED}{linear}.{each}.weight") for each in (DOWN, UP))

@@ -27,7 +27,7 @@ WORK = 2_000_000
 """Maximum number of elements hashed, compared or copied, in addition to the elements that the file lists."""
 
 DEPTH = 100
-"""Maximum depth of nested tuples, because hashing recurses to this depth."""
+"""Maximum depth of nested tuples. The depth is limited because hashing recurses to this depth."""
 
 ODD_KEYS = 1_000
 """Maximum number of keys that are neither strings nor small numbers. These keys can be chosen to have equal hashes, so

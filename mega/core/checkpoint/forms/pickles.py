@@ -1,4 +1,5 @@
-"""Read torch files that contain other objects in addition to tensors, without running code that the files name.
+"""Read torch files that contain other objects in addition to tensors, without running any code that is named in the
+files.
 
 The files are read with torch's restricted unpickler, whose allow-list contains tensors, containers and numbers. Objects
 of the program that wrote the file, such as Megatron-LM, are replaced with inert objects that only store their
@@ -17,7 +18,7 @@ from mega.core.checkpoint.forms.foreign import torch_file
 
 
 class Inert:
-    """A replacement for an object of another program that only stores the object's arguments and state."""
+    """An inert replacement for another program's object. It only stores the object's arguments and state."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments

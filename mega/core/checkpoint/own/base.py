@@ -64,8 +64,8 @@ def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], wh
 
 
 class Joined:
-    """A checkpoint of adapters combined with its base: weights come from both, and everything else from the checkpoint
-    of adapters."""
+    """A checkpoint of adapters combined with its base. Weights are read from both, and everything else from the
+    checkpoint of adapters."""
 
     foreign = False
 

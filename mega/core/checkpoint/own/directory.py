@@ -145,9 +145,9 @@ class CheckpointStore(TrustedSteps):
         written. Blocks of different pieces are requested concurrently. With `fetch`, the pieces' tensors may be meta
         tensors; then only a few blocks are in memory at a time.
         check: function that is called after the last write. If `check` raises an error, nothing is published.
-        The method refuses to replace a step, to write a step older than the newest step, because no run would find it,
-        and to write into the directory of a different model. Errors: CheckpointError for wrong input, SaveError for a
-        failure of the disk.
+        The method refuses to replace a step, and to write into the directory of a different model. It also refuses to
+        write a step older than the newest step, because no run would find that step. Errors: CheckpointError for wrong
+        input, SaveError for a failure of the disk.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
@@ -219,7 +219,7 @@ class CheckpointStore(TrustedSteps):
         if final.exists():
             shutil.rmtree(previous, ignore_errors=True)
             os.rename(final, previous)
-        os.rename(working, final)  # publishes the step; all data has been written to disk before
+        os.rename(working, final)  # publishes the step; all data was written to disk earlier
         os.rename(pointer, self.directory / POINTER)
         sync_directory(self.directory)
         shutil.rmtree(previous, ignore_errors=True)
@@ -250,7 +250,8 @@ class CheckpointStore(TrustedSteps):
         return f"{message}: {reason} (whole: steps {intact})"
 
     def _where(self, step: int) -> tuple[str, int | None]:
-        """Return (the save's directory for messages, the number of free bytes on its disk or None if unknown)."""
+        """Return (the save's directory for messages, the number of free bytes on the directory's disk or None if
+        unknown)."""
         return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else None
 
 

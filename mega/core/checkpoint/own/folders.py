@@ -26,7 +26,8 @@ LOCK = ".writing"
 
 
 def check_fresh(save: Path) -> None:
-    """Check that a new folder can be written at `save`. Errors: ValueError with the reason if it cannot."""
+    """Check that a new folder can be written at `save`. Errors: ValueError with the reason if the folder cannot be
+    written."""
     if (url := url_of(save)) is not None:
         raise ValueError(f"--save-dir {url}: only mega checkpoints can be written to an object store; give a folder")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):

@@ -70,9 +70,9 @@ class Kind:
     tensors: int
     """The number of tensors."""
     elements: int
-    """The number of elements of all these tensors."""
+    """The total number of elements of tensors of this kind."""
     dtypes: tuple[str, ...]
-    """The dtypes of these tensors, sorted."""
+    """The dtypes of tensors of this kind, sorted."""
 
 
 def kinds(checkpoint: Checkpoint) -> list[Kind]:

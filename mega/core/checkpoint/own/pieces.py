@@ -111,7 +111,7 @@ class Piece:
         """Check that this piece fits the stored tensor. stored: (shape, dtype) of the tensor at `path`. Errors:
         CheckpointError if they differ from the shape and dtype of this piece.
 
-        cast: whether dtypes may differ, because the caller converts them.
+        cast: whether dtypes may differ. If so, the caller converts the values.
         """
         whole, dtype = stored
         if whole != self.whole:
@@ -131,7 +131,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle in a tensor, given by start and size, with one number per dim."""
+    """A rectangle in a tensor, given by its start and size in each dim."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]

@@ -2,10 +2,10 @@
 a disk.
 
 An object store cannot rename directories. A checkpoint counts as published when its seal, `manifest.json.sha256`,
-exists. The seal is therefore written after all other files of the checkpoint, and before the pointer. Files are written
-and read through a local folder of this process (in $TMPDIR), one rank's files at a time. Containers are downloaded when
-they are first needed, and hashed as on a disk. The local copies are deleted when the Python object that represents the
-store is garbage collected.
+exists. The seal is therefore written after all other files of the checkpoint, and before the pointer file. Files are
+written and read through a local folder of this process (in $TMPDIR), one rank's files at a time. Containers are
+downloaded when they are first needed, and hashed as on a disk. The local copies are deleted when the Python object that
+represents the store is garbage collected.
 
 An object store can neither replace a checkpoint atomically nor lock a checkpoint against removal. Replacing a published
 step, unless it is suspect, and removing old steps are therefore refused.

@@ -99,7 +99,8 @@ def retain(
 
 
 def good(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
-    """The newest step of `steps` whose verdict is good; empty if there is no such step."""
+    """Return a set with the newest step of `steps` whose verdict is good. The set is empty if no step has a good
+    verdict."""
     verdicts = attempt(store.verdicts)[0] or {}
     good_verdicts = {step: verdict for step, verdict in verdicts.items() if verdict.status == "good"}
     good_steps = (

@@ -27,8 +27,8 @@ from mega.core.untrusted import Json
 
 @contextlib.contextmanager
 def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, and yield a function to be called with the number of bytes done and the total.
-    Nothing is shown if stderr is not a terminal."""
+    """Show a progress bar on stderr, and yield a function to be called with the number of bytes processed and the total
+    number of bytes. Nothing is shown if stderr is not a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -135,7 +135,7 @@ class TrustedSteps(StepFolder):
         return checkpoint
 
     def verdicts(self) -> dict[int, StepVerdict]:
-        """The verdicts on all steps. Errors: CheckpointError or OSError if the verdicts cannot be read."""
+        """Return the verdicts on all steps. Errors: CheckpointError or OSError if the verdicts cannot be read."""
         data = self._note(VERDICTS)
         return {} if data is None else decode(data, self.directory / VERDICTS)
 

@@ -4,7 +4,7 @@ A step is published when all its bytes are on the disk and all its values are fi
 later, because a diverging run saves finite weights until the loss is NaN. The file `verdicts.json`, next to the steps,
 therefore records one of these verdicts for each step:
 
-    unproven    too few steps were taken since the save; also every step without an entry
+    unproven    too few steps were taken since the save, or the step has no entry
     good        at least --good-after sound steps were taken since the save, or the run reached its last step
     suspect     the run diverged before the verdict was good; the reason is recorded
 

@@ -51,8 +51,8 @@ def all_slide(config: Config, layers: int) -> list[str]:
 
 
 def every(full: int | str, default: int = 0) -> Rule:
-    """Return the rule by which every `full`th layer has full attention. full: the step, or a key of config.json whose
-    value is the step. default: the step if the key is absent."""
+    """Return the rule by which every `full`th layer has full attention. full: the interval, or a key of config.json
+    whose value is the interval. default: the interval if the key is absent."""
 
     def kinds(config: Config, layers: int) -> list[str]:
         step = full if isinstance(full, int) else whole_in(config, full, "config.json", default)

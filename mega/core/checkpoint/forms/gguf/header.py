@@ -21,8 +21,8 @@ SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 MOST_DIMS = 4
 MOST_ITEMS = 1 << 22
-"""Maximum number of items in all arrays of a header, and maximum number of tensors, because the `gguf` library creates
-an object for each item. Large vocabularies have a million items."""
+"""Maximum number of items in all arrays of a header, and maximum number of tensors. The numbers are limited because the
+`gguf` library creates an object for each item. Large vocabularies have a million items."""
 
 
 def check_header(path: Path) -> None:
@@ -38,7 +38,7 @@ def check_header(path: Path) -> None:
 
 
 class HeaderWalk:
-    """A position in a file that advances as the header is parsed. Errors: ValueError."""
+    """A position in a file. The position advances as the header is parsed. Errors: ValueError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at, self._items = data, 0, 0

@@ -153,7 +153,7 @@ def _factors(source: GgufSource) -> list[float] | None:
 
 @cache
 def _folder() -> Path:
-    """Return a temporary folder for files that belong to open weights. It is deleted when the process ends."""
+    """Return a temporary folder for files that belong to open weights. The folder is deleted when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="mega-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -69,7 +69,7 @@ def _widths(own: ExportSource) -> list[int]:
 
 
 def _vocabulary(own: ExportSource, options: FormOptions) -> tuple[dict[str, Json], tuple[str, ...]]:
-    """Return (metadata for the tokenizer and the chat template, messages about what is lost)."""
+    """Return (metadata for the tokenizer and the chat template, messages about what the file will lack)."""
     try:
         tokens = options.tokens(own.checkpoint)
     except ValueError as error:

@@ -265,7 +265,7 @@ def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int)
 
 
 def _special(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
-    """Return the metadata for special tokens: the ids that are rows of the embedding, and which of these tokens are
+    """Return the metadata for special tokens: the ids for which the embedding has a row, and which of these tokens are
     added to every text."""
     token_ids = {name: _tokens(ids.get(f"{name}_token_id"), rows) for name in ("bos", "eos", "pad")}
     fields: dict[str, Json] = {}

@@ -339,7 +339,7 @@ def _prediction_arguments(options: ModelConfig) -> dict[str, object]:
 
 def _position_arguments(model: Architecture, core: bool) -> dict[str, object]:
     """Megatron's arguments for positions. With rope, command lines of 2023 contained --no-position-embedding;
-    Megatron-core requires `add_position_embedding` to be its default, True."""
+    Megatron-core requires `add_position_embedding` to have its default value, True."""
     rope, has_positions = model.block.attention.rope, model.input.learned_positions > 0
     kind = "rope" if rope else "learned_absolute" if has_positions or not core else "none"
     return {

@@ -2,7 +2,7 @@
 
 An era is an entry in `ERAS`: a range of releases that use the same module names. The names of every era are translated
 to common names, which are those of legacy checkpoints since 2023-09. In common names, `encoder` is the only stack of
-GPT, Llama and BERT; Megatron-core calls GPT's stack `decoder`. Source: Megatron-LM 23.06 to Megatron-core 0.18. This
+GPT, Llama and BERT. Megatron-core calls GPT's stack `decoder`. Source: Megatron-LM 23.06 to Megatron-core 0.18. This
 module does not depend on files or tensors.
 """
 
@@ -400,7 +400,7 @@ def styled(name: str, era: Era, family: str = "gpt") -> str:
 
 
 def era_of(tree: object) -> Era:
-    """Return the era of the modules that wrote a state dict. tree: the model's state dict in a file.
+    """Return the era whose module names a state dict contains. tree: the model's state dict in a file.
 
     >>> era_of({"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": None})
     'core'

@@ -78,7 +78,7 @@ def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied
 
 
 def written_stages(model: Architecture, pp: int) -> Stages:
-    """Return the stages of a model's units, for writing a checkpoint with `pp` stages.
+    """Return the stages of a model's units (blocks, embedding, head, ...), for writing a checkpoint with `pp` stages.
 
     Errors: ValueError if the blocks cannot be divided into `pp` stages.
     """
@@ -224,8 +224,8 @@ FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": Megatron
 def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
     """Return the model section of a BERT, T5 or Retro model if the tensor names identify one; otherwise return `model`.
 
-    model: the GPT model that Megatron's arguments `values` describe. tensors: the tensors by `tp.pp.chunk/common name`.
-    Errors: CheckpointError naming an argument that the tensors contradict.
+    model: the GPT model that Megatron's arguments `values` describe. tensors: the tensors, keyed by `tp.pp.chunk/common
+    name`. Errors: CheckpointError naming an argument that the tensors contradict.
     """
     shapes = {name.partition("/")[2]: shape for name, (shape, _) in tensors.items()}
     if has_two_stacks(shapes):

@@ -119,8 +119,8 @@ def read_state(
     """Add one rank's state, if present, to `to`.
 
     content: the content of the rank's weights file. label: `tp.pp`, the rank's prefix in names. chunks: the weights of
-    each model chunk, keyed by common name. era: the era of the modules that wrote the file. experts_apart: whether the
-    experts are distributed over ranks and therefore have a separate optimizer.
+    each model chunk, keyed by common name. era: the era whose module names the file contains. experts_apart: whether
+    the experts are distributed over ranks and therefore have a separate optimizer.
     Errors: CheckpointError naming the file, and the tensor or key that is inconsistent.
     """
     optimizer = content.get("optimizer")

@@ -1,10 +1,10 @@
 """Read Adam's state from Megatron-core's distributed checkpoints: the tensors per parameter, and the scalars.
 
 Two formats are read. In the named format, each moment and each master is a separate tensor, stacked like the weights.
-Optimizers that are not distributed, and the distributed optimizer in its "fully reshardable" mode, write this format.
-The flat format ("dp reshardable" mode) consists of the distributed optimizer's buffers for each tensor and pipeline
-rank, in which a parameter has only a position (core.py). Any other format is refused. Masters must round to the
-weights, which verifies the positions. This module does not open files; torch_dist.py reads them.
+Non-distributed optimizers, and the distributed optimizer in its "fully reshardable" mode, write this format. The flat
+format ("dp reshardable" mode) consists of the distributed optimizer's buffers for each tensor and pipeline rank, in
+which a parameter has only a position (core.py). Any other format is refused. Masters must round to the weights, which
+verifies the positions. This module does not open files; torch_dist.py reads them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ KEYS = frozenset(KINDS.values())
 
 
 def model_dims(weights: Table) -> dict[str, int]:
-    """Return a dict: tensor name -> number of dims. The dims determine the parameter groups."""
+    """Return a dict: tensor name -> number of dims. A tensor's number of dims determines its parameter group."""
     return {target.name: len(target.shape) for target in weights.targets}
 
 

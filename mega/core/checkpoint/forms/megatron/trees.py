@@ -69,7 +69,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = "model_optim_rng.pt"
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
-"""Matches the name of a rank's folder: tensor rank, then pipeline rank and expert rank if there are several of them."""
+"""Matches the name of a rank's folder: tensor rank, then pipeline rank if there are several pipeline ranks, then expert
+rank if there are several expert ranks."""
 
 _BUFFERS = ("inv_freq", "_extra_state")
 
