@@ -119,7 +119,8 @@ class Attention(_Mixer):
     name: str
     """The prefix of the names of the mixer's linear layers."""
     site: str
-    """The name of the mixer's dropout. Masks depend on a hash of the name, so different names give different masks."""
+    """The name of the mixer's dropout. Masks depend on a hash of the name, so different names produce different
+    masks."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -311,9 +312,9 @@ class Branch:
     after: Norm | None
     """The norm after the branch."""
     after_of: Literal["sum", "branch"]
-    """The input of the norm `after`, which is the sum of stream and branch, or the branch alone."""
+    """The input of the norm `after`: the sum of stream and branch, or the branch alone."""
     onto: Literal["stream", "normed"]
-    """The tensor to which the branch is added, which is the stream or the normalized stream."""
+    """The tensor to which the branch is added: the stream or the normalized stream."""
     dropout: float
     """Dropout probability for the branch's output."""
     multiplier: float = 1.0

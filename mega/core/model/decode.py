@@ -176,8 +176,7 @@ StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
 def layer_functions(layer: TransformerLayer, parts: DecodeParts) -> list[StreamFunction]:
     """Return a layer as a list of functions, to be called in order.
 
-    Each function selects a branch by the number of rows, namely the fused branch for few rows, or the prepared branch
-    for any number of rows.
+    Each function selects a branch by the number of rows: the fused branch for few rows, or else the prepared branch.
     """
     factors = [_factors(branch) if _has_steps(branch) else None for branch in layer.branches]
     usual = [

@@ -103,7 +103,7 @@ class NeighbourStep:
         return exists
 
     def attend(self, mixer: ChunkAttention, x: torch.Tensor) -> torch.Tensor:
-        """Return the attention of x [tokens, h] to neighbours, [tokens, heads x d], which is 0 for tokens without
+        """Return the attention of x [tokens, h] to neighbours, as [tokens, heads x d]; 0 for tokens without
         neighbours."""
         if len(mixer.encoder):
             self._encoded = self._encode(mixer, x)

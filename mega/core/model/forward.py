@@ -179,7 +179,7 @@ class ForwardContext:
         assert padding is not None
         if attention.padding == "zero":
             return operator(q, k, v, replace(mask, q_documents=2 * padding))
-        # Queries of 0 give all keys equal attention weights, to which dropout is applied as usual.
+        # Queries of 0 result in equal attention weights for all keys. Dropout is applied to these weights as usual.
         even = operator(torch.zeros_like(q), k, v, replace(mask, q_documents=None, k_documents=None))
         return torch.where(padding[:, :, None, None].bool(), even, operator(q, k, v, mask))
 

@@ -50,7 +50,7 @@ class ChunkAttention(CrossAttention):
         return None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the attention of x [tokens, h], [all tokens of the region, heads x d]; 0 for tokens without
+        """Return the attention of x [tokens, h], as [all tokens of the region, heads x d]; 0 for tokens without
         neighbours."""
         states = context.neighbours
         assert states is not None
@@ -105,7 +105,7 @@ class ReaderAttention(CrossAttention):
     adapters = "reader_"
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the attention of x [neighbours' tokens, h], [all neighbours' tokens of the region, heads x d]."""
+        """Return the attention of x [neighbours' tokens, h], as [all neighbours' tokens of the region, heads x d]."""
         states = context.neighbours
         assert states is not None and states.text is not None
         chunks, count, width = states.shape

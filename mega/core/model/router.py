@@ -61,7 +61,7 @@ class ExpertRouter(nn.Module):
         Used only if experts are chosen by quantiles."""
 
     def start_step(self) -> None:
-        """Set all counts to zero."""
+        """Set the load and the sums of this step to zero."""
         self.load.zero_()
         self._running.zero_()
         self.quantiles.zero_()
@@ -136,8 +136,8 @@ class ExpertRouter(nn.Module):
         return routing.imbalance(counts, sums, k, tokens if valid is None else counts.sum(-1) / k)
 
     def _running_mean(self, counts: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the counts over all data ranks, averaged over the microbatches of this step so far. counts: the counts
-        of this rank's microbatch."""
+        """Return how many times each expert was chosen on all data ranks, averaged over the microbatches of this step
+        so far. counts: how many times each expert was chosen in this rank's microbatch."""
 
         def mean() -> torch.Tensor:
             global_counts = counts.double() / self.cp.size
@@ -170,7 +170,7 @@ class ExpertRouter(nn.Module):
             self.quantiles[-1] += 1
 
     def _count(self, chosen: torch.Tensor, kept: torch.Tensor | None, context: ForwardContext) -> None:
-        """Add the choices to the load of this step, unless this is a recomputation."""
+        """Add this microbatch's choices of experts to the load of this step, unless this is a recomputation."""
         if context.auxiliary is None or not context.auxiliary.counting or not self.training or chosen.is_meta:
             return
         valid = _valid(context)

@@ -270,7 +270,7 @@ class StackStage(nn.Module, Generic[B]):
         return cast(torch.Tensor, self.head(stream))
 
     def run_head(self, stream: ResidualState, run: Callable[[ResidualState], torch.Tensor]) -> torch.Tensor:
-        """Call `run`, which uses the head, with the head's weights unsharded."""
+        """Unshard the head's weights, and call `run`, which uses the head."""
         assert self.head is not None
         if self.with_full_params is None:
             return run(stream)

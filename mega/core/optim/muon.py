@@ -67,8 +67,8 @@ class Muon:
     steps: int = 5
     """Number of Newton-Schulz steps."""
     scale: str = "spectral"
-    """Scale of the update of a matrix [out, in]: "spectral" sqrt max(out, in), "shape_scaling" sqrt max(1, out / in),
-    "unit_rms_norm" sqrt(out / in)."""
+    """Scale of the update of a matrix [out, in]. "spectral": sqrt(max(out, in)); "shape_scaling": sqrt(max(1, out /
+    in)); "unit_rms_norm": sqrt(out / in)."""
     factor: float = 1.0
     """An additional factor of every matrix update."""
     dtype: torch.dtype = torch.bfloat16

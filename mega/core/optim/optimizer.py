@@ -100,7 +100,7 @@ class Optimizer:
         allowed: torch.Tensor | None = None,
     ) -> Outcome:
         """Update the weights once. norm: the norm from `grad_norm`; None to compute the norm in this method. allowed:
-        bool [], equal on all ranks; false skips the step."""
+        bool [], identical on all ranks; false skips the step."""
         # 1 norm
         if norm is None:
             norm = self.grad_norm(scale).norm

@@ -12,7 +12,8 @@ _REMAINING: dict[str, Callable[[float], float]] = {
     "exponential": lambda progress: float(2 * 0.5**progress - 1),
     "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""Curve -> function of a decay's progress (0 to 1) that returns the remaining fraction of the rate's total change."""
+"""Curve -> function that takes the progress of a decay (0 to 1) and returns the remaining fraction of the rate's total
+change."""
 
 _ENDLESS = "constant", "range-test", "range-exponential"
 """Styles that do not decay to a final rate."""

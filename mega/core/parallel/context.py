@@ -118,7 +118,7 @@ def _whole_rows(axis: Axis, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _join(all_to_all(sent, axis)).split([x.shape[2] // axis.size for x in parts], dim=2)
 
 
-# -- the ring
+# -- ring attention
 
 
 class RingBlock(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from mega.core.parallel.weight import Weight
 
 DeferredWgrad = tuple[Weight, Any, torch.Tensor]
-"""The operands of a wgrad GEMM that has not run yet, namely the weight, the prepared output gradient, and the input."""
+"""The operands of a wgrad GEMM that has not run yet: the weight, the prepared output gradient, and the input."""
 
 
 class WgradQueue:
@@ -43,7 +43,7 @@ class WgradQueue:
 
 
 def run_wgrad(deferred: Iterable[DeferredWgrad]) -> None:
-    """Run deferred wgrad GEMMs, which is the "W" action of a plan."""
+    """Run deferred wgrad GEMMs (the "W" action of a plan)."""
     with torch.no_grad():
         for weight, grad, x in deferred:
             weight.add_wgrad(grad, x)

@@ -201,8 +201,8 @@ class GradBuffer:
         2  as 1, and gradients are reduced and freed after every microbatch, so only this rank's spans stay allocated
         3  as 2, and the weights of a unit are gathered while the previous unit runs, and freed after use
 
-    shared: name of each tensor that several pipeline stages hold -> these stages (`shared_stages`). It must be equal on
-    all ranks.
+    shared: name of each tensor that several pipeline stages hold -> these stages (`shared_stages`). It must be
+    identical on all ranks.
     matrices: whether matrices of layers get separate buckets, because the optimizer updates them as whole matrices.
     before_reduce: called with each bucket when its local gradients are complete, before they are reduced.
     """
@@ -267,7 +267,7 @@ class GradBuffer:
         for spec in plan_buckets([parameter_spec(weight) for weight in trainable], rules):
             yield Bucket(spec, trainable, self.mesh, zero=self.zero, dtype=self.dtype)
 
-    # -- one step
+    # -- the phases of one step
 
     def start(self) -> None:
         """Begin a step by setting all gradients to zero and marking them as not yet computed."""
@@ -300,7 +300,7 @@ class GradBuffer:
             self._launch_grad_reduce(bucket)
 
     def _launch_grad_reduce(self, bucket: Bucket) -> None:
-        """Start the reduction over the bucket's data axis, which runs in parallel with the backward pass."""
+        """Start the reduction over the bucket's data axis. It runs in parallel with the backward pass."""
         data = bucket.data.axis
         self.before_reduce(bucket)
         if self.zero >= 2:
@@ -475,7 +475,7 @@ def _settle(bucket: Bucket) -> None:
 
 
 def units_of(chunk: nn.Module) -> Iterator[nn.Module]:
-    """Yield the units of a chunk, which are its blocks, its embedding and its head. The weights of a unit are gathered
+    """Yield the units of a chunk: its blocks, its embedding and its head. The weights of a unit are gathered
     together."""
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):

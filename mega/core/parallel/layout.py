@@ -118,7 +118,7 @@ def _bucket(
 
 
 def shared_stages(tensors: Iterable[Tensor], unit_stages: Mapping[Unit, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Return the pipeline stages of every tensor that several stages hold, by name.
+    """Return a map from the name of every tensor that several pipeline stages hold to these stages.
 
     unit_stages: unit -> (stage, chunk), from `unit_stages` in plan/layers.py.
     """

@@ -227,7 +227,7 @@ class RowLinear(nn.Module):
 
     def matmul(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
         drop = of_columns(drop, self.region.axis.index, x.shape[1])
-        if not self.region.sequence and not torch.is_grad_enabled():  # nothing to save
+        if not self.region.sequence and not torch.is_grad_enabled():  # there is no backward pass to save tensors for
             y, _ = self.gemms.forward(x, self.gemms.cast(x.dtype), None, drop)
             all_reduce(y, self.region.axis)
             return y

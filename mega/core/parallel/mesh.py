@@ -194,7 +194,8 @@ class Mesh:
         return Axis(purpose, everyone, self.everyone.index, self._groups.get(everyone, purpose))
 
     def coordinates(self, rank: int | None = None, *, experts: bool = False) -> dict[str, int]:
-        """Return the index of `rank` (default: this rank) on each axis, by name. experts: use the grid of experts."""
+        """Return a map from the name of each axis to the index of `rank` (default: this rank) on it. experts: use the
+        grid of experts."""
         rest, coordinates = self.rank if rank is None else rank, {}
         for name, size in (self._expert_sizes if experts else self.sizes).items():
             rest, coordinates[name] = divmod(rest, size)

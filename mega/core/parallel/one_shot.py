@@ -130,8 +130,8 @@ class HostSum:
         return out.view(-1, *x.shape)
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of x [n] of every rank. The views stay valid during the next call; the call after that
-        overwrites them."""
+        """Return views of the tensors x [n] of all ranks. The views stay valid during the next call; the call after
+        that overwrites them."""
         self._number += 1
         key = self._number % 2, len(x)
         if key not in self._views:
@@ -254,7 +254,7 @@ def _trial_error(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtyp
     values = [torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype) for size in sizes]
     plain = [x.clone() for x in values]
     accumulated = [torch.ones_like(x) for x in values]
-    for x, into in zip(values, accumulated, strict=True):  # no synchronisation between sums, which reuse the buffers
+    for x, into in zip(values, accumulated, strict=True):  # sums reuse the buffers without synchronisation
         small(x.clone(), into)
         small(x)
     for x in plain:

@@ -368,7 +368,7 @@ class MappedPeers:
             self._handle = symmetric.rendezvous(self._memory, self.axis.group)
         except RuntimeError as error:
             problem = first_line(error)
-        problem = first_problem(problem, self.axis, device)  # also a barrier, so all ranks' marks are zero
+        problem = first_problem(problem, self.axis, device)  # also a barrier: now the marks of all ranks are zero
         if problem is None:
             self._begins = [int(begin) for begin in self._handle.buffer_ptrs]
             self._meeting = torch.zeros(1, device=device)

@@ -62,7 +62,7 @@ class Stage(Protocol):
     metrics: tuple[str, ...]
 
     def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Return the weights of each loss term, by name. The sum of a term's weights is its divisor.
+        """Return a map from the name of each loss term to its weights. The sum of a term's weights is its divisor.
 
         The weights are needed before the first forward pass. Their sum divides gradients, and the sum of the stages'
         `Term.weight` values divides reported losses, so both sums must be equal.
@@ -132,7 +132,7 @@ def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
 
 
 class _Step:
-    """The state of one execution of a plan, namely tensors in flight, inputs and outputs of microbatches, and sums."""
+    """The state of one execution of a plan: tensors in flight, inputs and outputs of microbatches, and sums."""
 
     def __init__(
         self,

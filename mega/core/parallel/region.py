@@ -1,4 +1,4 @@
-"""A tensor-parallel region, that is, the ranks that share the work of a layer, and their exchange of tokens.
+"""A tensor-parallel region: the ranks that share the work of a layer, and their exchange of tokens.
 
 column linear   enters the region: every rank has all tokens and computes its own outputs
 row linear      leaves the region: the partial sums of the ranks are added up

@@ -5,8 +5,8 @@
     memory.mark(number)                           a rank that reads this mark can read all earlier writes
     memory.wait(rank, number)                     wait until a rank's mark is `number` or more
 
-Marks are used instead of sockets, because a message must wake a thread of the other process, which takes longer than a
-small decoding step. This module does not interpret the bytes.
+Marks are used instead of sockets, because a message on a socket must wake a thread of the other process, which takes
+longer than a small decoding step. This module does not interpret the bytes.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LogitShape(NamedTuple):
-    """A function applied to each logit, which divides by `divisor` and then limits to +-softcap with tanh."""
+    """A function that divides each logit by `divisor` and then limits it to +-softcap with tanh."""
 
     divisor: float = 1.0
     softcap: float | None = None

@@ -126,7 +126,7 @@ class ParameterFactory:
     embedding: torch.dtype | None = None
     """The dtype of the embedding tables; None for `dtype`."""
     tied: dict[str, Weight] = field(default_factory=dict)
-    """The weights created so far whose tensors belong to several units, by name."""
+    """Name -> weight, for the weights created so far whose tensors belong to several units."""
 
     @property
     def exact(self) -> ParameterFactory:

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data, that is, the compute steps, sends and receives of every rank in one training step.
+"""Pipeline schedules as data: the compute steps, sends and receives of every rank in one training step.
 
 "Cargo" is an activation or a gradient that moves between stages. This package does not import torch.
 

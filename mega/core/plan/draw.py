@@ -19,7 +19,7 @@ _CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def draw_text(simulation: Simulation, width: int = 100) -> str:
-    """Draw the simulation as one line of at most `width` characters per rank, followed by a line of figures.
+    """Draw the simulation as one line of at most `width` characters per rank, followed by a summary line.
 
     A cell shows the kind of compute step and the microbatch ("F3"; "F3b" for the second chunk), or only the kind if the
     label does not fit. `.` means that the rank waits.
@@ -47,8 +47,9 @@ def draw(simulation: Simulation, path: Path) -> None:
 
 
 def _scale(simulation: Simulation, room: int) -> float:
-    """Return the number of characters per unit of time for a line of at most `room` characters. It is large enough for
-    labels if possible, otherwise a whole number of characters per compute step if possible, otherwise whatever fits."""
+    """Return the number of characters per unit of time for a line of at most `room` characters. If the line is too
+    short for labels, the shortest compute step has as many whole characters as fit or, if not even one fits, a fraction
+    of a character."""
     spans = [span for row in simulation.rows for span in row]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     labelled = max(len(_label(simulation, span)) for span in spans) + 1

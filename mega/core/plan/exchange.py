@@ -52,7 +52,7 @@ def received(transfer: Transfer, rank: int, stages: int) -> Cargo:
 
 
 def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> tuple[tuple[Act, ...], ...]:
-    """Return the actions of every rank, which are its compute steps in the given order and the exchanges between them.
+    """Return the actions of every rank: its compute steps in the given order, and the exchanges between them.
 
     Raises PlanError if the orders contain a circular wait.
     """

@@ -40,8 +40,8 @@ Order = list[Compute]
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """A schedule. order: function of (rank, stages, chunks, microbatches) that returns the compute steps of that rank,
-    in order.
+    """A schedule. order: function that takes (rank, stages, chunks, microbatches) and returns the compute steps of that
+    rank, in order.
 
     interleaves: whether each rank has two or more chunks. Otherwise each rank has exactly one chunk.
     """
@@ -203,7 +203,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     "interleaved": PipelineSchedule(interleaved, interleaves=True),
     "zb-h1": PipelineSchedule(zero_bubble),
 }
-"""Training schedules by name, which are the choices of --schedule."""
+"""Name -> training schedule. The names are the valid values of --schedule."""
 
 
 def interleaving() -> str:

@@ -50,7 +50,7 @@ def _equal(layers: int, stages: int, chunks: int) -> Sequence[int]:
 
 
 def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) -> Sequence[int]:
-    """Check the numbers of --stage-layers. Errors: ValueError."""
+    """Check the values of --stage-layers. Errors: ValueError."""
     value = " ".join(map(str, explicit))
     if len(explicit) != stages * chunks:
         raise ValueError(

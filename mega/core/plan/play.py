@@ -15,7 +15,7 @@ from .types import Compute, Exchange, Plan, PlanError
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A compute step, with start and end time in the unit of the costs."""
+    """A compute step, with its start and end times in the unit of the costs."""
 
     act: Compute
     start: float
@@ -23,7 +23,7 @@ class Interval:
 
 
 Duration = Callable[[Compute, int], float]
-"""Function of a compute step and the step's global stage that returns the step's duration."""
+"""Function that takes a compute step and its global stage, and returns the step's duration."""
 
 
 def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) -> tuple[tuple[Interval, ...], ...]:

@@ -1,4 +1,4 @@
-"""Computes the costs of a plan, namely its length, its bubble, and the number of microbatches that each rank holds.
+"""Computes the costs of a plan: its length, its bubble, and the number of microbatches that each rank holds.
 
 The **bubble** is the fraction of time that ranks spend waiting: 1 - (total compute time) / (ranks * length). With p
 equal stages, m microbatches and v chunks per rank, the bubble is:
@@ -93,10 +93,10 @@ def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Si
 def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
     """Return a lower bound for the length of any plan with the compute steps of `plan`, in any order.
 
-    The bound is the maximum of the time of one microbatch through all stages and back, and of a sum for every rank. Its
-    terms are the time until the first microbatch can reach the rank, the rank's compute time, and the time in which the
-    last gradient returns from the rank to stage 0. (The weight gradients of a split backward pass can overlap with the
-    third term.)
+    The bound is the maximum of the time of one microbatch through all stages and back, and of one sum per rank. The
+    terms of the sum are the time until the first microbatch can reach the rank, the rank's compute time, and the time
+    in which the last gradient returns from the rank to stage 0. (The weight gradients of a split backward pass can
+    overlap with the third term.)
     """
     costs = costs or Costs()
     split = _splits(plan)

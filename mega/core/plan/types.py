@@ -12,8 +12,8 @@ move between stages in the forward pass, and gradients in the backward pass. Wit
 activations for the next chunk to rank 0. If one rank holds both global stages (a pipeline of one rank with several
 chunks), the activation or gradient stays on this rank, without a `Transfer`.
 
-This module does not depend on schedules, tensors or process groups. A plan is an immutable value that is equal on all
-ranks; `core.parallel.pipeline` executes it.
+This module does not depend on schedules, tensors or process groups. A plan is an immutable value that is identical on
+all ranks; `core.parallel.pipeline` executes it.
 """
 
 from __future__ import annotations

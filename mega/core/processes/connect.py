@@ -133,8 +133,8 @@ def end_together(rank: int, timeout_minutes: float) -> None:
 
 
 def threads(ranks: int) -> int:
-    """Return the number of CPU threads for each of `ranks` ranks on this host, which is OMP_NUM_THREADS or else a
-    rank's share of the cores."""
+    """Return the number of CPU threads for each of `ranks` ranks on this host: OMP_NUM_THREADS, or else a rank's share
+    of the cores."""
     variable = os.environ.get("OMP_NUM_THREADS", "")
     return int(variable) if variable.isdecimal() and int(variable) else max(1, cores() // ranks)
 

@@ -94,7 +94,8 @@ def report_of(error: BaseException) -> ExitReport:
         kind = "diverged" if isinstance(error, FloatingPointError) else "line"
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else kind)
     if type(error).__name__ == "OutOfMemoryError" or _CPU_IS_FULL in str(error):
-        # Omit the figures of this process at the end of torch's message, and on a CPU the source line at its beginning.
+        # Omit the process-specific numbers at the end of torch's message and, on a CPU, the source line at its
+        # beginning.
         text = ". ".join(str(error)[max(0, str(error).find(_CPU_IS_FULL)) :].split(". ")[:2])
         return ExitReport(
             code, f"{text}; mega memory-estimate shows what a run needs, and MEGA_DEBUG=1 shows where it was"
@@ -271,7 +272,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
         store.set("reported", json.dumps(verdict))
     else:
         store.wait(["reported"], timedelta(seconds=GRACE + 1))
-    # 4 the others print what is new, and leave
+    # 4 the other ranks print what is new, and exit
     verdict = json.loads(store.get("reported"))
     if world.size > world.local_size and store.add(f"host/{socket.gethostname()}", 1) == 1:
         write_error(verdict["lines"] + _of_host(world, verdict["lines"]))  # each host has a separate log
@@ -336,7 +337,7 @@ def _store(world: World) -> Store:
 
 
 def _hosting(world: World) -> bool:
-    """Whether this rank hosts the store and the rendezvous is not complete."""
+    """Whether this rank hosts the store while the rendezvous is not yet complete."""
     import torch.distributed as dist
 
     from mega.core.processes.rendezvous import hosts_store

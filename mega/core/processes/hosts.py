@@ -59,7 +59,7 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
     """Run a job on `hosts` hosts of `nproc` ranks each, where this host is one of them or a spare. Return the exit
     code.
 
-    minutes: time to wait for hosts. Errors: OSError if no leader can be reached; ValueError if the leader refuses this
+    minutes: time to wait for hosts. Errors: OSError if no leader can be reached; ValueError if the leader rejects this
         host.
     """
     first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -122,12 +122,12 @@ class Supervisor:
         self._bell, self._ring = multiprocessing.Pipe(duplex=False)
         """A pipe to which one byte is written per order, so that a wait for ranks can also wait for orders."""
         self._moved: dict[str, Any] | None = None
-        """The state of the leader that ordered this host to move to another leader, while the host moves."""
+        """While this host moves to another leader, the state of the leader that ordered the move."""
         self._seat: int | None = None
         self._attempted = -1
         self._restarts: Restarts | None = None
         self._final: int | None = None
-        """The exit code after the ranks of this host have ended in a way that forbids a restart, otherwise None."""
+        """The exit code if the ranks of this host have ended in a way that forbids a restart, otherwise None."""
 
     def join(self, place: Place, seconds: float, look: Callable[[], None] = lambda: None) -> None:
         """Join a leader. look: function that is called before each retry. Errors: OSError if no leader answers in
@@ -136,7 +136,7 @@ class Supervisor:
         while True:
             try:
                 return self._join(place)
-            except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
+            except (OSError, UnicodeError) as error:  # UnicodeError if the host name is invalid
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"waited {duration(seconds / 60)} for the host that leads the others at {place[0]}:{place[1]}: "
@@ -217,7 +217,7 @@ class Supervisor:
                 self._attempt(**order["start"])
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
-        """Perform phases 2 and 3, that is, run the ranks of this host and report how they ended."""
+        """Perform phases 2 and 3: run the ranks of this host, and report how they ended."""
         self._seat, self._restarts = seat, Restarts.from_message(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
             # This host has missed an attempt, in which other hosts may have saved newer copies.

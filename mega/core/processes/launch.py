@@ -56,8 +56,8 @@ PATIENCE = 1.0
 """Seconds that the other ranks have to exit after a rank has failed, before they are terminated."""
 
 _LONGEST = 75
-"""Maximum number of bytes in the path of the temporary folder, because the path of a socket has at most 107 bytes, of
-which the socket's name needs 32."""
+"""Maximum number of bytes in the path of the temporary folder. The path of a socket has at most 107 bytes, of which the
+socket's name needs 32."""
 
 _REPORTED = (1, 2)
 """Exit codes of ranks that have reported their error."""
@@ -86,8 +86,8 @@ class Ending:
     """The common result of the ranks of one host."""
 
     code: int
-    """The exit code, which is 0, 128 + the signal that killed a rank or stopped all ranks, or the code of the first
-    rank that failed."""
+    """The exit code: 0; 128 + the signal that killed a rank or stopped all ranks; or the code of the first rank that
+    failed."""
     reason: str = ""
     """A one-line message with the reason."""
     cause: bool = False
@@ -184,7 +184,7 @@ def fork_server(*modules: str) -> ForkServerContext:
         )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", __name__, *modules])
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}  # a new process inherits this
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}  # new processes ignore them too
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -306,7 +306,7 @@ def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | N
             seconds = None if endings.deadline == math.inf else max(0.0, endings.deadline - time.monotonic())
             ready = wait([*running, *([] if bell is None else [bell])], seconds)
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
-            for process in sorted(ended, key=lambda process: process.exitcode or 0):  # killed ranks first
+            for process in sorted(ended, key=lambda process: process.exitcode or 0):  # report killed ranks first
                 if process.exitcode == _UNKNOWN and (server_ending := _server_ending()) is not None:
                     write_error(f"mega: {server_ending}\n")
                     _kill(ranks)
@@ -396,7 +396,7 @@ def _server_ending() -> str | None:
 
 
 def _ending(code: int) -> str:
-    """Describe how a process ended from its exit code, which is negative after a signal.
+    """Return a description of how a process ended, given its exit code (negative after a signal).
 
     >>> _ending(-11), _ending(7)
     ('was killed by SIGSEGV', 'ended with exit code 7')

@@ -46,7 +46,7 @@ member was lost."""
 
 @dataclass(frozen=True)
 class Size:
-    """The settings that must be equal on all hosts of a run."""
+    """The settings that must be identical on all hosts of a run."""
 
     hosts: int
     """Number of hosts that run ranks."""

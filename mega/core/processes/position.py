@@ -118,7 +118,7 @@ def store_silence(minutes: float) -> str:
 
 
 def standstill(positions: Mapping[int, Position], limit: str, hosts: Mapping[int, str] | None = None) -> str:
-    """Return the message for the case that all ranks answer but some have waited longer than the limit.
+    """Return the message for the case in which all ranks answer, but some have waited longer than the limit.
 
     >>> waits, sync = Position("training", "training, step 3", "a.py:1 (f)"), Position("saving", "saving", "b.py:2 (g)")
     >>> standstill({0: waits, 1: waits}, "1 minute (--timeout-minutes)")

@@ -1,5 +1,4 @@
-"""The messages that running ranks exchange through their store, namely questions, answers, ranks that left, and the
-verdict.
+"""The messages that running ranks exchange through their store: questions, answers, ranks that left, and the verdict.
 
     question/N  answer/N/RANK    questions are numbered in order; an answer is a `Position`
     host/RANK                    name and addresses of the rank's host, if there are several hosts
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Questions:
-    """One rank's access to the messages.
+    """One rank's access to the messages in the store.
 
     position: function that returns the position of the rank's main thread. look: seconds between two polls by a rank.
     """
@@ -107,8 +106,8 @@ class Questions:
         self._store.compare_set("failed", "", _ended(self._rank, report))
 
     def failure(self) -> str:
-        """Return a message with the report of the first rank that has ended because of its own error, or "" without
-        such a rank."""
+        """Return a message with the report of the first rank that has ended because of its own error, or "" if no rank
+        has."""
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
 
     def absent(self, answered: Collection[int]) -> tuple[list[int], str]:

@@ -66,8 +66,8 @@ class RankFailed(ConnectionError):
 
 
 _FAILED = "failed"
-"""Key of the failure of the first rank that failed before it had joined. The value contains the rank, its host and the
-reason."""
+"""Store key for the failure of the first rank that failed before it had joined. The value contains the rank, its host
+and the reason."""
 
 
 def publish_failure(store: dist.Store, rank: int, reason: str) -> None:
@@ -242,7 +242,7 @@ def reach(address: str, port: int, deadline: float, minutes: float | None = None
     while True:
         try:
             return socket.create_connection((address, port), 2.0).close()
-        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
+        except (OSError, UnicodeError) as error:  # UnicodeError if the host name is invalid
             if time.monotonic() > deadline:
                 how_long = f" {duration(minutes)} (--timeout-minutes)" if minutes else ""
                 raise TimeoutError(

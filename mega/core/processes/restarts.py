@@ -48,7 +48,7 @@ class Job:
     memory: bool = False
     """Whether the ranks need a folder in memory."""
     alike: Mapping[str, str] = field(default_factory=dict)
-    """Name shown in messages -> a value that must be equal on all hosts."""
+    """Name shown in messages -> a value that must be identical on all hosts."""
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,13 @@ LOOK = 0.5
 store, and shorter for a short timeout."""
 
 ANSWER = 20.0
-"""Seconds within which a living rank answers, even on a very busy machine; at most a third of the timeout."""
+"""Seconds within which a running rank answers, even on a very busy machine; at most a third of the timeout."""
 
 LOST = ".lost"
 """Suffix of the file in which the launcher of local ranks reports a rank that was killed."""
 
 SILENT = 10.0
-"""Seconds within which a living store answers, even on a very busy machine."""
+"""Seconds within which a running store answers, even on a very busy machine."""
 
 INTERVAL = 120.0
 """Seconds between two questions of a rank that asks regularly; at most a quarter of the timeout."""
@@ -179,7 +179,7 @@ class RollCall:
                 return f"lost {name_ranks([0], self._first)}, which has ended or cannot be reached"
             raise
 
-    # -- the thread
+    # -- the watchdog thread
 
     def _watch(self) -> None:
         """Run the thread's main loop: answer other ranks' questions, and whenever this rank's main thread has not moved
@@ -188,7 +188,7 @@ class RollCall:
             if self._host is not None:
                 name, addresses = self._host
                 self._in_time(lambda: self.questions.introduce(name, addresses), self._silence)
-            stood, since, ask = None, time.monotonic(), math.inf  # position, time when reached, next question
+            stood, since, ask = None, time.monotonic(), math.inf  # position, when it was reached, when to ask next
             still = self._standing(), time.monotonic()
             while not self._closed.wait(self._look):
                 standing, moment = self._standing(), time.monotonic()
@@ -332,7 +332,7 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
 
 
 def launchers_note() -> str:
-    """Return the launcher's report of a local rank that was killed, or "" without such a report."""
+    """Return the launcher's report of a local rank that was killed, or "" if the launcher has not written one."""
     with contextlib.suppress(OSError, KeyError):
         return Path(os.environ[LAUNCHER_FILE] + LOST).read_text()
     return ""

@@ -63,8 +63,7 @@ class RepeatedSignal:
         """The newest signal; 0 before the first signal."""
 
     def repeats(self, number: int) -> bool:
-        """Record a signal, and return whether the user requests an immediate end, without waiting for the stop to
-        complete."""
+        """Record a signal, and return whether it requests an immediate end instead of an orderly stop."""
         arrival, self.number = time.monotonic(), number
         if self._first is None:
             self._first = arrival

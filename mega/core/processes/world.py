@@ -3,7 +3,7 @@ import torch.
 
 These variables are WORLD_SIZE, RANK and others for torchrun, OMPI_COMM_WORLD_* (Open MPI) or PMI_* (MPICH, Intel MPI,
 Cray) for mpirun, and SLURM_* for a bare `srun`. Without such variables, there is one process, which may start local
-ranks with `--nproc`. If launchers are nested, the inner launcher has precedence. An outer launcher must not give a
+ranks with `--nproc`. If launchers are nested, the inner launcher has precedence. An outer launcher must not set a
 different rank for a world of the same size.
 """
 
@@ -75,7 +75,7 @@ _LAUNCHERS = (
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # MPICH and Intel MPI name the local ranks MPI_*, Cray's launcher PMI_LOCAL_*.
+    # For local ranks, MPICH and Intel MPI set variables MPI_*, and Cray's launcher sets PMI_LOCAL_*.
     _Launcher(
         *("mpirun", "PMI_RANK", "PMI_SIZE"),
         ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
@@ -201,9 +201,8 @@ def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, launchers:
 
 
 def _contradict(inner: _Stated, outer: _Stated) -> bool:
-    """Whether two launchers contradict each other, that is, they give different ranks for a world of the same size, or
-    torchrun was started several times by mpirun. Worlds of different sizes may be nested, because tasks of srun may
-    start ranks."""
+    """Whether two launchers contradict each other: they set different ranks for a world of the same size, or mpirun has
+    started torchrun several times. Worlds of different sizes may be nested, because tasks of srun may start ranks."""
     inside, outside = inner.world, outer.world
     if outside.size == 1 or (inside.rank, inside.size) == (outside.rank, outside.size):
         return False
@@ -328,8 +327,8 @@ def _number(
 
 
 def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks of a run, which is `dry` in a dry run (`--world`), otherwise the launcher's number,
-    `--nproc` or 1.
+    """Return the number of ranks of a run: `dry` in a dry run (`--world`), otherwise the launcher's number, `--nproc`
+    or 1.
 
     Errors: ValueError in a batch script of SLURM that has several tasks and starts one process, because the other tasks
         would be idle.

@@ -27,7 +27,7 @@ class Evaluation:
     """Runs the validations and the final test of one run.
 
     meters: the meters of the run; None except on rank 0. on_validation: called with the step and the loss of the first
-    validation set. last_validated: the step of the latest validation.
+    validation set. last_validated: the step of the most recent validation.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Evaluation:
         self._microbatches = microbatches(run, state.mesh.world)
         self.last_validated: int | None = None
         self.measured: dict[str, Mapping[str, float]] = {}
-        """The latest results of each set, by name."""
+        """Name of each set -> its most recent results."""
 
     def validate(self) -> None:
         self.last_validated = self._state.progress.step

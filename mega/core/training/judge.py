@@ -1,7 +1,7 @@
-"""Check the numbers of a completed step, and react to NaN and spikes with a message, a skip, a rollback, or the end of
+"""Check the results of a completed step, and react to NaN and spikes with a message, a skip, a rollback, or the end of
 the run.
 
-All ranks read the same reduced numbers, so all ranks make the same decision (policy.py).
+All ranks read the same reduced results, so all ranks make the same decision (policy.py).
 """
 
 from __future__ import annotations

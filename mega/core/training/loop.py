@@ -165,7 +165,7 @@ class Training:
 
     @property
     def _must_read(self) -> bool:
-        """Whether the numbers of a step must be read before the next step starts. With a loss scale or a guard, the
+        """Whether the results of a step must be read before the next step starts. With a loss scale or a guard, the
         next learning rate depends on whether the step was skipped. On a CPU the step is already complete, and its
         gradients still exist."""
         depends = self.judge.guard.decides or self.state.scaler is not None
@@ -201,7 +201,7 @@ class Training:
         return Pending(progress.step, progress.consumed, lr, size, start, numbers, flag, limits, batches, sums)
 
     def _read(self, pending: Pending | None) -> None:
-        """Wait for the numbers of a step, check and report them, and read whether any rank has a request to stop."""
+        """Wait for the results of a step, check and report them, and read whether any rank has a request to stop."""
         if pending is None:
             return
         progress, numbers = self.state.progress, pending.numbers.numbers()

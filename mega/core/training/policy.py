@@ -1,4 +1,4 @@
-"""The policy for unsound steps, that is, steps with non-finite numbers or a spike of the loss or gradient norm.
+"""The policy for unsound steps: steps with non-finite values, or with a spike of the loss or gradient norm.
 
     limits before a step      computed from median and spread of earlier steps, and checked on the device, so that a
                               step beyond the limits is not applied [--on-spike skip, rollback]
@@ -114,7 +114,7 @@ class GuardMemory:
     """A hash of everything on which losses depend, except the weights. Losses recorded under a different hash are not
     restored."""
     losses: deque[float] = field(init=False)
-    """Losses of the latest applied steps."""
+    """Losses of the most recently applied steps."""
     norms: deque[float] = field(init=False)
     """Gradient norms of the most recently applied steps."""
     left_out: list[LeftOut] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Guard:
 
     @property
     def decides(self) -> bool:
-        """Whether the next step depends on the numbers of the current step, so that these numbers must be read
+        """Whether the next step depends on the results of the current step, so that these results must be read
         first."""
         return decides(self.options)
 

@@ -38,7 +38,7 @@ class ProbePoint(NamedTuple):
     unit: int
     """Index of the unit in its stage."""
     name: str
-    """Name of the unit, or of the tensors of a weight."""
+    """Name of the unit, or the names of the weight's tensors."""
 
 
 class Probes:
@@ -148,8 +148,8 @@ def broken_fields(batches: Sequence[Batch]) -> list[str]:
 
 
 class BrokenTensor(NamedTuple):
-    """The origin of non-finite numbers. words: the description for messages. stays: whether these numbers are in
-    weights or moments, so that skipping the batch does not remove them."""
+    """The origin of non-finite values. words: the description for messages. stays: whether these values are in weights
+    or moments, so that skipping the batch does not remove them."""
 
     words: str
     stays: bool = False

@@ -18,7 +18,7 @@ from mega.core.training.state import TrainState
 @dataclass(frozen=True)
 class Routine:
     """Work that is due after some steps. due: function that takes the index of a step and returns whether the routine
-    is due after this step. needs_numbers: whether the numbers of all steps so far must be read before the routine
+    is due after this step. needs_numbers: whether the results of all steps so far must be read before the routine
     runs."""
 
     due: Callable[[int], bool]

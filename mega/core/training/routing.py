@@ -1,9 +1,9 @@
 """The load of experts: the number of tokens per expert over the whole batch of a step, and the bias that balances these
 numbers.
 
-Counts include the choices of all microbatches, before tokens are dropped, summed over all ranks. The bias affects only
-which experts are chosen. After each step the bias moves by a fixed amount towards an even load (Wang et al. 2024, arXiv
-2408.15664), or is set to the quantiles of the logits at which the load would have been even.
+The tokens of all microbatches and ranks are counted, before tokens are dropped. The bias affects only which experts are
+chosen. After each step the bias moves by a fixed amount towards an even load (Wang et al. 2024, arXiv 2408.15664), or
+is set to the quantiles of the logits at which the load would have been even.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def expert_layers(state: TrainState) -> list[ExpertLayer]:
 
 
 def start_counting(state: TrainState) -> None:
-    """Reset all counts at the start of a step."""
+    """Reset the load at the start of a step."""
     for layer in expert_layers(state):
         layer.router.start_step()
 

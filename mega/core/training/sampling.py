@@ -47,7 +47,7 @@ class Sampler:
             raise ValueError(f"--sample-prompts is missing: {tokenizer.kind} has no token that begins a text")
 
     def sample(self) -> None:
-        """Generate and report one text per prompt. The same state and step give the same texts."""
+        """Generate and report one text per prompt. The same state and step produce the same texts."""
         step = self._state.progress.step
         draws = torch.Generator().manual_seed(self._state.run.runtime.seed + step)
         for number, prompt in enumerate(self._prompts, 1):
@@ -73,14 +73,14 @@ def continuation(
     """Generate up to `tokens` ids after `prompt`, without the end-of-document id. This is a collective that all ranks
     must call."""
     ids = list(prompt)
-    for _ in range(tokens):  # the same number of passes on all ranks, even after the end of a document
+    for _ in range(tokens):  # all ranks run all passes, even after the end of a document
         ids.append(_draw(state, _next_logits(state, ids), draws, temperature, top_k))
     new = ids[len(prompt) :]
     return new[: new.index(end)] if end in new else new
 
 
 def _next_logits(state: TrainState, ids: Sequence[int]) -> torch.Tensor:
-    """Return the logits of the next token, fp32 [vocab] on the CPU, equal on all ranks with the same data index."""
+    """Return the logits of the next token, fp32 [vocab] on the CPU, identical on all ranks with the same data index."""
     model, mesh, device = architecture(state.run.model), state.mesh, state.device.torch
     prompt = family(state.run.model).prompt
     assert prompt is not None
@@ -89,7 +89,7 @@ def _next_logits(state: TrainState, ids: Sequence[int]) -> torch.Tensor:
     row[0, : len(ids)] = torch.tensor(ids)
     outputs = output_step(state, [prompt(row).to(device)])
     logits = torch.zeros(model.input.vocab, device=device)
-    if outputs:  # on the last stage; other stages add zeros
+    if outputs:  # empty except on the last stage; other stages add zeros
         logits += all_gather(outputs[0][0, len(ids) - 1].float(), mesh.tp)[: model.input.vocab]
     all_reduce(logits, mesh.pp)
     return logits.cpu()

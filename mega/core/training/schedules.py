@@ -116,7 +116,7 @@ def _stored(kind: Callable[..., Part], fields: Mapping[str, Json]) -> Part:
 
 
 def _effective(schedules: Schedules) -> dict[str, object]:
-    """Return the values of the schedules, by name, without values that the styles ignore."""
+    """Return a map from names to the values of the schedules, without values that the styles ignore."""
     values = {f"{kind}.{name}": value for kind, part in schedules.state_dict().items() for name, value in part.items()}
     ignored = {"lr.decay", "lr.least"} if schedules.lr.style == "constant" else set()
     ignored |= {"lr.anneal", "lr.anneal_style"} if schedules.lr.style != "wsd" else set()

@@ -159,7 +159,7 @@ class TrainState:
         flats = [flat for flat in (*self.flats(), *uncounted) if flat.numel()]
         return torch.stack([all_finite(flat).to(self.device.torch) for flat in flats]).all()
 
-    # -- on disk
+    # -- the state on disk
 
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
         """Yield this rank's trained weights. mine: yield only the weights that this rank writes to a checkpoint,
@@ -174,8 +174,8 @@ class TrainState:
                 yield from _pieces("weights", bucket, bucket.weights, 0)
 
     def _counted_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """Yield the weights that are computed from token counts (the experts' biases). They are equal on all ranks of a
-        stage."""
+        """Yield the weights that are computed from token counts (the experts' biases). They are identical on all ranks
+        of a stage."""
         if mine and not self.mesh.stage.first:
             return
         for weight in (weight for stage in self.stages for weight in weights(stage)):
@@ -200,7 +200,7 @@ class TrainState:
             bucket = owned.bucket
             if mine and not bucket.counted:
                 continue
-            # Factors are whole vectors that are equal on all ranks of the stage, so one rank writes them.
+            # Factors are whole vectors that are identical on all ranks of the stage, so one rank writes them.
             if not mine or (_our_turn(number, bucket) and bucket.data.parts.first):
                 for key, factor in owned.factors.items():
                     yield Piece(key, tuple(factor.shape), (0,), factor)

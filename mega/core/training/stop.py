@@ -55,7 +55,7 @@ class StopSignal:
         """The content of the message after a signal. The training loop updates this object."""
         self.reason = ""
         self.requested = False
-        """Whether the run must stop; equal on all ranks."""
+        """Whether the run must stop; identical on all ranks."""
         self.code = 0
         """The exit code of a run that was asked to stop: 128 + the signal; 0 after the time limit."""
         self.fault: Exception | None = None
@@ -155,7 +155,7 @@ class StopFlag:
 
     def __init__(self, stop: StopSignal, flag: torch.Tensor, work: CollectiveHandle):
         self._stop, self._flag, self._work = stop, flag, work
-        self._reading = self._read() if flag.is_cuda else None  # on a GPU the stream waits for the reduction
+        self._reading = self._read() if flag.is_cuda else None  # on a GPU, this makes only the stream wait
 
     @property
     def cheap(self) -> bool:

@@ -1,4 +1,4 @@
-"""Check on all ranks that all numbers of a checkpoint are finite, before anything is written. Each step runs a similar
+"""Check on all ranks that all values in a checkpoint are finite, before anything is written. Each step runs a similar
 check before its update.
 
 The check needs one pass over weights, masters, moments and factors and no extra memory, because the minimum and the
@@ -49,7 +49,7 @@ def check_finite(state: TrainState) -> None:
 def broken_tensors(
     state: TrainState, batches: Sequence[Batch] = (), sums: Sequence[float] = (), *, gradients: bool = False
 ) -> BrokenTensor | None:
-    """Return the tensor and rank where non-finite numbers appeared first, or None. The result is equal on all ranks.
+    """Return the tensor and rank where non-finite values appeared first, or None. The result is identical on all ranks.
 
     If a non-finite moment has corrupted weights, the moment is reported rather than the weights. This is a collective
     that all ranks must call; it synchronizes with the device. batches: the microbatches of the step. sums: the step's

@@ -52,6 +52,6 @@ def kind_of(run: AnyRun) -> TaskKind:
 
 
 def register_task(name: str, load: Callable[[], TaskKind], needs: tuple[str, ...] = ()) -> None:
-    """Register a choice of --task. Must be called on every rank. load: function that imports the kind. needs: options
-    that give the training data."""
+    """Register a kind of task as a value of --task. Must be called on every rank. load: function that imports the kind.
+    needs: options that give the training data."""
     KINDS[name], TASKS[name] = load, needs

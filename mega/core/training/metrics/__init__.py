@@ -2,7 +2,7 @@
 
 meters     rows of steps, log lines, a progress bar on a terminal
 file       the file with the rows
-trackers   services that store the numbers: Weights & Biases, MLflow
+trackers   services that store the metrics: Weights & Biases, MLflow
 exporter   Prometheus at /metrics, and /health
 profiling  torch's profiler over some steps
 output     printing lines to a stdout that may fail

@@ -1,7 +1,7 @@
-"""An HTTP server in the process of rank 0: /metrics returns numbers of the run for Prometheus, and /health returns
-whether the run makes progress. Threads answer with the latest numbers of the meters and of `ACTIVITY`, so the run does
-not wait for a slow client. This module does not depend on ranks. processes/roll_call.py finds the rank for which other
-ranks wait.
+"""An HTTP server in the process of rank 0: /metrics returns metrics of the run for Prometheus, and /health returns
+whether the run makes progress. Threads answer with the most recent values of the meters and of `ACTIVITY`, so the run
+does not wait for a slow client. This module does not depend on ranks. processes/roll_call.py finds the rank for which
+other ranks wait.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Exporter:
         return int(self._server.server_port)
 
     def step(self, step: int, row: Mapping[str, float], speed: Mapping[str, float | None]) -> None:
-        """Record the numbers of a step. row: the row of `Meters.step`. speed: further numbers by name; a number that is
-        None is omitted."""
+        """Record the metrics of a step. row: the row of `Meters.step`. speed: further metrics by name; a metric whose
+        value is None is omitted."""
         self._productive += float(row["seconds"])
         self._step.set(step)
         self._gauge("step_seconds", "Duration of the last step").set(row["seconds"])

@@ -1,4 +1,4 @@
-"""Report the progress of a run: one row of numbers per step, log lines, and a progress bar on a terminal. This module
+"""Report the progress of a run: one row of metrics per step, log lines, and a progress bar on a terminal. This module
 does not depend on ranks.
 
 Rows are always written to a JSON-lines file (file.py); flags also send them to TensorBoard, Weights & Biases and
@@ -115,9 +115,9 @@ class Meters:
         self.event(start, "begin", **begin)
 
     def step(self, step: int, row: Mapping[str, float], tokens: int, memory: int) -> None:
-        """Record one step's numbers; every `log_interval` steps, and at the last step, print a log line. row: numbers
-        by name, including "seconds", "loss" and "consumed" (samples). tokens: number of tokens in the global batch.
-        memory: bytes used on this rank.
+        """Record the metrics of a step. Every `log_interval` steps, and at the last step, also print a log line. row:
+        metrics by name, including "seconds", "loss" and "consumed" (samples). tokens: number of tokens in the global
+        batch. memory: bytes used on this rank.
         """
         if not self._started:
             self._started = True
@@ -248,7 +248,7 @@ class Meters:
 
     def _plotting(self, act: Callable[[], object]) -> None:
         """Call TensorBoard. After an error, turn TensorBoard off and continue, because the metrics file contains the
-        same numbers."""
+        same values."""
         try:
             act()
         except OSError as error:
@@ -278,7 +278,7 @@ def _shown(template: str, value: float | None) -> str:
 
 
 def _extras(row: Mapping[str, float]) -> list[tuple[float, str]]:
-    """Return (priority, text) fields for numbers that only some runs report.
+    """Return (priority, text) fields for metrics that only some runs report.
 
     >>> _extras({"loss": 2.0, "params_norm": 12.3456, "zeros": 0.25})
     [(6.4, 'params norm 12.346'), (6.2, 'zeros 25.0%')]
@@ -301,8 +301,8 @@ def _clock(seconds: int) -> str:
 
 
 def _before(path: Path, start: int) -> dict[str, float]:
-    """Summarise the rows that a resume at step `start` discards: number of steps, their seconds, and the time of the
-    last row."""
+    """Summarise the rows that a resume at step `start` discards: the number of steps, their duration in seconds, and
+    the time of the last row."""
     if not path.is_file():
         return {}
     steps, seconds = 0, 0.0

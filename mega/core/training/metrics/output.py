@@ -17,7 +17,7 @@ def print_line(line: str) -> None:
     """Print a line to stdout. At the first error, print a message to stderr, and discard all later lines."""
     try:
         print(printable(line, sys.stdout.encoding), flush=True)
-    except (OSError, ValueError) as error:  # ValueError: the stream is closed
+    except (OSError, ValueError) as error:  # ValueError if the stream is closed
         discard_output(sys.stdout)
         warn(f"stdout: {getattr(error, 'strerror', None) or error}; the run continues without it")
 

@@ -45,7 +45,7 @@ class StepProfiler:
             self._running.start()
 
     def after_step(self, step: int) -> None:
-        """Write the profile after the last profiled step. Called when the numbers of a step have been read."""
+        """Write the profile after the last profiled step. Called when the results of a step have been read."""
         self._last = step
         if step >= self._steps[-1]:
             self.close()

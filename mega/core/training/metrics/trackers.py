@@ -1,8 +1,8 @@
-"""Services that store the numbers of a run: Weights & Biases and MLflow, optional packages that are imported on demand.
+"""Services that store the metrics of a run: Weights & Biases and MLflow, optional packages that are imported on demand.
 
 Both use the metric names of the Llama-2 fork of Megatron-LM. A run that resumes continues with the same id, which is
 stored next to the metrics file, and does not resend a step. If a service fails, the run continues without this service,
-because the metrics file also contains all numbers.
+because the metrics file also contains all metrics.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tracker(Protocol):
 def training_values(
     row: Mapping[str, float], *, tokens: int, devices: int, replicas: int, flops: float, terms: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return the numbers of a training step under the metric names of the Llama-2 fork of Megatron-LM.
+    """Return the metrics of a training step under the names of the Llama-2 fork of Megatron-LM.
 
     tokens: number of tokens in the global batch. replicas: number of data-parallel ranks. flops: FLOPs per token.
     terms: names of the terms of the loss.
@@ -106,7 +106,7 @@ class Trackers:
         return bool(self._trackers)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers of a step to all services that do not have the step yet."""
+        """Send the metrics of a step to all services that do not have the step yet."""
         for flag, tracker in list(self._trackers.items()):
             if step <= tracker.since:
                 continue

@@ -57,8 +57,7 @@ def _newest(place: str, start: int) -> int:
 
 
 LOCK_WAIT = 10.0
-"""Seconds for which a run waits for the lock of its directory, because a run that was stopped may still be shutting
-down."""
+"""Seconds for which a run waits for the lock of its directory, because a previous run may still be shutting down."""
 
 LEASE_WAIT = 150.0
 """Seconds for which a run waits for the lock after a restart. If rank 0 was on a lost host, a file server keeps the

@@ -89,7 +89,7 @@ class Proving:
         """Put a step on trial. Called when the save of the step starts."""
         reason = f"it was saved while {self._blown_up}" if self._blown_up else ""
         self._trials[step] = Trial(self._sound, reason=reason)
-        self._known.pop(step, None)  # the verdict on a checkpoint that this save replaces
+        self._known.pop(step, None)  # forget the verdict on a checkpoint that this save replaces
 
     def published(self, step: int) -> None:
         """Record that the save of `step` is published, and remove trials of deleted checkpoints."""
@@ -104,7 +104,7 @@ class Proving:
         self._write()
 
     def record_validation(self, step: int, loss: float) -> None:
-        """Record the validation loss after `step`, before or after its save."""
+        """Record the validation loss after `step`. May be called before or after the step is saved."""
         if not math.isfinite(loss):
             return
         self._losses[step] = loss

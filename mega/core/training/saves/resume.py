@@ -72,7 +72,7 @@ def find_resume_point(
 
 def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange) -> ResumePoint | None:
     """Return the checkpoint from which this run starts: that of --resume, otherwise that of --load, or None if neither
-    is given. The result is equal on all ranks.
+    is given. The result is identical on all ranks.
 
     Every rank searches, and the results are compared before any weight is read. In the directory of a run, the newest
     step that all ranks trust and that is identical on all ranks is chosen (`CheckpointStore.find`). A message names the
@@ -264,8 +264,8 @@ def _dropout_rule(point: ResumePoint) -> int:
 
 
 def overlapped_before(run: RunConfig, point: ResumePoint | None) -> bool | None:
-    """Return whether tensor-parallel exchanges overlapped GEMMs (--tp-overlap) in the run that `run` resumes. None if
-    `run` starts at step 0, or if a different tensor-parallel layout changes the rounding anyway.
+    """Return whether tensor-parallel exchanges overlapped GEMMs (--tp-overlap) in the run that `run` resumes. Return
+    None if `run` starts at step 0, or if a different tensor-parallel layout changes the rounding anyway.
 
     Checkpoints from versions without this record contain the option itself, which was off by default.
     """
@@ -427,7 +427,7 @@ def _reshuffled(run: RunConfig, stored: Mapping[str, object], data: Datasets) ->
     tokens = run.finetuning.task not in LABELLED and (run.data.data_path or run.data.train_data)
     if data.train is None or not tokens or count == stored_count:
         return ""
-    # A run that has been shortened may have had several passes before.
+    # Before its length was reduced, a run may have had several passes.
     several_passes = data.repeats or (stored_count > len(data.train) and not isinstance(data.train, BlendedDataset))
     return f"{length} (was {stored_length})" if several_passes else ""
 
@@ -448,8 +448,8 @@ def _truest(weight: Piece, checkpoint: StoredWeights) -> Piece:
 
 
 def _same_rule(run: RunConfig, checkpoint: StoredWeights) -> None:
-    """Check that the run and the checkpoint have the same update rule, because moments of different rules may have
-    equal names."""
+    """Check that the run and the checkpoint have the same update rule, because moments of different rules may have the
+    same names."""
     optimizer, stored = run.optimizer.optimizer, below(checkpoint.meta, "config", "optimizer").get("optimizer")
     if stored not in (None, optimizer):
         raise CheckpointError(

@@ -179,7 +179,7 @@ class Saver:
             self._proving.record_validation(step, loss)
 
     def diverged(self, reason: str) -> None:
-        """Mark the latest saves as suspect, so that a resume ignores them. Called when the run ends because it
+        """Mark the newest saves as suspect, so that a resume ignores them. Called when the run ends because it
         diverged."""
         with contextlib.suppress(SaveError):
             self.wait()

@@ -1,5 +1,5 @@
-"""Compare ranks before the first step. Code, flags, tokenizer and data must be equal on all ranks; devices, drivers,
-versions of libraries and clocks should be equal, and differences are reported.
+"""Compare ranks before the first step. Code, flags, tokenizer and data must be identical on all ranks. Devices,
+drivers, library versions and clocks should be equal; differences are reported.
 
     1 every rank lists its values          short strings and digests; large files are sampled
     2 one reduction of their hashes        the only cost if everything is equal
@@ -80,7 +80,7 @@ def check_consistent(
 
 
 def _numbers(values: Mapping[str, str]) -> list[int]:
-    """Return a hash of `values` as 8 numbers of 32 bits, which are exact in float64, so every backend can reduce
+    """Return a hash of `values` as eight 32-bit integers. They are exact in float64, so every backend can reduce
     them."""
     digest = hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()
     return [int(digest[at : at + 8], 16) for at in range(0, 64, 8)]

@@ -1,5 +1,5 @@
-"""The values that must be equal on all ranks and hosts of a run, by user-readable names: code, flags, tokenizer, data.
-This module does not import torch.
+"""The values that must be identical on all ranks and hosts of a run, with user-readable names: code, flags, tokenizer,
+data. This module does not import torch.
 
 Ranks compare these values before the first step (consistency.py); hosts compare them when they join a run
 (processes/leader.py).

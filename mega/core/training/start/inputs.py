@@ -71,13 +71,13 @@ class Inputs:
     """Messages for the user."""
 
     def fingerprint(self) -> str:
-        """Return a hash of config and tokenizer, which must be equal on all ranks."""
+        """Return a hash of config and tokenizer. The hash must be identical on all ranks."""
         text = json.dumps(dataclasses.asdict(self.run), sort_keys=True, default=str)
         tokens = self.tokenizer.fingerprint() if self.tokenizer is not None else ""
         return hashlib.sha256(f"{text}\n{tokens}".encode()).hexdigest()
 
     def level(self) -> str:
-        """Return a hash of everything on which losses and gradient norms depend, except the weights: the construction
+        """Return a hash of everything, except the weights, on which losses and gradient norms depend: the construction
         of batches, and the tokens."""
         names = [name for name in options_with(on_resume="noted") if entries()[name].section in _OF_BATCHES]
         values = {name: value_of(self.run, name) for name in (*names, "seq_length")}
@@ -286,6 +286,6 @@ def with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     if ignored := [f"{flag_of(name)} {value}" for name, value in differing.items() if name not in allowed]:
         notes.append(f"--use-checkpoint-config: the checkpoint's model counts, and not {', '.join(ignored)}")
     values = {**dataclasses.asdict(model), **allowed}
-    if options.masking.sample_kind == "gpt":  # the default that --family would have set
+    if options.masking.sample_kind == "gpt":  # apply the default that --family would have set
         values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
     return updated(options, values)

@@ -63,15 +63,15 @@ from mega.core.words import count_words
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a run, equal on all ranks."""
+    """The result of a run, identical on all ranks."""
 
     step: int
     """Index of the last step."""
     numbers: Mapping[str, float]
-    """The numbers of the last step: "loss", "grad_norm" and the other values of a metrics row; empty if there was no
+    """The metrics of the last step: "loss", "grad_norm" and the other values of a metrics row; empty if there was no
     step."""
     evaluation: Mapping[str, Mapping[str, float]]
-    """Name of each held-out set -> its latest results, including "loss"."""
+    """Name of each held-out set -> its most recent results, including "loss"."""
     checkpoint: str | None
     """The directory of the run's checkpoints; None if --save is not given."""
     metrics: str
@@ -131,8 +131,8 @@ def pretrain(resolved: ResolvedRun) -> int:
 def train(resolved: ResolvedRun, *, quiet: bool = False) -> TrainingResult:
     """Train as one rank of the world that the environment describes. quiet: print nothing.
 
-    Errors: ValueError for a mistake of the user; FloatingPointError if the loss is NaN or infinite; RuntimeError for
-    other failures.
+    Errors: ValueError for a user error; FloatingPointError if the loss is NaN or infinite; RuntimeError for other
+    failures.
     """
     with contextlib.ExitStack() as resources:
         resources.enter_context(restored_settings())
