@@ -6,7 +6,7 @@ other ranks, and sums all tensors in the order of ranks. The result is bitwise i
 
     OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py) without NVLink multicast, which can
               be captured in a CUDA graph
-    HostSum   ranks of one host on gloo: sums, and gathers of logits, for tensors of any size, in pieces. Each rank
+    HostSum   ranks of one host on gloo: sums tensors and gathers logits of any size, in pieces. Each rank
               reads the tensors of all ranks, which is still faster than gloo's sockets
 
 With `OneShot`, every rank reads the whole tensors of all ranks. Larger tensors use NCCL's collectives, which divide the

@@ -10,7 +10,7 @@ pass of microbatch 2, and `.` is an idle slot. F and B take one slot each:
         rank 1    . F0 F1 F2  .  . B0 B1 B2  .
         rank 2    .  . F0 F1 F2 B0 B1 B2  .  .
 
-    1f1b, 3 stages, 3 microbatches: each backward pass as early as possible. As long as gpipe, but rank r holds at
+    1f1b, 3 stages, 3 microbatches: each backward pass as early as possible. Takes as long as gpipe, but rank r holds at
         most stages - r microbatches.
 
         rank 0   F0 F1 F2  .  . B0  . B1  . B2
@@ -120,7 +120,7 @@ def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order
     of one group through every chunk except the last. For 4 stages, 2 chunks and 8 microbatches the warm-up is 10, 8, 6,
     4, and the forward passes run in chunks 0000 1111 0000 1111.
 
-        2 stages, 2 chunks, 2 microbatches (a, b are the chunks; a slot is half as long as above)
+        2 stages, 2 chunks, 2 microbatches (a, b are the chunks; a slot is half as long as with one chunk)
         rank 0   F0a F1a F0b F1b  .  B0b  .  B1b B0a B1a
         rank 1    .  F0a F1a F0b B0b F1b B1b B0a B1a  .
     """

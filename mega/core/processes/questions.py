@@ -4,7 +4,7 @@
     host/RANK                    name and addresses of the rank's host, if there are several hosts
     left/RANK                    written by a rank that ends because it has lost another rank
     ended/RANK                   the report of a rank that ends because of its own error
-    failed                       the first such rank and its report, as a message
+    failed                       the first rank that ended because of its own error, and its report, as a message
     verdict                      why all ranks end; the first rank to write it decides
 
 Each call may block forever if the store's host has stopped, so roll_call.py limits the time of calls.

@@ -1,7 +1,7 @@
 """Restarts of ranks after a failure on one host. hosts.py implements restarts on several hosts.
 
     1 an attempt        all ranks run until all have succeeded, or one has failed (launch.run_attempt)
-    2 its ending        final for a mistake of the user, a loss that is not finite, or a signal to stop; otherwise maybe
+    2 its ending        final for a user error, a loss that is not finite, or a signal to stop; otherwise possibly
                         transient
     3 restarts          counted since the newest saved step, so --max-restarts limits restarts without progress
     4 the next attempt  the same job, which resumes from the newest save

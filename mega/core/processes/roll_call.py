@@ -3,7 +3,7 @@ store.
 
     1 a rank suspects            its main thread has not moved for a quarter of --timeout-minutes, or an exchange has
                                  timed out
-    2 it asks                    every living rank answers with the position of its main thread (position.py)
+    2 it asks                    every running rank answers with the position of its main thread (position.py)
     3 a rank is silent           for the rest of the timeout, so it was stopped or cannot be reached; or it has reported
                                  its own error and ended, which ends the others immediately
     4 all ranks answer           the waiting rank asks again until --timeout-minutes are over, or

@@ -9,7 +9,7 @@ policy, judge, probes     limits above which a step is a spike; the reaction to 
 stop, notice              requests to end early, and messages to the user after a signal
 
 start     the work before the first step
-kinds     the data and losses of each choice of --task
+kinds     the data and losses of each value of --task
 saves     the directory of the run, copies in memory, and resuming from them
 guards    checks of a run: finite numbers, equal replicas, slow ranks
 metrics   reports during a run: a file, a log, a progress bar, services

@@ -2,7 +2,7 @@
 
     limits before a step      computed from median and spread of earlier steps, and checked on the device, so that a
                               step beyond the limits is not applied [--on-spike skip, rollback]
-    after a step              every rank reads the same reduced numbers, so all ranks make the same decision without an
+    after a step              every rank reads the same reduced results, so all ranks make the same decision without an
                               exchange
     a skipped step            leaves weights, moments, loss scale, schedule and limits unchanged;
                               only the step number and the data position advance

@@ -1,7 +1,7 @@
 """One optimizer step, in numbered phases: forward and backward over the microbatches, reductions, update.
 
 0 cut rows over the context axis
-1 weight of the global batch    computed before the first backward, so that losses are divided by it exactly once
+1 weight of the global batch    computed before the first backward pass, so that losses are divided by it exactly once
 2 the pipeline runs its plan    the reduction of a bucket starts when the bucket is complete
 3 finish the gradient reduction
 4 gradient norm                 NaN if weights or moments are not finite

@@ -64,9 +64,9 @@ class Meters:
     devices: number of devices. replicas: number of data-parallel replicas. peak: peak TFLOP/s of one device, or None if
     unknown.
     save: --save of the run. settings: the options of the run. terms: names of the terms of the loss, if there are
-    several. shown: names of additional numbers of a step that the log line shows. fail: called with the error if the
-    metrics file cannot be written, so that the run can save before it ends; if None, the error is raised. still_s: see
-    `Exporter`. lines: function that prints a log line, used unless a bar is shown.
+    several. shown: names of additional metrics that the log line shows. fail: called with the error if the metrics file
+    cannot be written, so that the run can save before it ends; if None, the error is raised. still_s: see `Exporter`.
+    lines: function that prints a log line, used unless a bar is shown.
     """
 
     def __init__(

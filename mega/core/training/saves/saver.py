@@ -8,7 +8,7 @@ A save with --async-save:
     2 copy every piece to host memory          allocated and page-locked before the first step, and reused; on a GPU a
                                                separate thread and stream copy during the next forward and backward
                                                pass; the update waits until all tensors are read (HostCopy.settle)
-    3 a thread publishes the copy              with the same `CheckpointStore.save`, so with the same bytes; ranks agree
+    3 a thread publishes the copy              with the same `CheckpointStore.save`, so the bytes are equal; ranks agree
                                                through gloo communicators that nothing else uses
     4 every step polls the thread              a failed save ends the run; the exit waits for the last save
 """

@@ -9,7 +9,7 @@ stored weights:
     equal    the rows of two control tokens are equal, so the model cannot tell the tokens apart (rows that were added
              to a vocabulary with one initial value)
 
-Rows of usual size that differ may also be untrained, for example at random initial values. These are not reported,
+Rows of usual size that differ may also be untrained, for example at random initial values. These rows are not reported,
 because trained rows look the same. Tokens that begin or end a document are left out, because pretraining includes them.
 This module only reports.
 """
