@@ -28,7 +28,7 @@ class Typed(NamedTuple):
     """The canonical flag, or "" if the spelling is obsolete."""
     values: tuple[str, ...]
     families: tuple[str, ...] = ()
-    """Families whose scripts accept this spelling; () means all families."""
+    """Families whose Megatron-LM script (such as pretrain_gpt.py) accepts this spelling; () means all families."""
 
     def __str__(self) -> str:
         return " ".join((self.spelling, *self.values))

@@ -1018,14 +1018,14 @@ class ScheduleOptions(Section):
     )
     lr_decay_steps: int | None = option(
         None,
-        "number of steps of the decay, including the warm-up [all]",
+        "length of the learning-rate decay in steps, including the warm-up [all]",
         megatron="--lr-decay-iters",
         unit="steps",
         within=COUNT,
     )
     lr_decay_samples: int | None = option(
         None,
-        "number of samples of the decay, including the warm-up [all]",
+        "length of the learning-rate decay in samples, including the warm-up [all]",
         megatron="--lr-decay-samples",
         unit="samples",
         within=COUNT,

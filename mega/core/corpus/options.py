@@ -90,7 +90,7 @@ class NearDuplicateOptions(StepSettings):
     )
     groups: Path | None = option(None, "file for the ids of the documents of each group")
     pairs: Path | None = option(None, "file for pairs with an overlap above 0.5")
-    id_key: str = option("url", "key of a document's id in these files")
+    id_key: str = option("url", "JSON key of a document's id in the input files")
     as_megatron: bool = like(UrlOptions, "as_megatron")
 
 

@@ -197,7 +197,8 @@ class Saver:
         )
 
     def _try(self) -> frozenset[int]:
-        """Put the current step on trial, and return the steps that retention must keep."""
+        """Record the current step as saved but not yet judged (`proving.py`), and return the steps that retention must
+        keep."""
         if self._proving is None:
             return frozenset()
         self._proving.saves(self.state.progress.step)
