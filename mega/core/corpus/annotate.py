@@ -15,8 +15,8 @@ from mega.core.corpus.scorers import Scorer, ScorerOptions, cleaned, make_scorer
 
 _TOGETHER = 256
 PART_BYTES_ASKED = 1 << 17
-"""Number of bytes of text per part if a server scores the texts. After an interruption, at most one part is sent to the
-server again."""
+"""Number of bytes of text per input part if a server scores the texts. After an interruption, at most one part is sent
+to the server again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Annotate:
 
     @property
     def part_bytes(self) -> int | None:
-        """Number of bytes of text per part; None selects the default."""
+        """Number of bytes of text per input part; None selects the default."""
         return PART_BYTES_ASKED if self.how.is_server else None
 
     @property

@@ -30,8 +30,8 @@ first and the preceding document of the bucket, so the number of comparisons is 
 
 
 class Distributed:
-    """A table with two numbers per row. An owner number per row determines the file that stores the row. A file is
-    sorted when it is read."""
+    """A table with two numbers per row. Each row also has an owner number, which determines the file that stores the
+    row. A file is sorted when it is read."""
 
     def __init__(self, folder: Path, name: str, expected: int) -> None:
         count = min(max(1, -(-expected // _ROWS_TOGETHER)), _MOST_FILES)

@@ -75,8 +75,8 @@ class Decontaminate:
         return {ngram: ngram.count(" ") + 1 for ngram in counts}
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Return the survey, which counts documents. It also counts n-grams, unless a file with their counts was
-        loaded."""
+        """Return the survey function, which counts documents. The function also counts n-grams, unless a file with
+        their counts was loaded."""
         finder = Finder(self.ngrams(), self.longest, self.as_megatron)
         numbers = {ngram: number for number, ngram in enumerate(finder.ngrams)}
 
@@ -111,7 +111,7 @@ class Decontaminate:
             write_record(Path(self.save), kept_ngrams)
 
     def judge(self, folder: Path) -> Work:
-        """Return the final pass, which cuts the documents."""
+        """Return the function for the final pass, which cuts the documents."""
         dictionary = json.loads((folder / _DICTIONARY).read_bytes())
         begins = json.loads((folder / "begins.json").read_bytes())
         finder = Finder({ngram: ngram.count(" ") + 1 for ngram in dictionary}, self.longest, self.as_megatron)

@@ -151,7 +151,7 @@ class Result(NamedTuple):
 
 
 Work = Callable[[Iterable[CorpusDocument]], Iterator[Result]]
-"""Maps the documents of a part to one result per document, in order."""
+"""Maps the documents of one input part to one result per document, in order."""
 
 
 class CorpusStep(Protocol):
@@ -182,7 +182,8 @@ class CorpusStep(Protocol):
 
 
 Survey = Callable[[Iterable[CorpusDocument]], Mapping[str, "NDArray[np.generic]"]]
-"""Maps the documents of a part to notes, which are named arrays. Notes are stored on disk until all work is done."""
+"""Maps the documents of one input part to notes, which are named arrays. Notes are stored on disk until all work is
+done."""
 
 
 @runtime_checkable
@@ -219,7 +220,7 @@ class SurveyStep(Protocol):
         ...
 
     def judge(self, folder: Path) -> Work:
-        """Return the function for the final pass. The function returns a result for each document of a part."""
+        """Return the function for the final pass. The function returns a result for each document of an input part."""
         ...
 
 

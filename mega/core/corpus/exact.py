@@ -26,7 +26,7 @@ class ExactDuplicates:
     least: int = 60  # Minimum length in characters of a line to compare, and of a document to keep after cutting
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Return the survey, which computes a key for every document or line."""
+        """Return the survey function, which computes a key for every document or line."""
 
         def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             return {"keys": keys_of(item for document in documents for item in self._items(document.text))}
@@ -46,7 +46,7 @@ class ExactDuplicates:
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:
-        """Return the final pass, which drops repeated documents or cuts out repeated lines."""
+        """Return the function for the final pass, which drops repeated documents or cuts out repeated lines."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             marks, item = np.zeros(0, np.bool_), 0

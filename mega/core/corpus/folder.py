@@ -64,7 +64,7 @@ class RunOptions:
     show_dropped: int = 5
     """Maximum number of dropped documents per reason that are recorded for the report."""
     part_bytes: int = PART_BYTES
-    """Number of bytes of text per part."""
+    """Number of bytes of text per input part."""
     progress: Callable[[StepCounts, int, int], None] | None = None
     """Function called after every part with the counts so far, the number of stored bytes processed, and the total
     number of stored bytes."""

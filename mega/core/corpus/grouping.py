@@ -91,7 +91,7 @@ class RemoveGroups:
     groups: str
     """File of groups."""
     key: str = "url"
-    """Key of a document's id."""
+    """JSON key of a document's id."""
 
     def survey(self, stage: int, folder: Path) -> Survey:
         owner: dict[str, int] = {}

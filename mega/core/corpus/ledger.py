@@ -70,7 +70,7 @@ class StepCounts:
             self.measures.setdefault(name, Counter())[value] += 1
 
     def add(self, other: StepCounts, most_samples: int) -> None:
-        """Add the counts of another part."""
+        """Add the counts of another input part."""
         self.documents += other.documents
         self.kept += other.kept
         self.written += other.written
@@ -96,7 +96,7 @@ class StepCounts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StepCounts:
-        """Convert the result of `as_json` back to counts. Errors: TypeError or KeyError if `content` has another
+        """Convert the result of `as_json` back to counts. Errors: TypeError or KeyError if `content` has a different
         structure."""
         return cls(
             **{name: int(content[name]) for name in _NUMBERS},

@@ -10,7 +10,8 @@ from mega.core.corpus.documents import Work, each, keep_document
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Keeps every document. key: key of the text that each document must have; if "", any JSON object is a document."""
+    """Keeps every document. key: JSON key of the text that each document must have; if "", any JSON object is a
+    document."""
 
     name: ClassVar[str] = "merge"
     key: str = ""

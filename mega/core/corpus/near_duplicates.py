@@ -71,8 +71,8 @@ class NearDuplicates:
         return WordShingles(self.bands * self.rows, self.shingle_words)
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Return the survey of a stage: stage 0 computes the keys of all bands, and stage 1 computes the shingles of
-        documents in pairs."""
+        """Return the survey function of a stage. Stage 0 computes the keys of all bands, and stage 1 the shingles of
+        documents in candidate pairs."""
         self.shingling.load()
         return self._keys if stage == 0 else partial(self._shingles, folder)
 
@@ -175,7 +175,7 @@ class NearDuplicates:
             _write_lines(self.pairs, ({names[first]: overlaps} for first, overlaps in mains.items()))
 
     def judge(self, folder: Path) -> Work:
-        """Return the final pass, which drops all documents of a group except the first."""
+        """Return the function for the final pass, which drops all documents of a group except the first."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             marks = np.zeros(0, np.bool_)

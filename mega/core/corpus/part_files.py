@@ -18,13 +18,13 @@ from mega.core.data.sources import BadLine
 from mega.core.files import whole_file
 
 UNREADABLE = "not a document"
-"""Reason that is recorded for a dropped line that is not a document, with --on-error skip."""
+"""Reason recorded for a line that --on-error skip drops because it is not a document."""
 
 _SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
 
 
 class PartOptions(NamedTuple):
-    """Options for writing a part."""
+    """Options for writing the output of an input part."""
 
     folder: Path  # Folder for the kept documents
     dropped: Path | None  # Folder for the dropped documents, or None

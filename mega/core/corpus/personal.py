@@ -29,7 +29,7 @@ _PATTERNS: dict[PersonalKind, re.Pattern[str]] = {
         r"|\(\d{2,4}\)[ .-]?\d{3,4}[ .-]\d{3,4}|\d{3}[ .-]\d{3}[ .-]\d{4})(?![\w-])"
     ),
 }
-"""Kind of data -> pattern, in the order in which the patterns are applied."""
+"""Kind of personal data -> pattern, in the order in which the patterns are applied."""
 
 
 def _public(address: str) -> bool:
@@ -59,7 +59,7 @@ class MaskPersonal:
     name: ClassVar[str] = "mask-pii"
     key: str = "text"
     kinds: tuple[PersonalKind, ...] = ("email", "ip")
-    """Kinds of data to mask."""
+    """Kinds of personal data to mask."""
 
     def load(self) -> Work:
         """Return the function that masks documents; no library is loaded."""

@@ -26,9 +26,9 @@ STOP_WORDS = frozenset("the be to of and that have with".split())
 _PUNCTUATION = regex.compile(r"[\p{P}\p{S}]+")
 _SENTENCE_END = regex.compile(r"\p{Sentence_Terminal}\Z")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
-"""(n, maximum fraction of the characters that the most frequent n-gram of words may cover)."""
+"""(n, maximum fraction of the characters that the most frequent word n-gram may cover)."""
 REPEATED_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
-"""(n, maximum fraction of the characters that repeated n-grams of words may cover)."""
+"""(n, maximum fraction of the characters that repeated word n-grams may cover)."""
 
 
 class Measured:
@@ -173,7 +173,7 @@ class QualityFilter:
     presets: tuple[QualityPreset, ...] = ("gopher-repetition", "gopher-quality", "fineweb")
 
     def load(self) -> Work:
-        """Return the filter; no library is loaded."""
+        """Return the function that filters documents; no library is loaded."""
 
         def judge(document: CorpusDocument) -> Result:
             reason = broken_rule(document.text, self.presets)

@@ -92,8 +92,8 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
 def begin(
     inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions
 ) -> tuple[list[Path], str, StepOutcome | None]:
-    """Check options and inputs. Returns the input files, a hash of the work, and the outcome if the work is already
-    done, else None. Errors: ValueError."""
+    """Check options and inputs. Returns the input files, a hash of the work, and the outcome of the work, which is None
+    if the work is not done yet. Errors: ValueError."""
     against = find(options.against, "--against") if options.against else []
     paths = [*against, *find(inputs)]
     check_output(paths, options)
@@ -286,7 +286,7 @@ def _run_surveys(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -
 
 
 def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOptions, counts: StepCounts) -> None:
-    """Survey every part without notes in the shard, and conclude the stage when all shards are surveyed."""
+    """Survey every part of the shard that has no notes yet, and conclude the stage when all shards are surveyed."""
     folder = options.folder / SURVEY
     notes_folder = stage_folder(folder, stage)
     total = sum(path.stat().st_size for path in paths)

@@ -27,7 +27,7 @@ _MARKS = "selected.npz"
 
 @dataclass(frozen=True, kw_only=True)
 class Select:
-    """Keeps the documents with the lowest values."""
+    """Keeps the documents with the lowest values under a JSON key."""
 
     name: ClassVar[str] = "select"
     stages: ClassVar[int] = 1

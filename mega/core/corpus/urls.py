@@ -128,16 +128,16 @@ class Urls:
     key: str = "url"
     """Key of the URL."""
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
-    """Registered labels to drop."""
+    """Registered domain labels, such as "bbc", whose URLs are dropped."""
     extensions: tuple[str, ...] = EXTENSIONS
-    """Extensions to drop."""
+    """File extensions whose URLs are dropped."""
     any_case: bool = True
     """Whether to compare domains in lower case."""
     keep_duplicates: bool = False
     """Whether to keep documents with a repeated URL. Several documents may come from one page and have the same URL."""
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Return the survey, which tests every URL and computes a key for each URL that passes."""
+        """Return the survey function, which tests every URL and computes a key for each URL that passes."""
         test = url_test(self.domains, self.extensions, any_case=self.any_case)
 
         def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
@@ -153,7 +153,7 @@ class Urls:
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:
-        """Return the final pass, which drops documents whose URL failed a test or is a duplicate."""
+        """Return the function for the final pass, which drops documents whose URL failed a test or is a duplicate."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             outcomes: list[int] = []

@@ -2,7 +2,7 @@
 
     {"id": "12", "revid": "34", "url": "https://en.wikipedia.org/wiki?curid=12", "title": "Harbour", "text": "..."}
 
-parts.py passes each page of the dump to this step as one line of XML. Redirects and pages that are not articles are
+This step receives each page of the dump from parts.py as one line of XML. Redirects and pages that are not articles are
 dropped.
 """
 

@@ -22,7 +22,7 @@ MODEL = re.compile(r"(.*config|params|model.*|sentencepiece.*|spiece.*|modules)\
 
 
 def repository(name: str) -> HubName:
-    """Parse the name of a repository. Errors: ValueError if the name is invalid, or has a revision or a part."""
+    """Parse the name of a repository. Errors: ValueError if the name is invalid, or selects a revision or files."""
     parsed = hub_name(name)
     if parsed is None or parsed.revision is not None or parsed.part is not None:
         raise ValueError(f"NAME {name}: must be OWNER/NAME, and no path that exists")

@@ -27,7 +27,7 @@ class BertType:
     """One `model_type`."""
 
     classes: str
-    """Prefix of the names of the type's classes in transformers."""
+    """Prefix of transformers' class names for this `model_type`."""
     placement: Literal["post", "pre"]
     """Position of the norms: after each branch ("post") or before each branch ("pre")."""
     prefix: str
@@ -266,7 +266,7 @@ def _config(model: Architecture, dtype: str) -> dict[str, Json]:
 
 
 def _class(output: Output) -> str:
-    """Return the suffix of transformers' class name."""
+    """Return the suffix of the class name in transformers for a model with these heads."""
     if output.words is not None:
         return "ForPreTraining" if output.rows else "ForMaskedLM"
     return "Model" if output.rows is None else CLASSIFIERS[output.rows.choices > 1]

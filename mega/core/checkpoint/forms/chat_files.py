@@ -1,8 +1,8 @@
 """Write chat settings to the files of a Hugging Face folder: the chat template, and all tokens that end a turn.
 
-transformers reads the template from chat_template.jinja; older programs read the template from tokenizer_config.json.
-`generate` stops at `eos_token_id` of generation_config.json; other programs stop at `eos_token_id` of config.json. This
-module does not depend on the content of templates or on weights.
+The template is in chat_template.jinja for transformers, and in tokenizer_config.json for older programs. `generate`
+stops at `eos_token_id` of generation_config.json; other programs stop at `eos_token_id` of config.json. This module
+does not depend on the content of templates or on weights.
 """
 
 from __future__ import annotations

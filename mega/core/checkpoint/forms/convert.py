@@ -1,10 +1,10 @@
 """Convert between mega checkpoints and formats of other programs, for any layout of ranks. The commands `convert-llama`
 and `reshard` use this module.
 
-own/reshard.py converts a mega checkpoint to a different layout. The module of every other format provides a table and
-reads or writes files (form.py). This module checks the table before any byte is written, and counts the moved elements
-in a ledger. Conversions hold only a few blocks in memory at a time, or one file if torch files are written. A
-folder appears under its final name only when it is complete.
+The conversion of a mega checkpoint to a different layout is in own/reshard.py. The module of every other format
+provides a table and reads or writes files (form.py). This module checks the table before any byte is written, and
+counts the moved elements in a ledger. Conversions hold only a few blocks in memory at a time, or one file if torch
+files are written. A folder appears under its final name only when it is complete.
 """
 
 from __future__ import annotations

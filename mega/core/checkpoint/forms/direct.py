@@ -48,7 +48,7 @@ def files_digest(place: Path) -> str:
 
 
 SAMPLED = "weights-"
-"""Prefix of a digest of sampled values. Without this prefix, a digest is the sha256 of a manifest."""
+"""Prefix of a digest of sampled values. A digest without this prefix is the sha256 of a manifest."""
 BLOCKS, SIDE = 8, 16
 """Number of samples per tensor in `weights_digest`, and the side of a square sample. Samples of a vector are runs of
 SIDE x SIDE values. Samples of a matrix are squares, because reading a square takes the same time if the matrix is

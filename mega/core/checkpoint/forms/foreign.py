@@ -188,7 +188,7 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
 
 
 class Records(Protocol):
-    """The methods of torch's file reader. torch's type stubs lack some of these methods."""
+    """The methods of torch's file reader. The type stubs of torch lack some of these methods."""
 
     def has_record(self, name: str) -> bool: ...
     def get_record(self, name: str) -> bytes: ...

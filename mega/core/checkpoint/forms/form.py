@@ -51,8 +51,8 @@ class SpecialTokens:
     ids: Mapping[str, Json]
     """Key in `TOKEN_IDS` -> id; None for a missing token, a list if several tokens end a text."""
     files: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
-    """File name -> JSON content, for files that the checkpoint lacks but Hugging Face's tools need to open the
-    tokenizer."""
+    """File name -> JSON content, for files that Hugging Face's tools require when they open the tokenizer, and that the
+    checkpoint lacks."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Key such as `bos_token` -> the token's text."""
     template: str | None = None
@@ -63,7 +63,7 @@ class SpecialTokens:
     """Tokenizer files that are not exported, because Hugging Face's tools would load a different tokenizer from
     them."""
     loss: str | None = None
-    """How tokenization in Hugging Face's tools differs from this tokenizer, for a message."""
+    """How tokenization in Hugging Face's tools differs from tokenization with this tokenizer, as text for a message."""
 
 
 def no_tokens(checkpoint: StoredWeights) -> SpecialTokens:
@@ -111,7 +111,7 @@ class OpenedForm:
     step: int = 0
     """The training step at which the checkpoint was written; 0 if unknown."""
     consumed: int = 0
-    """Number of training samples consumed before that step."""
+    """Number of training samples consumed before the step at which the checkpoint was written."""
     known: Mapping[str, Json] = field(default_factory=dict)
     """Additional plain state for the mega checkpoint."""
     notes: tuple[str, ...] = ()
@@ -122,8 +122,8 @@ class OpenedForm:
     """Function that takes a name in `source` and values, and rounds the values to the precision of the file. None if
     the format has full precision."""
     bounds: Source | None = None
-    """A source with the tensors of `source` whose values are fp32 upper bounds on the errors due to the file's
-    precision. None if the format has full precision, or if `rounded` returns exact values."""
+    """A source of fp32 upper bounds on the errors due to the file's precision, under the tensor names of `source`. None
+    if the format has full precision, or if `rounded` returns exact values."""
 
 
 @dataclass(frozen=True)

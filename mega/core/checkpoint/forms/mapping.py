@@ -52,7 +52,7 @@ class Fragment:
     source: str
     """The source tensor's name."""
     target_span: Span
-    """Rows and columns of the target."""
+    """Rows and columns of the target tensor."""
     source_span: Span
     """Rows and columns of the source tensor."""
     transposed: bool = False

@@ -41,7 +41,8 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 POSITIONS = 4096
-"""Number of positions of Llama 2, used because params.json does not record the trained context length."""
+"""Number of positions of Llama 2. It is used as the default, because params.json does not record the trained context
+length."""
 
 SCALED_POSITIONS = 131072
 """Number of positions if rotary positions are scaled, as in Llama 3.1 and 3.2."""
@@ -319,7 +320,7 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
 
 
 def _positions_unsaid(scaled: bool) -> int:
-    """The number of positions that is assumed, because params.json does not contain this number."""
+    """The assumed number of positions, which params.json does not contain."""
     return SCALED_POSITIONS if scaled else POSITIONS
 
 

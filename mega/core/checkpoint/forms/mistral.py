@@ -19,7 +19,8 @@ from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
 
 POSITIONS = 32768
-"""Number of positions of most 7B models, used because params.json does not record the trained context length."""
+"""Number of positions of most 7B models. It is used as the default, because params.json does not record the trained
+context length."""
 
 KEYS = (
     *("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size", "rope_theta"),

@@ -1,11 +1,11 @@
 """Read and write adapters in peft's format (adapter_config.json and adapter_model.safetensors) for a base model in
 Hugging Face's format.
 
-peft names an adapter after the linear layer of transformers that the adapter modifies. For Llama-like models these
-names are equal to the project's names. Other families use different names or a different order of rows, or fuse several
-of the project's linears into one (GPT-2's query, key and value). The adapters of fused linears are joined into one
-adapter with a larger rank: the matrices A are stacked, and the matrices B form a block diagonal. Source: peft's
-LoraConfig and get_peft_model_state_dict, 0.21.
+An adapter is named after the linear layer of transformers that the adapter modifies. For Llama-like models these names
+are equal to the project's names. Other families use different names or a different order of rows, or fuse several of
+the project's linears into one (GPT-2's query, key and value). The adapters of fused linears are joined into one adapter
+with a larger rank: the matrices A are stacked, and the matrices B form a block diagonal. Source: peft's LoraConfig and
+get_peft_model_state_dict, 0.21.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mega.core.untrusted import Json, below
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."
-"""Prefix of every name that peft saves."""
+"""Prefix of every tensor name in the files that peft saves."""
 FAMILIES = ("gpt", "llama")
 """Families for which the names of linears in Hugging Face's format are known."""
 

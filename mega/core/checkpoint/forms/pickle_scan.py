@@ -1,6 +1,6 @@
 """Measure the cost of unpickling a torch file, before torch's restricted unpickler builds any object.
 
-torch's restricted unpickler runs no code from the file, but a few bytes of a pickle can cause a lot of work. For
+The restricted unpickler of torch runs no code from the file, but a few bytes of a pickle can cause a lot of work. For
 example, a dict key that is a nested tuple, in which each level contains the previous one twice, takes exponential time
 to hash. A dict that is passed to a thousand objects takes a thousand times its memory. The scan executes the pickle's
 instructions on sizes instead of objects. The scan refuses everything that files of tensors do not need: unusual
@@ -48,8 +48,8 @@ CALLS = HASHING | {
     "torch._utils._rebuild_tensor_v3",
     "torch._tensor._rebuild_from_type_v2",
 }
-"""Functions that files of tensors call. torch's unpickler allows more functions, such as bytearray, with which a file
-could allocate 10^12 bytes."""
+"""Functions that files of tensors call. The unpickler of torch allows more functions, such as bytearray, with which a
+file could allocate 10^12 bytes."""
 
 WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 """A function that makes a tensor with attributes. Its first argument is the function to call, which must be

@@ -5,9 +5,9 @@ A checkpoint of adapters records its base in its plain state:
     "base": {"path": the base's step directory, "digest": sha256 of the base's manifest}
 
 If the base is in another program's format, the record contains the path and the `weights_digest` (forms/direct.py) of
-the weights. The digest identifies the base even if the base is moved. forms/open.py finds the base. `Joined` combines
-adapters and base into one checkpoint of a whole model. `MergedSource` adds the products of the adapters to the base's
-weights, which produces a model without adapters.
+the weights. The digest identifies the base even if the base is moved. The base is found by forms/open.py. `Joined`
+combines adapters and base into one checkpoint of a whole model. `MergedSource` adds the products of the adapters to the
+base's weights, which produces a model without adapters.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
         tp 2, pp 2      rank 0: tp 0, stage 0    rank 1: tp 1, stage 0    rank 2: tp 0, stage 1    rank 3: tp 1, stage 1
 
     Keys are `kind/logical name`. Kinds that contain the model's tensors (weights, masters, moments) are split as the
-    inventory specifies, and must contain only the model's tensors; `weights` must contain all of the model's tensors.
-    Rank 0 writes all other tensors, such as rows and columns of factored moments, which every rank has in full.
+    model's tensor inventory specifies, and must contain only the model's tensors; `weights` must contain all of the
+    model's tensors. Rank 0 writes all other tensors, such as rows and columns of factored moments, which every rank has
+    in full.
     Errors: CheckpointError naming a tensor that is missing, unknown or of the wrong shape; ValueError if the model is
     not divisible into the layout.
     """

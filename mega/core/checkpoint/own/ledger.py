@@ -32,7 +32,7 @@ class ConversionReport:
 
 class Ledger:
     """A count of moved elements per tensor. The store checks that the written rectangles tile their tensors, and each
-    rectangle is read from the same position in the source. If the counts agree, every element was therefore read and
+    rectangle is read from the same position in the source. Therefore, if the counts agree, every element was read and
     written exactly once."""
 
     def __init__(self, expected: Mapping[str, int]) -> None:

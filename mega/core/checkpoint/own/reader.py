@@ -89,8 +89,9 @@ class Checkpoint:
         """Fill the tensors of `pieces` in place. The checkpoint may have been saved in any layout.
 
         cast: whether to convert values where dtypes differ; otherwise an error is raised. verify: whether to check the
-        hash of every stored rectangle that overlaps a piece before it is first read; otherwise only the required bytes
-        are read. Errors: CheckpointError naming the tensor (unknown key, wrong shape or dtype) or the damaged file.
+        hash of every stored rectangle that overlaps a piece, before the rectangle is first read; otherwise only the
+        required bytes are read. Errors: CheckpointError naming the tensor (unknown key, wrong shape or dtype) or the
+        damaged file.
         """
         parts: dict[tuple[str, int], list[tuple[Entry, Box, torch.Tensor]]] = {}
         size = 0

@@ -23,7 +23,7 @@ from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.untrusted import Json, below
 
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes written so far and the total number of bytes."""
+"""Function that is called with the number of bytes written so far and the total number of bytes."""
 
 
 def reshard(

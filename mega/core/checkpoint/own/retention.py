@@ -46,7 +46,7 @@ def to_lighten(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Retained:
-    """The steps that retention changed."""
+    """The steps that a call of `retain` removed or reduced to weights."""
 
     removed: list[int]  # steps that were removed
     lightened: list[int]  # steps whose optimizer state was removed

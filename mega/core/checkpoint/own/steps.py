@@ -4,7 +4,8 @@
     runs/a/step-0000010/                one published checkpoint (directory.py)
     runs/a/step-0000010.tmp/            an unfinished save; .old instead of .tmp: a checkpoint that is being replaced
 
-This module lists the existing steps. directory.py saves steps, and trusted.py determines which steps a run may trust.
+This module lists the existing steps. Steps are saved by directory.py; trusted.py determines which steps a run may
+trust.
 """
 
 from __future__ import annotations

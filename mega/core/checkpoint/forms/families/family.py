@@ -61,7 +61,7 @@ class HubFamily:
     words: str
     """The family's name in messages."""
     values: Mapping[str, object]
-    """Values of options that are the same in all models of the family."""
+    """Option values that all models of the family share."""
     keys: Mapping[str, Key]
     """Key of config.json -> the object that converts its value, in addition to `COMMON`."""
     names: Mapping[str, str | StoredModule] = field(default_factory=lambda: LLAMA_NAMES)

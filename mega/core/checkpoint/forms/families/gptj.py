@@ -1,4 +1,5 @@
-"""GPT-J: parallel branches with one norm, rotary positions of adjacent channels, a bias on the logits."""
+"""GPT-J: parallel branches with one norm, rotary positions that rotate pairs of adjacent channels, a bias on the
+logits."""
 
 from __future__ import annotations
 

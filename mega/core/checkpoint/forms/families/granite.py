@@ -1,4 +1,4 @@
-"""Granite 3: Llama with multipliers for embeddings, scores, branches and logits."""
+"""Granite 3: Llama with multipliers for embeddings, attention scores, residual branches and logits."""
 
 from __future__ import annotations
 

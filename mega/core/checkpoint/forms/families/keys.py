@@ -42,8 +42,8 @@ class _Alone:
 
 @dataclass(frozen=True)
 class Whole(_Alone):
-    """A key whose value is a positive integer. default: computes the value of an absent or null key; None if the key is
-    required."""
+    """A key whose value is a positive integer. default: function that computes the value of an absent or null key; None
+    if the key is required."""
 
     option: str
     default: Callable[[Config], int] | None = None
@@ -98,8 +98,8 @@ def flag(option: str, default: bool = False) -> Flag:
 
 @dataclass(frozen=True)
 class Word(_Alone):
-    """A key whose value is a word. values: word -> the option's value. If several words have the same meaning, the
-    first is written."""
+    """A key whose value is a word. values: word -> the option's value. If several words have the same meaning, an
+    export writes the first word."""
 
     option: str
     values: Mapping[str, str]
@@ -118,7 +118,8 @@ class Word(_Alone):
 
 @dataclass(frozen=True)
 class Only(_Alone):
-    """A key that may have only the listed values. The first value is written. absent: whether the key may be absent."""
+    """A key that may have only the listed values. An export writes the first value. absent: whether the key may be
+    absent."""
 
     values: tuple[object, ...]
     absent: bool = True

@@ -36,8 +36,8 @@ def pattern(layers: Sequence[object]) -> tuple[int, ...]:
 
 
 def unrolled(pattern: tuple[int, ...], layers: int) -> list[bool]:
-    """For each of the first `layers` layers, return whether the pattern selects it. An empty pattern selects all
-    layers."""
+    """Return, for each of the first `layers` layers, whether the pattern selects the layer. An empty pattern selects
+    all layers."""
     return [not pattern or bool(pattern[number % len(pattern)]) for number in range(layers)]
 
 
@@ -62,7 +62,7 @@ def every(full: int | str, default: int = 0) -> Rule:
 
 
 def from_layer(config: Config, layers: int) -> list[str]:
-    """Apply Qwen's rule: layers with index `max_window_layers` and above have the window."""
+    """Apply Qwen's rule: layers with index `max_window_layers` and above have the attention window."""
     first_window = config.get("max_window_layers", 28)
     if type(first_window) is not int or first_window < 0:
         raise CheckpointError(f"config.json: max_window_layers {first_window!r}: must be a whole number of at least 0")
@@ -70,7 +70,7 @@ def from_layer(config: Config, layers: int) -> list[str]:
 
 
 def full_with_rope(config: Config, layers: int) -> list[str]:
-    """Apply SmolLM3's rule: layers without rotary positions have the window."""
+    """Apply SmolLM3's rule: layers without rotary positions have the attention window."""
     has_rope = WithoutRope().listed(config, "no_rope_layers", "config.json")
     return [FULL if each else SLIDING for each in has_rope]
 
@@ -80,7 +80,7 @@ class Window:
     """The key `sliding_window`, together with the keys that determine which layers have a window."""
 
     default: int | None = None
-    """The window if the key is absent. A value of null always means no window."""
+    """The window size if the key `sliding_window` is absent. A value of null always means no window."""
     rule: Rule = all_slide
     """The rule that determines the kinds of layers if `layer_types` is absent."""
     switch: bool = False
@@ -88,7 +88,7 @@ class Window:
     listed: bool = False
     """Whether the family uses `layer_types`."""
     others: tuple[str, ...] = ()
-    """Additional keys that the rule reads."""
+    """Additional keys of config.json that `rule` reads."""
     local: bool = False
     """Whether layers with a window have a separate RoPE base. If so, the window is kept even if it covers all
     positions."""

@@ -1,10 +1,10 @@
 """Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, whose layers are Llama's except for the router and the
 experts.
 
-Files usually store each expert's matrices separately. transformers 5 and later stacks the matrices of a layer's experts
-in memory, with gate and up projection concatenated, and writes the stacks if `save_original_format=False`; `unstacked`
-presents these stacks under the experts' names. The key `router_aux_loss_coef` is ignored, because the balance loss of
-transformers combines all layers and sequences, which no option of the project expresses.
+Files usually store each expert's matrices separately. Since version 5, transformers stacks the matrices of a layer's
+experts in memory, with gate and up projection concatenated, and writes the stacks if `save_original_format=False`;
+`unstacked` presents these stacks under the experts' names. The key `router_aux_loss_coef` is ignored, because the
+balance loss of transformers combines all layers and sequences, which no option of the project expresses.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SparseLayers:
 
 
 def alternating(config: Config, layers: int) -> list[str]:
-    """Apply Qwen2-MoE's rule: every second layer of the first `max_window_layers` layers has the window."""
+    """Apply Qwen2-MoE's rule: every second layer of the first `max_window_layers` layers has the attention window."""
     bound = config.get("max_window_layers", 28)
     if type(bound) is not int or bound < 0:
         raise CheckpointError(f"config.json: max_window_layers {bound!r}: must be a whole number of at least 0")

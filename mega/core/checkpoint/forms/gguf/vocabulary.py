@@ -229,9 +229,9 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
 
 
 def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
-    """Return the metadata for a tokenizer.json. ids: `bos_token_id` and others. rows: number of rows of the embedding.
-    Ids that the tokenizer does not use are marked as unused. Errors: CheckpointError naming a setting that llama.cpp
-    does not support."""
+    """Return the metadata for a tokenizer.json. ids: the token ids `bos_token_id` and similar. rows: number of rows of
+    the embedding. Ids that the tokenizer does not use are marked as unused. Errors: CheckpointError naming a setting
+    that llama.cpp does not support."""
     model, added_tokens = below(whole, "model"), whole.get("added_tokens") or []
     vocab = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocab, dict):
@@ -294,8 +294,8 @@ def _list(value: Json) -> list[Json]:
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[Json]:
-    """Return a score for each token: the negative rank of the first merge that produces the token, because llama.cpp
-    merges the pair with the highest score."""
+    """Return a score for each token: the negative rank of the first merge that produces the token. A higher score means
+    an earlier merge in llama.cpp."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)

@@ -3,7 +3,7 @@ folders.
 
 eras          module names and parameter order of each era
 trees         reads trees: rows of fused matrices, and the table for conversion; trees_write: writes trees
-expert_ranks  experts that ranks share in trees: names of tensors and folders
+expert_ranks  experts that trees distribute over ranks: tensor names and folder names
 arguments     converts Megatron's arguments, in the spellings of all releases; mixture: arguments for experts
 families      BERT, T5 and Retro: arguments and pipeline stages that differ from GPT's
 state         reads Adam's state from trees: groups, scalars, schedule; state_write: writes this state

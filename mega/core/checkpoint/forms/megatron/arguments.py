@@ -310,7 +310,7 @@ is given, Megatron compares the type with the flag, so the user must then record
 
 
 def _size_arguments(model: Architecture, rope_fraction: float) -> dict[str, object]:
-    """The arguments of `SIZES` and `SAME`."""
+    """Return the values of the Megatron arguments that `SIZES` and `SAME` list."""
     block, rope = model.block, model.block.attention.rope
     scaling = None if rope is None or not isinstance(rope.scaling, RopeScaling) else rope.scaling
     return {

@@ -111,7 +111,7 @@ def buckets_of(numbers: Mapping[str, int], limit: int | None, alone: Collection[
 
 
 def bucket_limit(values: Mapping[str, object], stage: int, chunk: int) -> int | None:
-    """Return the argument `limit` of `buckets_of` for a model chunk of a pipeline stage. values: Megatron's
+    """Return the value of `buckets_of`'s argument `limit` for a model chunk of a pipeline stage. values: Megatron's
     arguments."""
     single = not values.get("overlap_grad_reduce") or values.get("overlap_param_gather_with_optimizer_step")
     if single or stage or chunk:
@@ -124,7 +124,7 @@ _HEADS = ("output_layer.weight", TIED_COPY)
 
 
 def own_buckets(names: Collection[str], tied: bool) -> tuple[str, ...]:
-    """Return the argument `alone` of `buckets_of`, which contains the names of a model chunk's tied embeddings. It is
+    """Return the value of `buckets_of`'s argument `alone`: the names of a model chunk's tied embeddings. The value is
     empty if the chunk contains the whole model. names: the chunk's common names."""
     has_all_stages = WORDS in names and any(name.startswith("encoder.final_norm.") for name in names)
     return () if has_all_stages or not tied else tuple(name for name in (WORDS, *_HEADS) if name in names)

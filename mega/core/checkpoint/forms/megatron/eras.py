@@ -17,8 +17,8 @@ from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 Era = Literal["legacy", "legacy-layernorm", "core-local", "core"]
-"""The names of the eras. In this order, they are: legacy checkpoints since 2023-09, earlier legacy checkpoints,
-Megatron-core with local modules, and Megatron-core with Transformer Engine."""
+"""The names of the eras, in this order: legacy checkpoints since 2023-09, earlier legacy checkpoints, Megatron-core
+with local modules, and Megatron-core with Transformer Engine."""
 
 STYLES: dict[str, Era] = {
     "megatron": "legacy",
@@ -164,8 +164,8 @@ _CORE_EXPERTS = (
     (re.compile(r"(experts\.(?:\d+\.)?)linear_fc2\."), r"\1dense_4h_to_h."),
 )
 """Patterns for names of expert tensors in any era -> common names, which are those of Megatron-LM's layers of late
-2023. Release 23.06 has no `local_`; Megatron-core has `experts.local_experts`, or, with grouped GEMM, the expert's
-index at the end of the name."""
+2023. Names in release 23.06 lack `local_`. Names in Megatron-core contain `experts.local_experts` or, with grouped
+GEMM, end with the expert's index."""
 
 BALANCE_BIAS, THRESHOLDS = ".mlp.router.expert_bias", ".mlp.router.qb_beta"
 """Suffixes of tensors that balance the load of experts: the bias added to router scores when experts are chosen, and
@@ -186,7 +186,7 @@ _STACKS = (
     "decoder.final_norm",
     "mtp",
 )
-"""Modules of a model in the order of its parameters, without the modules that only the last stage has
+"""Modules of a model in the order of its parameters, without the modules that only the last pipeline stage has
 (`Modules.last`)."""
 
 _CORE_FROM_QKV = (
@@ -216,7 +216,7 @@ class Modules:
     inside: tuple[str, ...]
     """Common names of a block's modules, in the order of the block's parameters."""
     last: tuple[str, ...]
-    """Common names of modules that only the last stage has, in the order of their parameters."""
+    """Common names of the modules that only the last pipeline stage has, in the order of their parameters."""
     renames: tuple[tuple[str, str], ...] = ()
     """Pairs of (segment of a common name, segment of the era's name)."""
     core: bool = False

@@ -45,15 +45,16 @@ class Stages(NamedTuple):
     """The pipeline stage of each unit of a model (block, embedding, head, ...) in a Megatron-LM checkpoint."""
 
     blocks: list[tuple[str, int]]
-    """(stage, index in the stage) of each block. A stage is `pp.chunk`, as in tensor names. T5's decoder blocks
-    follow the encoder blocks."""
+    """(pipeline stage, index in the stage) of each block. A stage is `pp.chunk`, as in tensor names. T5's decoder
+    blocks follow the encoder blocks."""
     end: str
-    """The stage of the head."""
+    """The pipeline stage of the model's head."""
     copies: Mapping[str, list[str]]
     """Name of a tensor that the checkpoint stores several times -> `stage/common name` of each additional copy."""
 
     def place(self, model: Architecture, unit: Unit) -> tuple[str, int | None]:
-        """Return (stage of a unit, index in the stage), with None as the index if the unit is not a block."""
+        """Return (pipeline stage of a unit of the model, index in the stage). The index is None if the unit is not a
+        block."""
         if isinstance(unit, int):
             return self.blocks[unit]
         if unit == "middle":  # the encoder's final norm
@@ -114,8 +115,9 @@ def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
 
 
 def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
-    """Check that Megatron-LM's BERT or T5 supports the model. distributed: whether the state will be written in the
-    format of the distributed optimizer. Errors: CheckpointError naming an option that Megatron-LM does not support."""
+    """Check that Megatron-LM's BERT or T5 supports the model. distributed: whether the optimizer state will be written
+    in the format of the distributed optimizer. Errors: CheckpointError naming an option that Megatron-LM does not
+    support."""
     family = FAMILIES.get(model.family)
     if family is None:
         return

@@ -1,13 +1,13 @@
 """Read Adam's state from Megatron-LM checkpoints: fp32 master weights and moments, matched to the weights.
 
-Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. eras.py contains each
-era's order of parameters. This order determines the weight to which a tensor of the state belongs, and the table that
-converts the weight also converts its master and moments.
+Megatron numbers its parameters, so a tensor of the state has no name, only a position in a list. The order of
+parameters in each era is in eras.py. This order determines the weight to which a tensor of the state belongs. The table
+that converts a weight also converts the weight's master and moments.
 
 Four formats are read: the state of the fp32 optimizer, the state of the optimizer for 16-bit weights with fp32 masters,
 and the distributed optimizer's `distrib_optim.pt` as written up to 2023 and as written by Megatron-core. Any other
 format is refused, because its order of parameters is unknown and moments could be assigned to the wrong weights.
-state_write.py writes these formats. This module does not depend on training.
+The module that writes these formats is state_write.py. This module does not depend on training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mega.core.untrusted import Json
 DISTRIBUTED = "distrib_optim.pt"
 NO_UPDATE = "no update has been made yet (fp16 skips steps until its loss scale fits)"
 LARGEST = 1e300
-"""Upper limit on the magnitude of every number in a state."""
+"""Upper limit on the magnitude of every number in an optimizer's state."""
 
 PADDING = 1 << 16
 """Upper limit on the padding of a flat buffer, in elements. A buffer is padded to a multiple of the number of data
@@ -64,10 +64,10 @@ def state_table(weights: Table, kind: str) -> Table:
 
 @dataclass(frozen=True)
 class OptimizerScalars:
-    """The values of an optimizer's state that are shared by all parameters."""
+    """The values in an optimizer's state that apply to all parameters."""
 
     updates: int
-    """Number of steps that were not skipped."""
+    """Number of training steps whose update was not skipped."""
     constants: Mapping[str, float]
     """Name of the project's option -> value of Adam's constant."""
     scaler: Mapping[str, float] | None = None

@@ -2,8 +2,8 @@
 
 The state is written either with one tensor per parameter, or in the format of the distributed optimizer, with flat
 vectors in `distrib_optim.pt`. Adam's step count is stored in the parameter groups, as FusedAdam of Apex and Transformer
-Engine expects. torch's AdamW stores the count with each parameter, and cannot resume from these files. This module
-depends on the order of weights, but not on their names or on folders.
+Engine expects. In contrast, AdamW of torch stores the count with each parameter, and cannot resume from these files.
+This module depends on the order of weights, but not on their names or on folders.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class DistributedSource:
             self.tensors[common] = (shape[depth:], dtype)
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
-        """Make part of a stored vector, from element `begin` on, readable as the tensor `name`."""
+        """Make the elements of a stored vector, starting at index `begin`, readable as the tensor `name`."""
         self._views[name] = View(stored, begin=begin)
         self.tensors[name] = (shape, self._dtype(stored))
 

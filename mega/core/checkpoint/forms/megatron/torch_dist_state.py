@@ -58,7 +58,7 @@ class Stored(Source, Protocol):
         """Make a stored tensor readable as state of the given kind for the weight stored as `weight`."""
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
-        """Make part of a stored vector, from element `begin` on, readable as the tensor `name`."""
+        """Make the elements of a stored vector, starting at index `begin`, readable as the tensor `name`."""
 
     def hide(self, kind: str) -> None:
         """Revert `show` and `show_flat` for one kind of state."""
@@ -245,8 +245,8 @@ def _show_flat(
 
 
 def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path, explanation: str) -> list[str]:
-    """Check the state, and return the kinds of state to read. Masters are read only for 16-bit weights; fp32 weights
-    serve as masters themselves.
+    """Check the optimizer state, and return the kinds of state to read. Masters are read only for 16-bit weights; fp32
+    weights serve as masters themselves.
 
     Errors: CheckpointError if a kind is missing or not fp32, if a tensor is missing or has a wrong shape, or if a
     master does not round to its weight.

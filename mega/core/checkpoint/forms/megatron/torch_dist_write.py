@@ -2,8 +2,8 @@
 
 A checkpoint consists of one file with all tensors, each stored as a small torch file, and an index of their positions.
 The index stacks uniform layers, [layers, ...], but each layer is written separately. The folder can be loaded in any
-layout whose vocabulary is padded to the same number of rows. eras.py defines the names, and trees_write.py defines the
-non-tensor values. This module does not depend on ranks.
+layout whose vocabulary is padded to the same number of rows. The names are defined in eras.py, and the non-tensor
+values in trees_write.py. This module does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 class DistcpFile:
-    """A writer for a file of tensors, which also records the file's index. file: the new file, open for writing."""
+    """Writes a file of tensors, and records the index of the file. file: the new file, open for writing."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

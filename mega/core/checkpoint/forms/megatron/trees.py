@@ -4,8 +4,8 @@ of every family and builds the table for reading and writing.
 The names of all eras (eras.py) are translated to common names, so that one table serves all eras. The checkpoint's
 `checkpoint_version` determines the order of rows in the fused query-key-value matrix. Checkpoints of any tensor and
 pipeline parallel size are supported, with and without interleaved stages. Random states are not converted.
-trees_write.py writes checkpoints, arguments.py derives the model from Megatron's arguments, families.py adds BERT and
-T5, and state.py reads optimizer state.
+Other modules complete this one: trees_write.py writes checkpoints, arguments.py derives the model from Megatron's
+arguments, families.py adds BERT and T5, and state.py reads optimizer state.
 """
 
 from __future__ import annotations

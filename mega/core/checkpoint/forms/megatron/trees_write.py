@@ -2,7 +2,7 @@
 parallel size.
 
 `TreeMetadata` contains a checkpoint's non-tensor values, and messages about using the checkpoint; torch_dist_write.py
-also uses this class. eras.py defines the names, and trees.py defines the tables. Random states are not written.
+also uses this class. The names are defined in eras.py, and the tables in trees.py. Random states are not written.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TreeMetadata:
     iteration: int
     """The iteration in the folder's name."""
     flat: bool
-    """Whether the state is written in the format of the distributed optimizer."""
+    """Whether the optimizer state is written in the format of the distributed optimizer."""
     notes: tuple[str, ...]
     """Messages for the user."""
 
