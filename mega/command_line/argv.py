@@ -42,7 +42,7 @@ class Sets:
     choices: tuple[str, ...] = ()
     """Valid values; () means any."""
     families: tuple[str, ...] = ()
-    """The only model families whose scripts have this spelling; () means all."""
+    """The only model families whose Megatron-LM scripts have this spelling; () means all."""
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Synonym of a value -> mega's name for the value."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Drops:
     """Number of values that follow, as in `Sets.values`."""
     reason: str
     families: tuple[str, ...] = ()
-    """The only model families whose scripts have this spelling, as in `Sets.families`."""
+    """The only model families whose Megatron-LM scripts have this spelling, as in `Sets.families`."""
     only: tuple[str, ...] = ()
     """The values that are accepted without effect; other values are refused. () means that all values are accepted."""
 

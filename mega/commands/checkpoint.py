@@ -107,7 +107,7 @@ def diff(
 @app.command(cls=Command)
 def clean(
     directory: Annotated[
-        Path, typer.Argument(help="a run's directory, into which no run is saving, or the target of an export")
+        Path, typer.Argument(help="a run's directory to which no process is saving, or the target of an export")
     ],
     keep_last: Annotated[int | None, typer.Option(help="keep only this many of the newest checkpoints")] = None,
     keep_every: Annotated[

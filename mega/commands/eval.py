@@ -131,8 +131,8 @@ def _toxicity(
 
 
 def _check_effect(of: str, given: Iterable[str]) -> None:
-    """Raise ValueError naming the first option in `given`, if any, because these options have no effect with the option
-    `of`."""
+    """Check that no option is given that has no effect with the option `of`. Errors: ValueError naming the first such
+    option in `given`."""
     for name in given:
         raise ValueError(f"{flag(name)}: has no effect with {of}")
 

@@ -19,7 +19,7 @@ def run(
     smooth: Annotated[
         float, typer.Option("--smooth", help="weight of the previous values, below 1; 0 disables smoothing")
     ] = 0.0,
-    log: Annotated[bool, typer.Option("--log", help="logarithmic y axis, for a file")] = False,
+    log: Annotated[bool, typer.Option("--log", help="use a logarithmic y axis, in a file only")] = False,
 ) -> int:
     """Plot metrics of one run, or of several runs in one picture.
 

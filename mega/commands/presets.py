@@ -52,7 +52,7 @@ def run(
 
 
 def _numbers(name: str) -> dict[str, str | int | list[int] | None]:
-    """Return a preset's shape, the bytes of its bf16 weights, and the bytes for training."""
+    """Return a preset's shape, the bytes of its bf16 weights, and the bytes needed for training."""
     from mega.core.architecture import architecture, parameters
     from mega.core.config.compose import compose
     from mega.core.config.resolve import model_alone

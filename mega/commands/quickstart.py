@@ -9,11 +9,11 @@ import typer
 
 
 def run(
-    out: Annotated[Path | None, typer.Option("--out", help="a new directory for everything [runs/quickstart]")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="a new directory for all files [runs/quickstart]")] = None,
     steps: Annotated[int, typer.Option("--steps", help="training steps")] = 800,
     only: Annotated[
         Literal["corpus", "plot", "verdict"] | None,
-        typer.Option("--only", help="run only this step, in the --out of an earlier call"),
+        typer.Option("--only", help="run only this step, in the directory --out of an earlier call"),
     ] = None,
 ) -> int:
     """Train a small model and generate text with it, without a download or a GPU, in about three minutes on two cores.

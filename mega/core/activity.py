@@ -1,8 +1,8 @@
 """What this process is doing, in plain attributes: the training step sets them without a lock, and a watchdog thread
 reads them.
 
-There is one value per process, because a process is one rank. This module depends neither on ranks nor on training: the
-working code sets the attributes, and `processes/roll_call.py` reports them to waiting ranks.
+There is one `Activity` per process, because a process is one rank. This module depends neither on ranks nor on
+training: the working code sets the attributes, and `processes/roll_call.py` reports them to waiting ranks.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Translation:
     dropped: list[str] = field(default_factory=list)
     """Flags without effect."""
     lacking: list[str] = field(default_factory=list)
-    """Parts without a counterpart."""
+    """Parts of the old command line without a counterpart."""
     holes: list[str] = field(default_factory=list)
     """Variables of the commands that the user has to set, with their meaning."""
     notes: list[str] = field(default_factory=list)

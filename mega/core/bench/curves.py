@@ -225,8 +225,8 @@ def mask_of(kernel: str, b: int, s: int, device: torch.device) -> AttentionMask:
 
 
 def elementwise(meter: Meter, sizes: Sequence[int]) -> Iterator[Point]:
-    """Passes over tensors of `sizes` bytes. A sum of two tensors moves three tensors, and an activation moves two. A
-    point is the mean of the two times per byte, which differ on a CPU."""
+    """Measure passes over tensors of each size in `sizes`, in bytes. A sum of two tensors moves three tensors, and an
+    activation moves two. A point is the mean of the two times per byte, which differ on a CPU."""
     for size in sizes:
         x, y = (meter.filled(size // meter.dtype.itemsize) for _ in range(2))
         sum_time = meter.microseconds(partial(torch.add, x, y))

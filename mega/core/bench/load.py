@@ -1,4 +1,4 @@
-"""Measure an engine or a server under load: requests arrive at random times with given rates, and each token is timed.
+"""Measure an engine or a server under load: requests arrive at random times at given rates, and each token is timed.
 
     time to first token     from a request's arrival to its first token, including the time in the queue
     time between tokens     from each token of a request to its next one

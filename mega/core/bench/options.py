@@ -21,7 +21,7 @@ class BenchOptions(VerbSection):
     repeats: int = option(7, "number of timed steps, whose median time is reported", within=COUNT)
     warmup: int = option(5, "number of warm-up steps before the timed steps", within=COUNT)
     json: str | None = option(None, "append one JSON line for each row to this file")
-    against: str | None = option(None, "earlier file written with --json, to compare the rows with")
+    against: str | None = option(None, "compare the rows with this file, written by an earlier --json")
     trace: str | None = option(
         None, "write a trace of one step, for Perfetto, to this file; with several rows, to one file per row"
     )
@@ -59,7 +59,7 @@ class PreflightOptions(VerbSection):
     device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device")
     backend: Literal["auto", "gloo", "nccl"] = like(RuntimeConfig, "backend")
     timeout_minutes: float = like(RuntimeConfig, "timeout_minutes")
-    save: str | None = option(None, "directory whose disk is measured, by one rank on each host")
+    save: str | None = option(None, "directory on the disk to measure; one rank on each host measures it")
     megabytes: int = option(256, "size of the test file written to --save, in MB", within=COUNT)
     least: float = option(0.8, "report a figure that is below this fraction of the median", within=SHARE)
     json: bool = option(False, "print one line of JSON instead of a table")

@@ -41,8 +41,8 @@ CLOCK = 1.0
 REPEATS = 5
 
 FIGURES = {"matmul": "TFLOP/s", "copy": "GB/s", "upload": "GB/s", "link": "GB/s", "write": "GB/s", "read": "GB/s"}
-"""Figure of a rank -> unit. upload: copies from host memory to the GPU. link: transfers to the next rank of the
-host."""
+"""Measured figure of a rank -> its unit. upload: copies from host memory to the GPU. link: transfers to the next rank
+of the host."""
 
 
 def preflight(options: PreflightOptions) -> int:

@@ -1,7 +1,7 @@
 """Predict the speed of a server without a device: the engine's own scheduler, with predicted instead of computed steps.
 
     SimulatedWorker   takes the place of an engine's worker: a step ends after its estimated time
-    speed             times of a request alone, of concurrent requests, and of requests that arrive at a rate
+    speed             times of a single request, of concurrent requests, and of requests that arrive at a rate
 
 All answer tokens are 0, and times are those of a simulated clock. This module does not depend on weights or devices.
 """
@@ -134,7 +134,7 @@ def simulated(model: ServingTimes, limits: Limits, load: Load) -> Simulated:
 class ServingSpeed:
     """The predicted speed of a server.
 
-    first: time to the first token in seconds, by prompt length, of a request alone. alone: result for one request.
+    first: prompt length -> seconds to the first token of a single request. alone: result for one request.
     at_once: result for as many requests as the server can run concurrently. at_rate: result for requests that arrive at
     random; None if no rate is given.
     """
@@ -146,7 +146,7 @@ class ServingSpeed:
 
     @property
     def per_token(self) -> float:
-        """Seconds between two tokens of a request alone."""
+        """Seconds between two tokens of a single request."""
         row = self.alone.row
         return (row.whole - row.first[0]) / max(row.new - 1, 1)
 

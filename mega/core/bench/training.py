@@ -163,8 +163,8 @@ def compared(speed: Speed, before: Sequence[Mapping[str, Json]], path: str) -> s
 
 
 def _work(run: RunConfig, world: int) -> dict[str, object]:
-    """Return the options of model, batch and precision and the number of ranks, which must be equal in compared
-    rows."""
+    """Return the options of model, batch and precision, and the number of ranks. Only rows in which all of these are
+    equal are compared."""
     batch, precision = run.batch, run.precision
     options: dict[str, object] = {
         **asdict(run.model),

@@ -134,8 +134,8 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
 
 
 def inference_ranks(run: RunConfig) -> Iterator[str]:
-    """Yield an error message for each mistake in the distribution of experts in a subcommand that does not train. Data
-    ranks of such a subcommand process different rows, so only tensor ranks, which have the same tokens, can share
+    """Yield an error message for each mistake in the distribution of experts in a subcommand that does not train. In
+    such a subcommand, data ranks process different rows, so only tensor ranks, which have the same tokens, can share
     experts."""
     parallel = run.parallel
     within = parallel.ep * parallel.etp == parallel.tp and not parallel.sequence_parallel

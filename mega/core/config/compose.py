@@ -16,8 +16,8 @@ quadratic time."""
 
 
 class GivenOptions(NamedTuple):
-    """Values given by the user: a preset, and the options in a TOML file or flags, including options set to their
-    defaults."""
+    """Values given by the user: a preset, and the options in a TOML file or flags, including options that were
+    explicitly set to their defaults."""
 
     preset: str | None
     values: Mapping[str, object]

@@ -35,7 +35,7 @@ class Typed(NamedTuple):
 
 
 def belongs(families: Sequence[str]) -> str:
-    """Return the reason why a run of another family refuses a flag of `families`.
+    """Return the reason why a run of another family refuses a flag that belongs to `families`.
 
     >>> belongs(("bert",)), belongs(("retro",))
     ('needs --family bert', 'belongs to retro, which is not built yet; valid --family: gpt, llama, bert, t5')

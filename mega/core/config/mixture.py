@@ -110,7 +110,7 @@ class MixtureOptions(Section):
     )
     router_quantile_ema: float = option(
         0.0,
-        "decay of the moving average of the thresholds of --router-choice quantile",
+        "with --router-choice quantile: decay of the thresholds' moving average",
         megatron="--moe-router-quantile-balancing-ema",
         within=BELOW_ONE,
         needs={"router_choice": ("quantile",)},

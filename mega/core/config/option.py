@@ -145,10 +145,10 @@ class Option:
     """Model families whose runs read the option, or a mapping from its values to families; () means all families. A
     family that sets a default for the option also reads the option."""
     usual_in: Families = ()
-    """Families whose scripts set the option, or a mapping from its values to such families; for any other family
-    --family must be given."""
+    """Families whose Megatron-LM scripts set the option, or a mapping from its values to such families; for any other
+    family --family must be given."""
     spelling_families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Megatron-LM spelling -> the only families whose scripts accept this spelling."""
+    """Megatron-LM spelling -> the only families whose Megatron-LM scripts accept this spelling."""
     formerly: str | None = None
     """Name of the option's table in TOML files of an earlier version."""
     on_resume: OnResume | None = None

@@ -74,7 +74,7 @@ class DenseOptions(Section):
     )
     decoder_layers: int | None = option(
         None,
-        "number of transformer blocks in T5's decoder; --layers is the number in its encoder [layers]",
+        "number of transformer blocks in T5's decoder; --layers is then the number in the encoder [layers]",
         megatron="--decoder-num-layers",
         within=COUNT,
         most=MOST_LAYERS,
@@ -315,7 +315,7 @@ class DenseOptions(Section):
     )
     mtp_loss: float = option(
         0.1,
-        "weight of the mean loss of the tokens that --mtp-layers predicts",
+        "weight of the mean loss over the tokens that --mtp-layers predicts",
         megatron="--mtp-loss-scaling-factor",
         within=NOT_NEGATIVE,
         on_resume="noted",
@@ -423,7 +423,9 @@ class DenseOptions(Section):
         16.0, "scale adapters by this divided by --lora-rank", within=POSITIVE, read_with={"lora_rank": COUNT}
     )
     lora_targets: tuple[str, ...] = option(
-        (), "linear layers in the blocks that get adapters, such as q_proj v_proj [all]", read_with={"lora_rank": COUNT}
+        (),
+        "add adapters to these linear layers of the transformer blocks, such as q_proj v_proj [all]",
+        read_with={"lora_rank": COUNT},
     )
     lora_dropout: float = option(
         0.0,
@@ -694,7 +696,7 @@ class ParallelOptions(Section):
     split_rank: int | None = option(
         None,
         "pipeline rank of the first stage of T5's decoder; earlier stages hold the encoder [stages are split "
-        "evenly between both]",
+        "evenly between encoder and decoder]",
         megatron="--pipeline-model-parallel-split-rank",
         within=COUNT,
         layout=True,
@@ -1807,7 +1809,7 @@ class RuntimeConfig(Section):
         None, "number of local ranks to start", common=True, within=COUNT, bench="host", evaluated=True
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "device of the tensors", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True
+        "auto", "kind of device to run on", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True
     )
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "communication backend of the ranks", megatron="--distributed-backend", bench="host", evaluated=True

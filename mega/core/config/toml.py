@@ -90,7 +90,8 @@ def read(path: str) -> dict[str, object]:
 
 
 def read_schemas(path: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
-    """Read a TOML file with the options of several schemas, whose tables have different names; otherwise as `read`."""
+    """Read a TOML file with the options of several schemas, whose tables have different names; all else is as in
+    `read`."""
     return schema_values(read_text(path, f"--config {path}"), path, *schemas)
 
 

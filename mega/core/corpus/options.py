@@ -77,15 +77,15 @@ class NearDuplicateOptions(StepSettings):
     """Options that define near duplicates."""
 
     json_key: str = like(CleanOptions, "json_key")
-    threshold: float | None = option(None, "minimum overlap of two duplicates [0.8]")
+    threshold: float | None = option(None, "minimum overlap of two documents that count as duplicates [0.8]")
     bands: int | None = option(
         None, "number of bands in a signature; documents that share a band are compared [20]", megatron="--num-bands"
     )
     permutations: int | None = option(None, "length of a signature [120]", megatron="--num-seeds")
-    shingle_words: int = option(5, "words of a shingle")
+    shingle_words: int = option(5, "number of words in a shingle")
     overlap: Literal["union", "min", "max"] = option(
         "union",
-        "the set that the overlap is a fraction of: the union, or the smaller or larger set",
+        "divisor of the overlap: the number of shingles in the union, or in the smaller or larger set",
         megatron="--jaccard",
     )
     groups: Path | None = option(None, "file for the ids of the documents of each group")
@@ -106,10 +106,14 @@ class DecontaminateOptions(StepSettings):
     json_key: str = like(CleanOptions, "json_key")
     min_ngram_size: int = option(8, "minimum number of words in a question")
     max_ngram_size: int = option(13, "maximum number of words in a match")
-    key_threshold: int = option(10, "n-grams that occur at least this often are common phrases and are not cut")
-    filter_text_char_len: int = option(200, "pieces of at most this many characters are dropped")
+    key_threshold: int = option(
+        10, "do not cut n-grams that occur at least this often, because they are common phrases"
+    )
+    filter_text_char_len: int = option(
+        200, "after cutting, drop pieces of a document with at most this many characters"
+    )
     remove_char_each_side: int = option(200, "characters to cut on both sides of a match")
-    splits_count: int = option(10, "documents cut into more pieces are dropped")
+    splits_count: int = option(10, "drop documents that are cut into more pieces than this")
     save_dictionary: Path | None = option(None, "file for the n-grams and their counts")
     load_dictionary: Path | None = option(None, "file of n-grams to cut")
     as_megatron: bool = like(UrlOptions, "as_megatron")
@@ -142,14 +146,14 @@ class AnnotateOptions(StepSettings):
 
     json_key: str = like(CleanOptions, "json_key")
     score_key: str = option("score", "key under which the scores are written")
-    max_bytes: int = option(20480, "number of bytes of a text that are scored", within=COUNT)
+    max_bytes: int = option(20480, "score at most this number of bytes of each text", within=COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectOptions(StepSettings):
     """Options for keeping documents according to a value."""
 
-    by: str = option("score.toxicity", "key of the value; dots separate nested keys")
+    by: str = option("score.toxicity", "key of the value by which documents are selected; dots separate nested keys")
     share: float = option(0.5, "share of all documents to keep")
     above: float = option(0.5, "count the values above this separately in the report")
     report: Path | None = option(None, "JSON file for means, deviations and ranges")

@@ -58,7 +58,7 @@ class ScorerOptions(VerbSection):
     title: ClassVar[str] = "Scorer"
 
     scorer: str = option("", "https://HOST, model:DIR, words:FILE or scores:FILE")
-    key_variable: str = option("PERSPECTIVE_API_KEY", "environment variable with the key of a server")
+    key_variable: str = option("PERSPECTIVE_API_KEY", "environment variable that contains the server's API key")
     rate: float = option(0.0, "maximum number of requests per second; 0 disables the limit")
     connections: int = option(8, "maximum number of simultaneous requests to a server")
     tries: int = option(6, "maximum number of requests for one text, with increasing pauses between them")

@@ -24,7 +24,9 @@ class PreprocessOptions(VerbSection):
         hub="dataset",
     )
     output_prefix: str = option(REQUIRED, "prefix of the output file names")
-    json_keys: tuple[str, ...] = option((), "keys of each line to tokenize; text by default", megatron="--json-key")
+    json_keys: tuple[str, ...] = option(
+        (), "keys of the texts to tokenize in each line; text by default", megatron="--json-key"
+    )
     append_eod: bool = option(False, "end every document with the end-of-document token")
     parse_special_tokens: bool = option(False, "encode names of special tokens in texts as these tokens")
     workers: int = option(1, "number of processes")
@@ -32,7 +34,7 @@ class PreprocessOptions(VerbSection):
     text_lines: bool = option(False, "each line of a text file is a document")
     split_sentences: bool = option(False, "cut documents into sentences, as BERT and T5 need")
     sentence_splitter: Literal["punkt", "sentencex"] | None = option(
-        None, "punkt reads its data from NLTK_DATA; sentencex is faster [punkt]"
+        None, "library that splits sentences; punkt reads its data from NLTK_DATA; sentencex is faster [punkt]"
     )
     lang: str | None = option(None, "language of the sentences [english]")
     keep_newlines: bool = option(False, "keep the white space after each sentence")
@@ -62,7 +64,7 @@ class InspectOptions(VerbSection):
 
     title: ClassVar[str] = "Samples"
 
-    samples: int = option(3, "sequences to show")
+    samples: int = option(3, "number of sequences to show")
     json: bool = option(False, "print JSON")
 
 
@@ -114,7 +116,7 @@ class DetokenizeOptions(VerbSection):
 
     input: tuple[str, ...] = option(REQUIRED, "plain text; folders; globs; - for stdin")
     output: Path | None = option(None, "the file to write [standard output]")
-    detokenizer: Literal["wiki", "ptb", "fairseq"] = option("fairseq", "set of rules")
+    detokenizer: Literal["wiki", "ptb", "fairseq"] = option("fairseq", "set of detokenization rules")
     overwrite: bool = like(MergeOptions, "overwrite")
 
 

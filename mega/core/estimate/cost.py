@@ -113,7 +113,7 @@ class Card:
         return _seconds(operation, self.on)
 
     def collective(self, kind: str, size: float, ranks: int, stride: int) -> float:
-        """Seconds of a collective of `size` bytes in total over `ranks` ranks that are `stride` ranks apart."""
+        """Seconds of a collective with `size` bytes in total, over `ranks` ranks at a distance of `stride`."""
         on = self.on
         if ranks == 1:
             return 0.0
@@ -247,7 +247,7 @@ CROWDED = 0.43
 
 @dataclass(frozen=True)
 class Pass:
-    """Times of the forward and backward passes through one part of the model, in seconds."""
+    """Times of the forward and backward passes through a unit or a chunk of the model, in seconds."""
 
     forward: float = 0.0
     """Forward pass."""

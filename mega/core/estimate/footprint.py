@@ -41,7 +41,7 @@ class Footprint:
     mapped: int
     """Bytes that exchanges map outside torch's allocator."""
     head: int
-    """Bytes of `held` that the units after the last block store."""
+    """Bytes, included in `held`, that the units after the last block store."""
 
 
 def footprint(

@@ -53,8 +53,8 @@ def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
 
 
 def _rough(run: RunConfig, ranks: int) -> float:
-    """Return a rough estimate of the bytes of all ranks. The exact estimate takes seconds and is skipped if the rough
-    estimate is small."""
+    """Return a rough estimate of the memory of all ranks, in bytes. The exact estimate takes seconds and is skipped if
+    the rough estimate is small."""
     model, parallel = architecture(run.model), run.parallel
     share = ranks / (parallel.tp * parallel.pp)
     tokens = run.batch.micro_batch * sum(text_lengths(run))

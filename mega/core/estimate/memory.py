@@ -152,8 +152,8 @@ def minimum_gib(run: RunConfig, world: int, communicator: float) -> float:
 
 
 def communicators(run: RunConfig, dp: int) -> int:
-    """The number of process groups of a rank between the first and last stage: one group per distinct set of ranks
-    along its axes, and one per link to a neighbouring stage.
+    """The number of process groups of a rank in a stage between the first and the last: one group per distinct set of
+    ranks along its axes, and one per link to a neighbouring stage.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve

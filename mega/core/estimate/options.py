@@ -36,7 +36,7 @@ class EstimateOptions(VerbSection):
         within=Range("a whole number from 1 to 9,999,999", lambda value: 1 <= value < 10**7),
     )
     mtbf: float | None = option(
-        None, "hours between failures of the whole machine", metavar="HOURS", within=_to_most(0.01)
+        None, "mean time between failures of the whole machine, in hours", metavar="HOURS", within=_to_most(0.01)
     )
     save_seconds: float | None = option(
         None, "time of a save, during which training stops [30]", metavar="SECONDS", within=_to_most(0)
@@ -52,7 +52,9 @@ class EstimateOptions(VerbSection):
         "print the capacity that mega serve will report for the model on --tp x --pp ranks of --gpu, and the "
         "predicted speed of answers",
     )
-    max_length: int | None = option(None, "with --serve: tokens of prompt and answer [the model's]", within=COUNT)
+    max_length: int | None = option(
+        None, "with --serve: maximum number of tokens in prompt and answer together [the model's]", within=COUNT
+    )
     prompt_tokens: int | None = option(None, "with --serve --gpu: tokens in each prompt [512]", within=COUNT)
     new_tokens: int | None = option(None, "with --serve --gpu: tokens in each answer [128]", within=COUNT)
     rate: float | None = option(

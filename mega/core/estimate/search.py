@@ -41,7 +41,7 @@ ZERO = (1, 2, 3)
 
 
 class RecomputeOptions(TypedDict):
-    """Options for recomputation."""
+    """Recomputation options that are tried."""
 
     recompute: str
     recompute_method: str | None
@@ -309,7 +309,7 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]
 
 
 def _grids(options: Options, world: int, node: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each (tp, cp, pp) with which `world` ranks store a whole number of replicas.
+    """Yield each (tp, cp, pp) with which `world` ranks store a whole number of model replicas.
 
     tp divides a block's heads and feed-forward width, and is at most the number of GPUs per host. Each context rank has
     at least CONTEXT tokens of a sequence.

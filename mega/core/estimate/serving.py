@@ -228,7 +228,7 @@ class ServingTimes:
         return limited + Seconds(kernels=gap)
 
     def _attention(self, attention: Attention, size: StepSize) -> Seconds:
-        """The time to read keys and values for new tokens, plus that of attention for chunks of prompts."""
+        """The time to read keys and values for new tokens, plus the time of attention for chunks of prompts."""
         token = 2 * attention.kv_heads // self.tp * attention.head_dim * BYTES[self.dtype]
         keys = sum(map(attention.most_keys, size.keys))
         seconds = Seconds(bandwidth=keys * token / self.rate, kernels=self.device.launch * 1e-6)

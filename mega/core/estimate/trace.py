@@ -77,8 +77,8 @@ class Part(NamedTuple):
     change: int
     """Live bytes at the end of the part, minus the live bytes at its beginning."""
     weight: tuple[int, int] | None = None
-    """The tuple (unit, index in the unit) of the weight at whose gradient this part ends. None if the part ends with
-    its unit."""
+    """The tuple (unit, index in the unit) of the weight whose gradient ends this part of the pass. None if this part
+    ends with its unit."""
     opens: bool = False
     """If True, the part ends when the gradient of `weight` is first accumulated, otherwise when that gradient is
     complete."""

@@ -18,7 +18,7 @@ class DownloadOptions(VerbSection):
     title: ClassVar[str] = "Download"
 
     kind: Literal["model", "tokenizer", "dataset"] = option(
-        "model", "weights with their tokenizer, only the tokenizer, or the rows of a data set"
+        "model", "what to download: weights with their tokenizer, only the tokenizer, or the rows of a data set"
     )
     to: Path | None = option(None, "also copy the files into this folder [only into the local Hub cache]")
 

@@ -64,7 +64,8 @@ class EngineOptions(VerbSection):
     fp8_weights: bool = option(False, "store the weights of linear layers in 8 bits, with one scale per output feature")
     speculate: str | None = option(
         None,
-        "speculative decoding: guesses from the text itself, the model's own --mtp-layers, or a small model [off]",
+        "speculative decoding, with guesses from the text itself, from the model's own --mtp-layers, or from a "
+        "small model [off]",
         metavar="ngram|mtp|DIR",
     )
     block: int = BLOCK

@@ -16,9 +16,9 @@ class ParityOptions(VerbSection):
     title: ClassVar[str] = "Proof"
 
     layouts: str | None = option(
-        None, "only these layouts, such as tp2pp2dp2sp,dp4-zero1, with GPT and Llama or with --family"
+        None, "compare only these layouts, such as tp2pp2dp2sp,dp4-zero1, with GPT and Llama or with --family"
     )
-    all: bool = option(False, "every layout, instead of one of each kind")
+    all: bool = option(False, "compare every layout, instead of one of each kind")
     family: (
         Literal[
             "gpt",
@@ -36,7 +36,7 @@ class ParityOptions(VerbSection):
             "t5",
         ]
         | None
-    ) = option(None, "only this model family, or one variant of it, such as gpt-experts")
+    ) = option(None, "compare only with this model family, or with a variant of it, such as gpt-experts")
     dtype: Literal["fp64", "fp32"] = option("fp64", "precision of the proof")
     json: str | None = option(
         None, "append each row to this file, and skip layouts that already have a row for this commit"

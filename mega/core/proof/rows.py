@@ -1,5 +1,5 @@
-"""Compare layouts with a single rank, one layout after the other. A file stores one row of results per layout, so that
-an interrupted comparison can resume. This module does not depend on particular layouts.
+"""Compare training in each layout with training on a single rank, one layout after the other. A file stores one row of
+results per layout, so that an interrupted comparison can resume. This module does not depend on particular layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of comparing one layout with a single rank."""
+    """The result of comparing one layout with the run on a single rank."""
 
     family: str
     layout: str

@@ -88,4 +88,4 @@ class LookOptions(VerbSection):
 
     chunk: int | None = option(None, "index of a chunk to print", within=FROM_0)
     sample: int | None = option(None, "index of a sample of --of to print, with its neighbours", within=FROM_0)
-    of: Literal["train", "valid", "test"] = option("train", "dataset of --sample")
+    of: Literal["train", "valid", "test"] = option("train", "dataset that contains --sample")

@@ -58,7 +58,7 @@ class TaskOptions(VerbSection):
     )
     json_key: str = option("text", "key of the text in JSON lines", megatron="--json-keys")
     random_windows: int | None = option(
-        None, "for ppl, number of windows to draw at random and score, instead of the whole text"
+        None, "for ppl, score this number of windows drawn at random instead of the whole text"
     )
     limit: int | None = option(None, "score only the first N examples")
     seed: int = 1234
@@ -91,7 +91,7 @@ class HarnessOptions(VerbSection):
 
     title: ClassVar[str] = "Tasks of lm-eval"
 
-    tasks: tuple[str, ...] = option((), "tasks of lm-eval, instead of --task, such as hellaswag,gsm8k")
+    tasks: tuple[str, ...] = option((), "tasks of lm-eval, such as hellaswag,gsm8k, instead of --task")
     num_fewshot: int | None = option(
         None, "with --tasks: number of solved examples before each question", within=FROM_0
     )

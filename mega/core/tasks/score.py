@@ -79,8 +79,8 @@ class RowScorer(_Scorer):
     """A scorer of rows, for a model whose head classifies rows."""
 
     def score(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return class logits [rows, classes] on every rank of the last stage; only those of the first context rank are
-        valid."""
+        """Return class logits [rows, classes] on every rank of the last stage; only the logits on the first context
+        rank are valid."""
         return self._outputs(batches)
 
 

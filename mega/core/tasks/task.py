@@ -73,8 +73,8 @@ class Benchmark(Protocol[Example]):
         can split evenly."""
 
     def measure(self, batch: Any, scores: Any) -> Terms:
-        """Return the total and the weight of each term for every example, [b]. batch: a result of `batch`. scores:
-        `TokenScores`, [b, s]."""
+        """Return the total and the weight of each term for every example, [b]. batch: a batch that the method `batch`
+        returned. scores: `TokenScores`, [b, s]."""
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         """Return the figures to report, in order, computed from the estimate of each term."""

@@ -20,7 +20,7 @@ class TrainTokenizerOptions(VerbSection):
     input: tuple[str, ...] = option(
         REQUIRED, "texts in any format that `mega preprocess` reads: JSON lines, text, parquet, ..."
     )
-    vocab_size: int = option(REQUIRED, "number of entries of the vocabulary")
+    vocab_size: int = option(REQUIRED, "number of entries in the vocabulary")
     output_dir: Path = option(REQUIRED, "directory of the trained tokenizer's files")
     kind: Literal["bpe", "wordpiece", "sentencepiece"] = option(
         "bpe", "bpe: vocab.json and merges.txt, as GPT-2's; wordpiece: BERT's vocab.txt; sentencepiece"

@@ -111,5 +111,5 @@ class Evaluation:
             flag = stop.poll()
             batches = held_out.batches.take(begin + number * self._global_batch, self._microbatches)
             sums += evaluate_step(state, [batch.to(state.device.torch) for batch in batches])
-            flag.read()  # the request was reduced while this batch was computed
+            flag.read()  # the request to stop was reduced while this batch was computed
         return sums

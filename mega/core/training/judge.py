@@ -196,7 +196,7 @@ class Judge:
             self._limit = math.inf
 
     def _check_stuck(self, step: int, applied: bool, reason: str) -> None:
-        """End the run after STUCK consecutive skipped steps, because no later step would be applied. This count
+        """End the run after STUCK consecutive skipped steps, because later steps would be skipped as well. This count
         excludes skips by a loss scale that can still decrease, and spikes, which the guard counts. Errors:
         FloatingPointError.
         """

@@ -1,6 +1,6 @@
 """Generate texts from fixed prompts between steps, with the stages that are being trained, in any layout without
-context parallelism. Every token needs a forward pass over the whole text, without a KV cache, because a few texts are
-cheap compared with training. All ranks run the same steps, and rank 0 draws the tokens.
+context parallelism. There is no KV cache: every token needs a forward pass over the whole text, which costs little
+compared with training. All ranks run the same steps, and rank 0 draws the tokens.
 """
 
 from __future__ import annotations

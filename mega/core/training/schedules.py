@@ -87,7 +87,7 @@ class Schedules:
             raise CheckpointError(f"{source}: its schedule is not one that this version knows ({error})") from None
 
     def differences(self, other: Schedules) -> Iterator[tuple[str, object, object]]:
-        """Yield (flag, value here, value in `other`) for every value that has an effect and differs."""
+        """Yield (flag, value in these schedules, value in `other`) for every value that has an effect and differs."""
         values, other_values = _effective(self), _effective(other)
         for name in sorted(values.keys() & other_values.keys()):  # the styles imply the other values
             if values[name] != other_values[name]:

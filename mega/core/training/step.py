@@ -61,7 +61,7 @@ class StepReport:
     """The sums of `Probes`."""
 
     def start_reading(self) -> Reading:
-        """Start copying all values to the host. The copies have the names of the metrics."""
+        """Start copying all values to the host. The copies are keyed by metric name."""
         always = {"loss": self.loss, "grad_norm": self.grad_norm, "finite": self.finite}
         if self.broken is not None:
             always["broken"] = self.broken
@@ -141,7 +141,7 @@ def _sound(state: TrainState) -> torch.Tensor:
 
 
 def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
-    """Perform phases 0 to 3: compute the gradients of the global loss in `state.grads`. Returns this rank's loss
+    """Perform phases 0 to 3: compute the gradients of the global loss in `state.grads`, and return this rank's loss
     sums."""
     mesh, options = state.mesh, state.options
     state.train()

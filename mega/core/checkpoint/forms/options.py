@@ -109,5 +109,6 @@ class ConvertOptions(VerbSection):
     )
     verify: bool = option(
         False,
-        "for decoders in Hugging Face's format, run both models on random tokens; otherwise read back and compare bits",
+        "check the result: for decoders in Hugging Face's format, compare both models' outputs on random tokens; "
+        "otherwise read the files back and compare bits",
     )

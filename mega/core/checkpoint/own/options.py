@@ -26,7 +26,7 @@ class Layout(VerbSection):
     """Number of blocks of each global stage, as in `stage_layers` of plan/layers.py."""
     ep: int = option(
         1,
-        "ranks over which experts are split, for --saver mcore-local",
+        "number of ranks over which experts are split, for --saver mcore-local",
         megatron="--target-expert-parallel-size",
     )
 

@@ -47,7 +47,7 @@ class ServerLimits(VerbSection):
         600.0, "seconds until an answer must be complete", within=Range("at least 0.1", lambda value: value >= 0.1)
     )
     drain_seconds: float = option(
-        30.0, "seconds that answers in flight get to finish after SIGTERM", within=NOT_NEGATIVE
+        30.0, "seconds after SIGTERM in which answers in flight may finish", within=NOT_NEGATIVE
     )
     bodies: int = 256 << 20
     """Maximum total size, in bytes, of all bodies that are being read."""

@@ -51,9 +51,9 @@ def broken_tensors(
 ) -> BrokenTensor | None:
     """Return the tensor and rank where non-finite values appeared first, or None. The result is identical on all ranks.
 
-    If a non-finite moment has corrupted weights, the moment is reported rather than the weights. This is a collective
-    that all ranks must call; it synchronizes with the device. batches: the microbatches of the step. sums: the step's
-    sums of `Probes`. gradients: whether the gradients of the step still exist.
+    If non-finite values have spread from a moment to weights, the moment is reported, not the weights. This is a
+    collective that all ranks must call; it synchronizes with the device. batches: the microbatches of the step. sums:
+    the step's sums of `Probes`. gradients: whether the gradients of the step still exist.
     """
     report: dict[str, Sequence[object]] = {
         "state": _broken(state),

@@ -33,7 +33,7 @@ PAST = 100
 """Number of earlier steps with which a rank that is alone in its stage is compared."""
 
 LEAST_SECONDS = 0.002
-"""Differences below this number of seconds are attributed to noise of the host."""
+"""Differences below this number of seconds are attributed to noise on the host."""
 
 REPEAT = 200
 """Minimum number of steps between two reports of the same rank."""

@@ -47,11 +47,11 @@ KINDS: dict[str, Callable[[], TaskKind]] = {
 
 
 def kind_of(run: AnyRun) -> TaskKind:
-    """Return the kind of task of a run."""
+    """Return the kind of a run's task."""
     return KINDS[run.finetuning.task]()
 
 
 def register_task(name: str, load: Callable[[], TaskKind], needs: tuple[str, ...] = ()) -> None:
     """Register a kind of task as a value of --task. Must be called on every rank. load: function that imports the kind.
-    needs: options that give the training data."""
+    needs: names of the options that specify the training data."""
     KINDS[name], TASKS[name] = load, needs

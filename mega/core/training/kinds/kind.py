@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskKind:
-    """The functions of a kind of task."""
+    """The functions that a kind of task provides."""
 
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
     """Opens the datasets of a resolved run, without torch. Errors: ValueError naming flag or file."""

@@ -118,7 +118,7 @@ class HostFiles:
         return next(file for file, header in self.headers() if (header["owner"], header["step"]) == (owner, step))
 
     def older(self, owner: int) -> StateFile:
-        """Return the one of a rank's two files that has the older step."""
+        """Of a rank's two files, return the one with the older step."""
 
         def step(file: StateFile) -> int:
             header = file.read()

@@ -1,4 +1,4 @@
-"""Verdicts on saved steps: a saved step is on trial until enough sound steps have followed or the run diverges.
+"""Verdicts on saved steps: a saved step is pending until enough sound steps have followed or the run diverges.
 
     sound       a step that was applied, and whose loss is finite and below the limit
     diverged    the loss is above the limit, or the run ends because the loss, weights or all gradients are not finite
@@ -8,11 +8,11 @@ The limit is LIMIT times the larger of the loss of a uniform guess (the logarith
 loss after the run started or resumed. The loss of a model that learns stays below the limit; the loss of a model whose
 weights have exploded stays above the limit or is not finite.
 
-    a save                  the step is on trial, and already suspect if the loss of the latest step was above the limit
+    a save                  the step is pending, and already suspect if the loss of the latest step was above the limit
     --good-after sound      the step is good, regardless of earlier verdicts
-    divergence              every step on trial becomes suspect, and the count of sound steps restarts
-    the last step           all steps on trial that are not suspect are good
-    a stop, a kill          no verdict: steps stay on trial, with the count of sound steps at the last save
+    divergence              every pending step becomes suspect, and the count of sound steps restarts
+    the last step           all pending steps that are not suspect are good
+    a stop, a kill          no verdict: steps stay pending, with the count of sound steps at the last save
 
 checkpoint/own/verdicts.py defines the verdicts file, and the effect of verdicts on a resume. Only one rank keeps this
 record.
@@ -34,8 +34,8 @@ LIMIT = 2.0
 
 @dataclass
 class Trial:
-    """A saved step on trial. begun: number of sound steps when this step was saved. manifest: the manifest's digest,
-    empty until the checkpoint is published. reason: why the step is suspect, or empty."""
+    """A saved step whose verdict is pending. begun: number of sound steps when this step was saved. manifest: the
+    manifest's digest, empty until the checkpoint is published. reason: why the step is suspect, or empty."""
 
     begun: int
     manifest: str = ""
@@ -69,7 +69,7 @@ class Proving:
             self._resumed(start)
 
     def _resumed(self, start: int) -> None:
-        """Put the step from which the run resumes on trial, unless that step is already good."""
+        """Add the step from which the run resumes to the pending steps, unless that step is already good."""
         manifest, _ = attempt(lambda: self._store.digest(start))
         verdict = self._known.get(start)
         if verdict is None or verdict.manifest != manifest:
@@ -86,13 +86,13 @@ class Proving:
         return min(tried, default=None)
 
     def saves(self, step: int) -> None:
-        """Put a step on trial. Called when the save of the step starts."""
+        """Add a step to the pending steps. Called when the save of the step starts."""
         reason = f"it was saved while {self._blown_up}" if self._blown_up else ""
         self._trials[step] = Trial(self._sound, reason=reason)
         self._known.pop(step, None)  # forget the verdict on a checkpoint that this save replaces
 
     def published(self, step: int) -> None:
-        """Record that the save of `step` is published, and remove trials of deleted checkpoints."""
+        """Record that the save of `step` is published, and remove the pending steps whose checkpoints were deleted."""
         trial = self._trials.get(step)
         manifest, fault = attempt(lambda: self._store.digest(step))
         if trial is None or manifest is None:
@@ -130,14 +130,14 @@ class Proving:
             self._promote(lambda trial: self._sound - trial.begun >= self._good_after)
 
     def diverged(self, reason: str) -> None:
-        """Mark all steps on trial as suspect. Called when the run has diverged."""
+        """Mark all pending steps as suspect. Called when the run has diverged."""
         for trial in self._trials.values():
             trial.reason = trial.reason or f"the run that saved it blew up: {reason}"
         self._write()
 
     def finished(self, *, clean: bool) -> None:
         """Write the verdicts at the end of the run. clean: whether the run has reached its last step; otherwise steps
-        stay on trial, and the counts are stored for a resume."""
+        stay pending, and the counts are stored for a resume."""
         if clean:
             self._promote(lambda trial: not trial.reason)
         self._write()

@@ -289,8 +289,8 @@ def overlap_difference(run: RunConfig, point: ResumePoint, overlaps: bool) -> st
 
 
 def _noted_changes(run: RunConfig, stored: Mapping[str, Json]) -> Iterator[str]:
-    """Yield each option whose change is reported, with its value here and in the checkpoint. stored: the checkpoint's
-    options by name."""
+    """Yield each option whose change is reported, with its values in this run and in the checkpoint. stored: the
+    checkpoint's options by name."""
     for name in options_with(on_resume="noted"):
         if not is_read(run, entries()[name]):
             continue

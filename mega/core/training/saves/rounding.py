@@ -13,7 +13,8 @@ from mega.core.untrusted import Json
 
 
 def rounding_changes(run: RunConfig, stored: Mapping[str, Json], mesh: Mesh, gpu: bool | None) -> Iterator[str]:
-    """Yield each option that changes the order of sums in the layout `mesh`, with its value here and in the checkpoint.
+    """Yield each option that changes the order of sums in the layout `mesh`, with its values in this run and in the
+    checkpoint.
 
     stored: the checkpoint's options by name. gpu: whether ranks have GPUs; None if this is unknown.
     """

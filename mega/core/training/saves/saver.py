@@ -216,7 +216,7 @@ class Saver:
         self, pieces: Iterable[Piece], meta: dict[str, Json], agree: Callable[[bool], bool], spared: frozenset[int]
     ) -> tuple[int, float]:
         """Publish a checkpoint, apply retention, and return the step and the duration in seconds. spared: older
-        steps to keep regardless of the limits."""
+        steps to keep regardless of the retention limits."""
         mesh, step = self.state.mesh, int(numbers_below(meta, "progress")["step"])
         piece_list = list(pieces)
 

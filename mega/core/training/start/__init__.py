@@ -7,5 +7,5 @@ continuation   checks and messages about the checkpoint from which a run starts
 introduce      messages to the user before the first step
 untrained      a warning about control tokens that the base of adapters was never trained on
 rank           the start of a run on one rank
-dry_run        checks any layout, and compares with the checkpoint, without ranks
+dry_run        checks a run in any layout, and compares it with the checkpoint, without starting ranks
 """

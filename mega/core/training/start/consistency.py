@@ -43,7 +43,7 @@ class Comparable(NamedTuple):
 
 
 def comparable(inputs: Inputs, device: Device) -> Comparable:
-    """Return the values of this rank."""
+    """Return the values of this rank that are compared with those of other ranks."""
     return Comparable({**code(), **flags(inputs.run), **contents(inputs)}, _machine(device))
 
 

@@ -1,4 +1,4 @@
-"""Check a run of any size on a laptop: compare with the checkpoint from which the run would start, build one rank of
+"""Check a run of any size on a laptop: compare it with the checkpoint from which it would start, build one rank of
 each kind without allocating memory, verify the pipeline plan, and report sizes.
 
 Stages are built on the meta device in a mesh without process groups, so a 128-rank layout needs only one process. All
@@ -44,7 +44,7 @@ from mega.core.training.wire import build_mesh, build_stages
 
 
 def dry_run(inputs: Inputs, world: int) -> None:
-    """Compare with the checkpoint, build the stages, verify the pipeline plan, and print the sizes. Errors: the
+    """Compare the run with its checkpoint, build the stages, verify the pipeline plan, and print the sizes. Errors: the
     ValueError that training would raise for an invalid layout, or for a checkpoint from which a run cannot start."""
     run, console = inputs.run, Console(highlight=False)
     report = partial(console.print, markup=False, emoji=False, soft_wrap=True)
