@@ -185,7 +185,7 @@ EXAMPLES: Mapping[str, Examples] = {
         ),
     ),
     "checkpoint verify": (
-        ("the newest", "mega checkpoint verify runs/a"),
+        ("all checkpoints of a run", "mega checkpoint verify runs/a"),
         ("one step", "mega checkpoint verify runs/a/step-0001000"),
     ),
     "checkpoint show": (

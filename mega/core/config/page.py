@@ -57,9 +57,10 @@ Columns:
   *noted*: the value is accepted, and both values are reported, because the new value changes the run's results.
   *rounding*: the value is accepted, and both values are reported where the new value changes the order of sums, so that
   results differ by rounding: with several ranks, or on a GPU for `--deterministic` and `--optimizer-offload`.
-  *free*: the value is accepted. Exceptions: with `--position learned`, `--positions` must match, so a different
-  `--seq-length` needs `--positions`; with `--steps`, a different `--global-batch` is refused if the data would run out
-  (give `--samples` instead).
+  *free*: the value is accepted without a message. Exceptions: another number of tensor, pipeline, context or data ranks
+  is reported and changes results by rounding; `--no-load-optim` is reported; with `--position learned`, `--positions`
+  must match, so a different `--seq-length` needs `--positions`; with `--steps`, a different `--global-batch` is refused
+  if the data would run out (give `--samples` instead).
 - **Layout**: *yes* if the option sets how ranks share the work; `mega memory-estimate --fit` chooses such options.
 - **Bench**: *read* if `mega bench` measures with the option, *unused* if `mega bench` drops it with a note, *host* if
   the option selects the hardware to measure (`--calibrate` accepts only such options).
