@@ -84,7 +84,7 @@ class Batches:
         return batches
 
     def turn(self, consumed: int, size: int) -> int:
-        """Return the index at which to read the next `size` samples (such as the samples of one validation) after
+        """Return the index at which to read the next `size` samples (such as those of one validation pass) after
         `consumed` samples.
 
         The dataset contains as many samples as the run was planned to read. If a resumed run needs more, reading starts
@@ -139,8 +139,8 @@ class Batches:
         return [self._rank * share + entry for entry in shuffled]
 
     def _in_turn(self, epoch: int, first: int, share: int) -> Sequence[int]:
-        """Return the dataset indices of the microbatch at offset `first` of this rank's share. All samples of an epoch
-        are shuffled together.
+        """Return the dataset indices of the microbatch that begins at offset `first` in this rank's share. All samples
+        of an epoch are shuffled together.
 
         share: number of samples per rank and epoch. If the samples left over from an epoch fill a microbatch, the rank
         reads that microbatch at the start of the next epoch, as in Megatron-LM's sampler.

@@ -246,7 +246,7 @@ def each_line(inputs: Sequence[str], read: Callable[[object], Found]) -> Iterato
 
 
 def _values(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield, for each value in a file, its location and a function that reads it."""
+    """For each value in a file, yield the value's location and a function that reads the value."""
     if (items := _array(path)) is not None:
         for number, item in enumerate(items, 1):
             yield f"{path}: item {number}", partial(lambda found: found, item)
@@ -257,7 +257,7 @@ def _values(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _array(path: Path) -> list[object] | None:
     """Return the items of a .json file with a single array, such as alpaca_data.json; None for any other file. Errors:
-    ValueError."""
+    ValueError for invalid JSON."""
     if path.suffix != ".json":
         return None
     with path.open("rb") as file:

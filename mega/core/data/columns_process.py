@@ -106,5 +106,5 @@ def _next(rows: Rows) -> dict[str, Json] | None:
 
 
 if __name__ == "__main__":
-    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # other pools allocate memory in advance
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # other memory pools allocate in advance
     serve(answer)

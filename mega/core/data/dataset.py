@@ -24,7 +24,7 @@ class Dataset(Protocol):
 
 
 def samples_of(dataset: Dataset, entries: Sequence[int]) -> Sequence[object]:
-    """Return the samples `entries` of a dataset, by one call of the dataset's method `samples` if it has one."""
+    """Return the samples `entries` of a dataset, with one call of the dataset's method `samples` if it has one."""
     samples: Callable[[Sequence[int]], Sequence[object]] | None = getattr(dataset, "samples", None)
     return samples(entries) if samples and entries else [dataset[entry] for entry in entries]
 

@@ -64,7 +64,8 @@ def note_path(prefix: str | Path) -> Path:
 
 
 def read_note(prefix: str | Path) -> Any:
-    """Return the content of the note. Errors: OSError if the file is missing, ValueError if it is not JSON."""
+    """Return the content of `<prefix>.json`, the note. Errors: OSError if the file is missing, ValueError if it is not
+    JSON."""
     if not (path := note_path(prefix)).is_file():
         raise FileNotFoundError(path)
     return parse_json(read_limited(path, _NOTE_BYTES, str(path)), str(path))
@@ -183,8 +184,8 @@ class IndexedDataset:
         return TokenizerIdentity.read(self.note.get("tokenizer"))
 
     def content(self) -> dict[str, str | None]:
-        """Hashes that identify the content: one of the lengths, one of a sample of the .bin, and one of all tokens. The
-        hash of all tokens is read from the note and not verified."""
+        """Hashes that identify the content: a hash of the lengths, of a sample of the .bin, and of all tokens. The hash
+        of all tokens is read from the note and not verified."""
         tokens = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tokens = str(read_note(self.prefix)["sha256"]["bin"])

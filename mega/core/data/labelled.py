@@ -205,7 +205,7 @@ def content(path: Path) -> str:
 
 @dataclass
 class _Texts:
-    """Tokenized texts. If consecutive questions have the same shared text, the text is stored once."""
+    """Tokenized texts. If consecutive questions have the same second part, it is stored once."""
 
     tokenizer: Tokenizer
     ids: list[NDArray[np.int32]] = field(default_factory=list)

@@ -119,8 +119,8 @@ def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
 
 
 def _twisted(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the next 312 words of the state. Word i depends on words i, i + 1 and i + 156 (mod 312); the last of these
-    may already have been replaced."""
+    """Return the next 312 words of the generator's state. Word i depends on words i, i + 1 and i + 156 (mod 312); the
+    last of these may already have been replaced."""
     upper, lower = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 
     def mixed(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -7,7 +7,7 @@ ranks. Many samples are built in one call, in four phases, to minimize the opera
     2 all at once   cut all parts, and find their words
     3 per sample    shuffle the words, and draw random numbers for phase 4
     4 all at once   interpret the numbers at every position of a stream, and choose one run of words per text at a time,
-                    in the drawn order, until the budget of tokens is used
+                    in the drawn order, until the token budget is used up
 
 This module does not read files and does not build rows.
 """

@@ -166,7 +166,8 @@ def blend_shares(weights: Sequence[float]) -> list[float]:
 def blend_samples(shares: Sequence[float], samples: int, *, core: bool = False) -> list[int]:
     """Return the number of samples to provide for each dataset of a blend: its share plus half a percent, rounded up.
 
-    1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503. core: as in Megatron-core, the share itself is rounded up first.
+    1000 samples with shares 0.2, 0.3, 0.5 -> 201, 302, 503. core: as in Megatron-core, the share itself is rounded up
+    first.
     """
     if core:
         return [math.ceil(share * 1.005) for share in blend_parts(shares, samples)]

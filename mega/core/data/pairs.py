@@ -2,7 +2,7 @@
 answer's tokens have a loss; earlier assistant turns have none. Rows are padded to the longest row of their microbatch.
 
 A line of a file is an object {"prompt", "chosen", "rejected"} of texts or lists of messages (text/chat/messages.py).
-Without "prompt", both answers must be whole conversations; with "prompt", they may be.
+Without "prompt", both answers must be whole conversations; with "prompt", they may be whole conversations.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def _question(messages: Sequence[Message]) -> list[Message]:
 
 
 def conversations(content: object) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """Return the two conversations of a JSON object, as arguments of `conversation`. Errors: ValueError.
+    """Return the two conversations of a JSON object, as arguments of `conversation`. Errors: ValueError for an invalid
+    pair.
 
     >>> conversations({"prompt": "1 + 1", "chosen": "2", "rejected": "3"})[0]["messages"][-1]
     {'role': 'assistant', 'content': '2'}

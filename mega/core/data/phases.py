@@ -21,7 +21,7 @@ from mega.core.untrusted import Json
 
 
 class BlendPhase(NamedTuple):
-    """The part of a run that reads one blend."""
+    """The part of a training run that reads one blend."""
 
     until: int
     """Index of the sample at which the next phase begins."""

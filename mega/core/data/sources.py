@@ -150,8 +150,8 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def _check_begin(flag: str, path: Path) -> None:
-    """Check that the first bytes of a file match its suffix. Errors: ValueError. A file that cannot be opened is not
-    reported here, but when it is read."""
+    """Raise ValueError if the first bytes of a file do not match its suffix. A file that cannot be opened is reported
+    only when it is read."""
     try:
         with open(path, "rb") as file:
             begin = file.read(5)
@@ -192,7 +192,7 @@ def _json(flag: str, path: Path) -> Any:
 
 
 def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
-    """Return the format that a file's suffix selects. For an unknown suffix, this is JSON lines, or plain text if
+    """Return the format that a file's suffix selects. For an unknown suffix, the format is JSON lines, or plain text if
     `text_lines`."""
     suffix = path.suffix.lower()
     packed = suffix in _PACKED
@@ -473,8 +473,8 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
 
 
 def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield the parts of concatenated frames, and whether each part ends a frame. A part decompresses to at most 128
-    KiB.
+    """Yield the parts of concatenated Zstandard frames, and whether each part ends a frame. A part decompresses to at
+    most 128 KiB.
 
     The library itself decompresses its whole input in one call (64 KiB can become 2 GiB), and does not detect truncated
     files. Source: RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.

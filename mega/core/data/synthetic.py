@@ -90,7 +90,7 @@ def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:
 def masked_batch(
     model: ModelConfig, length: int, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
 ) -> MaskedBatch:
-    """Return rows with two parts of random tokens, about one in seven of which is masked. samples: int64 [b], sample
+    """Return rows with two parts of random tokens. About one token in seven is masked. samples: int64 [b], sample
     indices.
 
     ragged: whether up to half of each row is padding, and the pair label of every fourth row is unknown (-1).

@@ -49,7 +49,7 @@ class Workers(Generic[Ask, Answer]):
             for block, found, buffer in workers.answers(blocks):
                 ...
 
-    Open files and locks inside `with`, because forked workers inherit those opened before.
+    Open files and locks inside `with`, because forked workers inherit files and locks that were opened earlier.
 
     here: function that returns the work function in this process, for forked processes. there: function that returns
     the same work function in a spawned process.

@@ -33,8 +33,9 @@ from mega.core.inference.worker import Launched
 
 
 class AheadDrafts:
-    """Guesses tokens with the multi-token prediction layers. worker: this rank's share of the steps. relay: connection
-    to the other ranks; None on a single rank. block: number of tokens per cache block. vocab: vocabulary size."""
+    """Guesses tokens with the multi-token prediction layers. worker: runs this rank's share of the steps. relay:
+    connection to the other ranks; None on a single rank. block: number of tokens per cache block. vocab: vocabulary
+    size."""
 
     eager = True
 
@@ -71,7 +72,7 @@ class AheadDrafts:
         return len(asked.ids) - 1 - self._first(asked)
 
     def _catch_up(self, asked: Guessed) -> None:
-        """Compute positions in chunks until at most one chunk is left."""
+        """Compute positions in chunks until at most one chunk of positions is left."""
         while self._pending(asked) > self._chunk:
             first = self._first(asked)
             end = min(first + self._chunk, len(asked.ids) - self._worker.depths)
@@ -93,12 +94,12 @@ class AheadDrafts:
 
     def _guessing(self, asked: Sequence[Guessed], depth: int) -> Step:
         """Return a step that guesses one token after the last position of each sequence. If a sequence has fewer rows
-        of sampling parameters than there are layers, its last row is used for the other layers."""
+        of sampling parameters than there are layers, its last row is used for the remaining layers."""
         runs = [self._run(each, depth, self._first(each), len(each.ids) - 1) for each in asked]
         return draft_step(runs, [each.numbers[min(depth, len(each.numbers) - 1)] for each in asked], self._block)
 
     def _run(self, asked: Guessed, depth: int, first: int, end: int) -> DraftRun:
-        """Return a run over the positions `first` to `end` - 1, each with the token that is depth + 1 positions
+        """Return a `DraftRun` of the positions `first` to `end` - 1. Each position reads the token depth + 1 positions
         later."""
         row, depths = asked.request * self._worker.depths, self._worker.depths
         known = list(asked.ids[first + depth + 1 : end + depth + 1])

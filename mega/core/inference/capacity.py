@@ -27,7 +27,7 @@ SHARES = {"cuda": 0.85, "cpu": 0.25}
 
 @dataclass(frozen=True)
 class Capacity:
-    """The capacity of a server. weights, cache, neighbours: bytes on the rank that needs the most."""
+    """The capacity of a server. weights, cache, neighbours: bytes on the rank that needs the most memory."""
 
     limits: Limits
     weights: int
@@ -103,8 +103,8 @@ def draft_size(draft: ModelConfig, model: Architecture, itemsize: int, requests:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Divide the layers among the stages as evenly as possible. The first stages have the additional layers, because
-    the last stage also has the output head.
+    """Divide the layers among the stages as evenly as possible. The first stages get the extra layers, because the last
+    stage also has the output head.
 
     >>> even_layers(5, 2)
     (3, 2)
@@ -164,20 +164,21 @@ def weight_bytes(
 
 
 def wanted_tokens(model: Architecture, requests: int, asked: int | None) -> int:
-    """Return the number of tokens to store in the cache: `asked` if given, else the maximum for `requests` requests."""
+    """Return the cache's capacity in tokens: `asked` if given, else enough for `requests` requests of maximum
+    length."""
     return asked if asked is not None else requests * model.positions
 
 
 def fitting_blocks(left: int, kind: str, token: int, size: int, draft: DraftSize | None = None) -> int:
     """Return the number of blocks that fit into the cache's share of `left` bytes. size: tokens per block. token: bytes
-    per token. kind: type of device. draft: the draft model on this rank, whose cache is in the same share."""
+    per token. kind: type of device. draft: sizes of the draft model on this rank; its cache uses the same share."""
     share = int(left * SHARES[kind])
     return share // (token * size) if draft is None else draft.fitting_blocks(share, token, size)
 
 
 def cache_blocks(wanted: int, fits: int, size: int, *, asked: bool) -> int:
-    """Return the number of blocks to allocate, including SCRATCH. wanted: number of tokens. fits: number of blocks that
-    fit on the rank with the least memory. asked: whether the user specified `wanted`.
+    """Return the number of blocks to allocate, including SCRATCH. wanted: number of tokens to cache. fits: number of
+    blocks that fit on the rank with the least memory. asked: whether the user specified `wanted`.
 
     Errors: ValueError if the specified number does not fit, or if not even one block fits.
     """
@@ -205,8 +206,8 @@ def expected(
     draft: ModelConfig | None = None,
 ) -> Capacity:
     """Return the capacity that a server will have. itemsize: bytes per element of weights and cache. room: free bytes
-    on each device, or on the host that all CPU ranks share. retriever: bytes that a retriever uses on the device.
-    guesses: as in `token_bytes`. draft: the model that guesses tokens.
+    on each device, or in the host memory that all CPU ranks share. retriever: bytes that a retriever uses on the
+    device. guesses: as in `token_bytes`. draft: the model that guesses tokens.
 
     Errors: ValueError if the weights leave too little memory.
     """

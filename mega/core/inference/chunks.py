@@ -21,13 +21,13 @@ LEAST = 256
 """Minimum number of tokens in a step with prompts. A step with fewer tokens would take just as long."""
 
 SLOWER = 2.5
-"""Maximum duration of a step with prompts, as a multiple of a step without prompts. With this value, the 99th
-percentile of the time between tokens is less than 3 times the median."""
+"""Maximum duration of a step with prompts, as a multiple of the duration of a step without prompts. With this value,
+the 99th percentile of the time between tokens is less than 3 times the median."""
 
 
 class Chunks:
     """Chooses the number of prompt tokens in a step. Call the object with the number of requests that are currently
-    decoding. asked: the user's value, or None. recorded: numbers of tokens in steps captured as CUDA graphs, in
+    decoding. asked: the user's value, or None. recorded: token counts for which CUDA graphs were captured, in
     increasing order; () without graphs."""
 
     def __init__(self, asked: int | None, recorded: Sequence[int] = ()):

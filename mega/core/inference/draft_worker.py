@@ -34,7 +34,7 @@ class AheadWorker:
 
     worker: this rank's worker, whose steps this class changes to store hidden states. blocks, block: number and size of
     the blocks in the worker's cache. graphs: whether to capture steps as CUDA graphs, if the attention implementation
-    permits.
+    supports this.
     """
 
     def __init__(self, worker: Worker, blocks: int, block: int, *, graphs: bool):
@@ -64,13 +64,13 @@ class AheadWorker:
         self.states.index_copy_(0, self._worker.cache.slots, normed)
 
     def _read(self, depth: int) -> torch.Tensor:
-        """Return the input of a depth, [tokens, h], for the tokens of the current step."""
+        """Return the input of the layer at the given depth, [tokens, h], for the tokens of the current step."""
         if depth == 0:
             return self.states.index_select(0, self.cache.slots)
         return self._streams[depth - 1][: len(self.cache.slots)]
 
     def _keep(self, depth: int, stream: torch.Tensor) -> None:
-        """Copy the output of a depth, [tokens, h], for the step of the next depth."""
+        """Copy the output of the layer at the given depth, [tokens, h], for the step of the next depth."""
         # The copy must not overwrite the input of the same depth, because each depth is computed twice when its graph
         # is captured.
         if depth < len(self._streams):
@@ -79,7 +79,7 @@ class AheadWorker:
     @torch.inference_mode()
     def launch(self, depth: int, step: Step) -> Launched:
         """Start a step of one depth on the device. `step.requests` contains the index request * depths + depth for each
-        guess. Errors: as for steps of the model."""
+        guess. Errors: the same as for the model's steps."""
         worker, result = self._worker, None
         if worker.mesh.pp.last:
             logits = self._computed(depth, step)

@@ -28,7 +28,7 @@ class DraftRun(NamedTuple):
     blocks: Sequence[int]  # blocks of the sequence in the cache
     number: int  # unique number of the sequence
     request: int  # the run's value in `Step.requests`
-    offset: int = 0  # offset from positions to rows of the rotary tables
+    offset: int = 0  # offset added to a position to get its row in the rotary tables
 
 
 def draft_step(runs: Sequence[DraftRun], numbers: Sequence[tuple[float, ...]], size: int) -> Step:

@@ -4,9 +4,9 @@ For one token, the host needs more time to launch a layer's kernels than the dev
 parallelism, this is true even for a prompt. A step's arrays are copied to the graph's input memory and padded with
 tokens that belong to no sequence. There are three kinds of graphs:
 
-    single   runs of one token each, all with logits; keys are stored during the pass
-    few      runs of a few tokens; after all keys have been stored, each token is a separate run
-    many     prompts of up to `size` tokens, together with runs of one token
+    single   one token per sequence, all with logits; keys are stored during the pass
+    few      a few tokens per sequence; after all keys have been stored, each token is a separate run
+    many     prompts and single tokens of other sequences, up to `size` tokens in total
 
 This module does not depend on requests.
 """
@@ -31,14 +31,14 @@ EIGHT = 8
 """The number of rows in a graph is a multiple of this value, or a smaller power of two."""
 
 FEW = (4, 8, 16, 32, 64)
-"""Numbers of tokens in graphs of kind `few`."""
+"""Token counts for which graphs of kind `few` are captured."""
 
 FEW_KEYS = 1 << 15
 """Maximum number of keys that a step of kind `few` reads. Each token reads its keys separately, so a key that several
 tokens read is counted several times."""
 
 MANY = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Numbers of tokens in graphs of kind `many`."""
+"""Token counts for which graphs of kind `many` are captured."""
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +61,11 @@ class StepGraphs:
     """The graphs of a stage. Calling the object with a step and the previous stage's hidden states (`cargo`) returns
     the output of `decode` for the step, valid until the next call.
 
-    width: maximum number of blocks in a sequence. latest: int64 [requests], the last token of each request, see
-    `known`. ends: whether this stage is the first stage, and whether it is the last. runs: maximum number of runs in a
+    width: maximum number of blocks in a sequence. latest: int64 [requests], the last token of each request (see
+    `known`). ends: whether this stage is the first stage, and whether it is the last. runs: maximum number of runs in a
     step. most: maximum number of tokens in a captured step with prompts. record: function that captures a graph
-    (replaced in tests). agree: function that returns the first error of any rank, on all ranks of the step. Ranks must
-    agree, because a graph that only some ranks replay would wait forever.
+    (replaced in tests). agree: function that returns, on all ranks of the step, the error of the first rank that
+    failed. Ranks must agree, because a graph that only some ranks replay would wait forever.
 
     The first step of a shape is computed without a graph, then captured. If the capture fails or the graph produces a
     different result, capturing is disabled and the reason is logged as a warning.
@@ -159,7 +159,7 @@ def graph_rows(rows: int) -> int:
 
 
 def rows_of_graphs(most: int) -> set[int]:
-    """Return the numbers of rows in all graphs for steps of up to `most` rows.
+    """Return the row counts for which graphs are captured, for steps of up to `most` rows.
 
     >>> sorted(rows_of_graphs(17))
     [1, 2, 4, 8, 16, 24]
@@ -271,7 +271,7 @@ def _ragged(cache: PagedCache) -> RaggedGraph:
 
 
 def _ragged_pages(cache: PagedCache, lengths: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor) -> Pages:
-    """Return the pages of each window that occurs in the cache's layers, as a map window -> pages."""
+    """Return the pages of each attention window that occurs in the cache's layers, as a map window -> pages."""
     ragged, pool = _ragged(cache), cache.pool[0]
     return {window: ragged.pages(lengths, tables, tiles, pool, window) for window in dict.fromkeys(cache.windows)}
 

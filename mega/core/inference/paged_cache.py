@@ -15,7 +15,8 @@ from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import Integers, PagedAttention
 
 Pages = dict[int | None, Any]
-"""Window -> location of a step's keys for attention: the result of `PagedAttention.pages`, or a `KeptKeys`."""
+"""Attention window -> location of a step's keys for attention: the result of `PagedAttention.pages`, or a
+`KeptKeys`."""
 
 
 @dataclass(eq=False)

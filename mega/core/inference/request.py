@@ -48,7 +48,7 @@ Finish = Literal["stop", "length", "cancelled", "failed"]
 
 Allowed = Callable[[Sequence[int]], "torch.Tensor | None"]
 """A function that is given all ids so far, including the prompt, and returns a mask of the ids that may follow, bool
-[vocab] on the CPU; None if all ids may follow. Called only on rank 0."""
+[vocab] on the CPU; None if all ids may follow. The function is called only on rank 0."""
 
 
 class RequestError(ValueError):
@@ -201,13 +201,13 @@ class Beam:
 LOGITS_NOT_FINITE = (
     "the model's logits hold a NaN or an infinity: its weights do, or their products overflow in this dtype"
 )
-"""`Event.message` if a request has failed because its logits are not finite."""
+"""Value of `Event.message` if a request has failed because its logits are not finite."""
 
 
 class Citation(NamedTuple):
     """A neighbour that a model with a retriever has read."""
 
-    chunk: int  # index of the text's chunk for which the neighbour was retrieved
+    chunk: int  # index of the chunk, within the text, for which the neighbour was retrieved
     number: int  # index of the neighbour in the database
     corpus: str  # corpus that contains the neighbour
     document: int

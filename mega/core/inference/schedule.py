@@ -90,7 +90,7 @@ class InFlight:
     asked: int = 0
     """Number of new tokens, including tokens that steps in flight will choose."""
     unresolved: int = 0
-    """Number of the request's rows of logits in steps whose results are not known yet."""
+    """Number of rows of logits for this request in steps whose results are still pending."""
     confidence: Confidence | None = None
     ended: bool = False
     """Whether the request has ended. Further results for the request are then dropped."""
@@ -357,8 +357,8 @@ class Scheduler:
         return step
 
     def _group_of_next(self) -> int:
-        """Return the group for a request whose first token is chosen in this step: the step's group, because its next
-        step starts after the token is known, or the smallest group if it is much smaller."""
+        """Return the group of a request whose first token is chosen in this step. This is the step's group, whose next
+        step starts after the token is known, or the smallest group if that group is much smaller."""
         if self._groups == 1:
             return 0
         sizes = [0] * self._groups
@@ -496,7 +496,7 @@ class Scheduler:
     def _want(
         work: _Work, answer: InFlight, last: int, allowed: NDArray[np.bool_] | None, guesses: Sequence[int]
     ) -> None:
-        """Request the row of logits of a sequence's last token, and the rows of the guesses after this token."""
+        """Request the logits of a sequence's last token, and the logits of the guesses after this token."""
         (sequence, *_), chooses = answer.sequences, answer.search is None
         ends: Sequence[int | None] = (*guesses, NO_GUESS) if guesses else _NONE
         work.wanted += range(last, last + len(ends))

@@ -38,7 +38,8 @@ guess after which guessing stops."""
 
 REST, LONGEST_REST = 16, 1024
 """Minimum and maximum number of tokens for which an eager drafter pauses after wrong guesses. Each further pause is
-four times as long. After a pause, the drafter guesses only one token, to keep the cost of a wrong guess low."""
+four times as long as the previous one. After a pause, the drafter guesses only one token, to keep the cost of a wrong
+guess low."""
 
 
 class Guessed(NamedTuple):
@@ -50,7 +51,7 @@ class Guessed(NamedTuple):
     longest: int  # maximum number of tokens in the sequence
     numbers: Sequence[tuple[float, ...]]  # rows of `Step.numbers`, one for each token to guess
     blocks: Sequence[int] = ()  # blocks of the sequence in the model's cache, which contains all tokens but the last
-    offset: int = 0  # offset from positions to rows of the rotary tables
+    offset: int = 0  # offset added to a position to get its row in the rotary tables
 
 
 class Drafter(Protocol):

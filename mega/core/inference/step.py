@@ -1,4 +1,4 @@
-"""Describe one iteration of the model by arrays of integers and floats, in the same way for any number of ranks.
+"""Describe one iteration of the model as arrays of integers and floats, in the same way for any number of ranks.
 
 The scheduler builds a step, and the workers run it. A step can be split into tiles, or packed into one array for the
 other ranks. This module depends on neither the scheduler nor workers.
@@ -64,7 +64,7 @@ class Step:
     adapters: Integers
     """int64 [r], index of the run's adapter, counted from 1; 0 for the base model."""
     offsets: Integers
-    """int64 [r], offset from positions to rows of the rotary tables."""
+    """int64 [r], offset added to a position to get its row in the rotary tables."""
     copies: Integers
     """int64 [c, 2], pairs (source, destination) of blocks to copy before the computation."""
     wanted: Integers

@@ -55,9 +55,9 @@ class Worker:
     stage: a stage of a decoder, in evaluation mode. blocks, block: number and size of the cache's blocks. `blocks` may
     be a function, which is called after the weights have been converted for decoding. tile: number of tokens per tile;
     None to not split steps. requests: maximum number of requests in flight. vocab: only ids below this value can be
-    chosen. adapters: the adapters of the stage's linears. graphs: whether to use CUDA graphs, if attention and steps
-    permit. most: maximum number of tokens in a captured step with prompts. retriever: finds neighbours for a model with
-    a retriever; such a model must run on one rank, without graphs.
+    chosen. adapters: the adapters of the stage's linears. graphs: whether to use CUDA graphs, if the attention
+    implementation and the steps support them. most: maximum number of tokens in a captured step with prompts.
+    retriever: finds neighbours for a model with a retriever; such a model must run on one rank, without graphs.
     """
 
     graphs: StepGraphs | None = None
@@ -333,8 +333,8 @@ def paged_cache(
     pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
     capped = size.softcap is not None
     keeps = stage.ops.spread and not (invariant or any(windows) or capped) and pool.element_size() >= 4
-    # The ranks must use the same attention: only some implementations support graphs, and either all ranks or none must
-    # capture graphs.
+    # The ranks must use the same attention implementation: only some implementations support graphs, and either all
+    # ranks or none must capture graphs.
     attention, agree = stage.ops.paged_attention, partial(first_problem, axis=tp, device=device)
     for window in dict.fromkeys(windows):
         attention = INVARIANT if invariant else trusted(attention, pool[0], repeats, window, agree)

@@ -78,7 +78,8 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
 
 
 def query_run(options: Options, search: QueryOptions, share: Share, report: Report) -> None:
-    """Find the neighbours of a run's training, validation and test samples. Errors: as for `build_database`."""
+    """Find the neighbours of the training, validation and test samples of a training run. Errors: as for
+    `build_database`."""
     run, tokenizer, folder = _opened(options)
     manifest = DatabaseManifest.read(folder)
     _check_run(run, tokenizer, manifest)
@@ -107,7 +108,7 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
 
 
 def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
-    """Return a run with its tokenizer and database folder. Errors: ValueError naming the flag."""
+    """Return a training run with its tokenizer and database folder. Errors: ValueError naming the flag."""
     if options.data.retro is None:
         raise ValueError("--retro is missing: give the folder that mega retro build has made")
     parallel = options.parallel  # here, the layout affects only the number of samples
@@ -118,7 +119,7 @@ def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
 
 
 def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest) -> None:
-    """Check that a run's corpora are those of the database. Errors: ValueError naming the flag."""
+    """Check that a training run uses the corpora of the database. Errors: ValueError naming the flag."""
     folder = run.data.retro
     if not tokenizer.made(manifest.tokenizer):
         rule = f"the database of {folder} was made with {manifest.tokenizer}"

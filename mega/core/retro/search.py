@@ -1,7 +1,8 @@
 """Find the exact nearest vectors by Euclidean distance, block by block, with at most two blocks in memory.
 
-A matrix product selects the best candidates of a block. Their distances are then recomputed from differences in
-float64, so that the order does not depend on rounding errors of the product. Ties are broken by the lower index.
+A matrix product selects the best candidates of a block. The distances of these candidates are then recomputed from
+differences in float64, so that the order does not depend on rounding errors of the product. Ties are broken by the
+lower index.
 """
 
 from __future__ import annotations

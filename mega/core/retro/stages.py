@@ -2,7 +2,7 @@
 
 Each stage writes blocks atomically, a block depends only on its input, and existing blocks are kept. Therefore, a
 killed stage can be resumed, and several processes can share a stage with `--shard`. retro.json records the settings and
-corpora of a folder; a build with other settings or corpora is rejected.
+corpora of the database in a folder; a build with other settings or corpora is rejected.
 """
 
 from __future__ import annotations

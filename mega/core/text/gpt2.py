@@ -24,7 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 MISMATCHED = 100
-"""Maximum number of merges without an id. If more are missing, vocab.json and merges.txt are assumed to belong to
+"""Maximum number of merges without an id. If more ids are missing, vocab.json and merges.txt are assumed to belong to
 different tokenizers."""
 
 Merges = Sequence[tuple[str, str]]

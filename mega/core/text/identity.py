@@ -43,9 +43,9 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
     "data inspect": {"token files": "reported", "earlier version": "taken"},
 }
 """Subcommand -> case -> verdict. Cases that are not listed for a subcommand cannot occur. The rules of `serve` and
-`generate` also apply to the tokenizer of an adapter, and those of `serve` to its template. `eval` needs a template only
-with --apply-chat-template. `data merge` rejects the case "earlier version", because fingerprints computed by different
-versions may belong to different tokenizers."""
+`generate` also apply to an adapter's tokenizer, and the rules of `serve` to an adapter's template. `eval` needs a
+template only with --apply-chat-template. `data merge` rejects the case "earlier version", because fingerprints computed
+by different versions may belong to different tokenizers."""
 
 ALLOW = "--allow-tokenizer-mismatch"
 

@@ -34,7 +34,8 @@ _NAMED = {
     7: "<|end_header_id|>",
     9: "<|eot_id|>",
 }
-"""Offset after the ranks -> name of the control token. Control tokens with other offsets are reserved."""
+"""Id of a control token, counted from the end of the ranks -> name of the token. All other control tokens are
+reserved."""
 _CONTROLS = 256
 LONGEST_PIECE = 10_000
 """Maximum number of base64 characters in a token, limited because every way to split a token in two is tried."""

@@ -69,7 +69,7 @@ class _Model:
 
 
 def published(model: SentencePieceProcessor, lead: bool) -> dict[str, Json] | None:
-    """Write the model as a tokenizer.json that transformers opens without changes; None if this is not possible.
+    """Return the model as the content of a tokenizer.json for transformers; None if this is not possible.
 
     lead: whether bos precedes every text. Each text between control tokens is encoded separately.
     """

@@ -75,8 +75,9 @@ character."""
 _BOUNDARY = re.compile(rf"[.?!](?=(?P<after_tok>{_CLOSING}|\s+(?P<next_tok>\S+)))")
 """Matches a position where a sentence may end."""
 _WITH_BLANKS = re.compile(rf"\S*[.?!]\s*(?=(?P<after_tok>{_CLOSING}|(?P<next_tok>\S+)))|\S+")
-"""Matches a word at a possible end of a sentence, including the white space after the word, or any other word. The
-second alternative consumes whole words instead of trying a match at each character, which would take quadratic time."""
+"""Matches either a word at a possible end of a sentence, including the white space after the word, or any other word.
+The second alternative consumes whole words instead of trying a match at each character, which would take quadratic
+time."""
 _REALIGNED = re.compile(r"""["')\]}]+?(?:\s+|(?=--)|$)""", re.MULTILINE)
 """Matches closing quotes and brackets at the beginning of a sentence, which are moved to the previous sentence."""
 

@@ -258,7 +258,7 @@ class Begin(NamedTuple):
     """A position in the input."""
 
     piece: int = 0
-    """Index of the piece of the input."""
+    """Index of the current piece of the input (see `sources.pieces`)."""
     done: int = 0
     """Number of finished units in the piece; see `sources.blocks`."""
 
@@ -335,7 +335,7 @@ class _Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class _Worker:
-    """A job with its tokenizer and sentence splitter."""
+    """An encoding job with its tokenizer and sentence splitter."""
 
     job: _Job  # Settings
     tokenizer: Tokenizer  # The tokenizer

@@ -34,7 +34,7 @@ def stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: bool) -> None:
-    """Check that no file in `paths` would be replaced without --overwrite. Errors: ValueError."""
+    """Raise ValueError if a file in `paths` exists and --overwrite was not given."""
     if (existing := next((path for path in paths if path.is_file()), None)) is not None and not overwrite:
         raise ValueError(f"{flag} {value}: {existing} exists; name another place, or give --overwrite to replace it")
 

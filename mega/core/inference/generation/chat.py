@@ -110,7 +110,8 @@ class ChatSession:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def play(self, read: Callable[[], str], write: Callable[[str], None]) -> int:
-        """Run the conversation until the end of the input or /exit. Return the number of lines that ended in an error.
+        """Run the conversation until the end of the input or /exit. Return the number of input lines that caused an
+        error.
 
         read: function that returns the next line, or raises EOFError at the end. write: function that prints text.
         """

@@ -281,8 +281,8 @@ class TextGenerator:
         raise AssertionError("a request has an end")
 
     def _request(self, ids: Sequence[int], number: int, adapter: str | None) -> Request:
-        """Return the request for prompt `number`, with its own seed. The number of new tokens is limited to the number
-        that fits.
+        """Return the request for prompt `number`, with its own seed. The number of new tokens is limited so that prompt
+        and answer fit into the model's maximum length.
 
         Errors: RequestError.
         """

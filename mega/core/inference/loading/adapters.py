@@ -66,7 +66,7 @@ class OpenedAdapter:
     weights: Readable
     """Source from which the stored matrices are read."""
     source: StoredWeights | OpenedModel
-    """The run, or the folder with the tokenizer and the chat template that came with the adapter."""
+    """The mega run, or the folder with the tokenizer and the chat template that came with the adapter."""
     notes: tuple[str, ...] = ()
     """Messages for the user."""
 

@@ -25,7 +25,7 @@ from mega.core.text.identity import ALLOW, cuts_alike, judge, other_tokenizer
 from mega.core.text.tokenizer import Tokenizer
 
 EITHER = "auto"
-"""Value of --chat-template that selects the template that came with the weights, or `plain` if they have no
+"""Value of --chat-template that selects the template that came with the weights, or `plain` if the weights have no
 template."""
 
 

@@ -54,7 +54,7 @@ FIELDS = {
 """Name of an attached tokenizer file -> the option for the file's path."""
 
 MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.txt"}
-"""Type of tokenizer -> name of the attached file with its model, if the name is not tokenizer.model."""
+"""Tokenizer type -> name of the attached file with the tokenizer's model, if this is not tokenizer.model."""
 
 MOST_ENDS = 64
 """Maximum number of ids in `eos_token_id`; released models have up to five."""
@@ -93,7 +93,7 @@ class OpenedModel:
 
     @property
     def trained_length(self) -> int | None:
-        """Sequence length in tokens with which a mega run trained; None for weights in another format."""
+        """Sequence length, in tokens, with which a mega run trained; None for weights in another format."""
         length = self.meta.get("config", {}).get("batch", {}).get("seq_length")
         return length if isinstance(length, int) and length > 0 else None
 
@@ -137,7 +137,7 @@ class OpenedModel:
 
 def declared_ends(attachments: Mapping[str, Path], vocab: int) -> frozenset[int] | None:
     """Return the ids under `eos_token_id` in the files that came with the weights; None if no file has this key.
-    Errors: CheckpointError."""
+    Errors: CheckpointError if the ids are invalid."""
     for name in ("generation_config.json", "config.json"):
         if name not in attachments:
             continue

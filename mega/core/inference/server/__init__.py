@@ -1,7 +1,7 @@
 """The HTTP server. One process accepts requests, a thread of this process runs the engine, and the other ranks run the
 engine's steps.
 
-app             the routes, built with FastAPI: models, health, metrics, tokenizer, the page, and the APIs below
+app             the routes, built with FastAPI: models, health, metrics, tokenizer, web page, and the APIs below
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api of Megatron-LM
 embeddings_api  /v1/embeddings                                    embedding_start  start the embedding engine
 start, options  start the server on every rank; server options    gate            access checks and request counters

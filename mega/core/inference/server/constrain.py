@@ -91,7 +91,7 @@ class Grammar:
 
     def start(self, ends: frozenset[int]) -> Allowed:
         """Return the mask function of one sequence. ends: tokens that end the sequence; they are allowed wherever the
-        grammar may end."""
+        grammar allows the text to end."""
         matcher = self._first.deep_copy()
         consumed: list[int | None] = [None]
         only_end = torch.zeros(self._vocab, dtype=torch.bool)

@@ -3,7 +3,7 @@
 1. A route calls `add` with the sequences of a request. If the queue is full, `add` fails immediately.
 2. The thread adds the sequences to the engine, which rejects a request that can never fit.
 3. The thread runs steps while any sequence is in flight. Events are delivered to the tickets on the event loop.
-4. `cancel` of a ticket removes its sequence from the engine.
+4. `cancel` on a ticket removes the ticket's sequence from the engine.
 5. If a step or a cancellation fails, the engine is lost: every ticket receives EngineLost, and `on_failure` is called.
 6. If a step cannot end because another rank does not respond, `lose` is called, which also marks the engine as lost.
 """

@@ -108,7 +108,7 @@ def schema(kind: type[Body]) -> dict[str, Json]:
 
 
 class SamplingFields(Body):
-    """Fields for sampling. Their default values are the server's options."""
+    """Fields for sampling. The server's options set their default values."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 selects the most likely token")
     top_p: float | None = Field(

@@ -21,7 +21,7 @@ Receive = Callable[[], Awaitable[Mapping[str, object]]]
 Send = Callable[[Mapping[str, object]], Awaitable[None]]
 
 OPEN = ("/", "/index.html", "/health", "/v1/health")
-"""Paths that do not need a token: the page, which contains no data, and the health check."""
+"""Paths that do not need a token: the web page, which contains no data, and the health check."""
 FAILED = "the server has failed"
 _WATCHED = ("/health", "/v1/health", "/metrics")
 """Paths that remain available while the server drains."""

@@ -575,7 +575,7 @@ def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False
 
 
 def cited(done: Continuation) -> dict[str, Json]:
-    """Return the field of the answer for the neighbours that a model with a retriever has read."""
+    """Return the answer's field that lists the neighbours that the model has read."""
     return {"neighbours": [dict(each._asdict()) for each in done.cited]} if done.cited else {}
 
 
@@ -652,8 +652,8 @@ def _chat_chunk(
 
 
 def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[Json]:
-    """Return log-probabilities of the prompt in vLLM's format: for each token, a map from id to log-probability with
-    the token itself and the most likely tokens; None for the first token."""
+    """Return log-probabilities of the prompt in vLLM's format: for each token, a map from id to log-probability that
+    contains the token itself and the most likely tokens; None for the first token."""
     entries: list[Json] = []
     tops = done.prompt_top or ((),) * len(done.prompt)
     for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):

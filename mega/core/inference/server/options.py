@@ -110,7 +110,8 @@ class ServerOptions(VerbSection):
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters."""
     token: str | None = None
-    """The token that is required for all paths except the page and the health check; None if no token is required."""
+    """The token that is required for all paths except the web page and the health check; None if no token is
+    required."""
     stop_ids: frozenset[int] = frozenset()
     """The model's end tokens in addition to the tokenizer's end token."""
     vector_width: int = 0

@@ -142,7 +142,7 @@ def _config(app: Any, limits: ServerLimits) -> Any:
         log_config=None,
         access_log=False,
         server_header=False,
-        # With a larger value, newer connections could displace a connection before its first request is read.
+        # With a larger backlog, newer connections could displace a connection before its first request is read.
         backlog=max(1, min(128, limits.max_connections // 8)),
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=int(limits.idle_seconds),

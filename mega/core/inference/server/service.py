@@ -91,7 +91,8 @@ class Service:
     # --- bodies ---------------------------------------------------------------------------------------------------
 
     async def body(self, request: HttpRequest) -> Json:
-        """Read and parse the body of a request, within limits of size and time. Errors: BadField with its status."""
+        """Read and parse the body of a request, within limits of size and time. Errors: BadField with the HTTP
+        status."""
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise BadField(None, "Content-Type: must be application/json", 415)

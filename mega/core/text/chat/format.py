@@ -48,8 +48,8 @@ class ChatFormat:
 
     def __init__(self, template: str, tokenizer: Tokenizer, what: str, *, seconds: int = _SECONDS) -> None:
         """template: a name in TEMPLATES, or Jinja. what: flag and file, for error messages. seconds: limit on processor
-        time for rendering. Errors: ValueError beginning with `what` if the template cannot be used; methods raise such
-        errors for conversations."""
+        time for rendering. Errors: ValueError beginning with `what` if the template cannot be used; methods raise the
+        same error for a conversation that cannot be encoded."""
         is_built_in = template in TEMPLATES
         self.source, self._tokenizer, self._what, self._lock = (
             TEMPLATES.get(template, template),
@@ -147,7 +147,7 @@ class ChatFormat:
         return rendered
 
     def _check_read(self, talk: Conversation) -> None:
-        """Check that the template uses all keys of a conversation. Errors: ValueError."""
+        """Check that the template uses all keys of a conversation. Errors: ValueError if a key is not used."""
         if _READS_ALL.search(self.source) and "tools" in self.source:
             return
         used_keys = {"tools": talk.tools, "tool_calls": [each for each in talk.messages if each.get("tool_calls")]}
@@ -244,8 +244,8 @@ class ChatFormat:
         return [turn for number, turn in zip(answers, turns, strict=True) if number >= first]
 
     def _check_stop(self, ids: Sequence[int], trained: Sequence[bool]) -> None:
-        """Check that the tokens to train on end with a control token. Otherwise, the model would not learn to stop.
-        Errors: ValueError."""
+        """Raise ValueError if the tokens to train on do not end with a control token, because the model would not learn
+        to stop."""
         last = [token for token, train in zip(ids, trained, strict=True) if train]
         if last and not self.ends & set(last[-3:]):
             excerpt = self._tokenizer.decode(last[-5:]).strip()

@@ -6,7 +6,7 @@ characters that enclose such a name in a message, where the name is ordinary tex
 "ask":
 
     read      {"frame": Frame}: the end tokens and framing tokens of the template
-    text      {"text", "literal"} of `messages` and `tools`; with generation prompt if `reply` is set
+    text      {"text", "literal"} of `messages` and `tools`; with the generation prompt if `reply` is set
     turns     {"text", "literal", "turns"}: also the span of each assistant's turn from message `first` on
 
 Source: transformers 5, utils/chat_template_utils.py.

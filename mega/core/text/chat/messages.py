@@ -35,7 +35,7 @@ no effect."""
 
 
 def check_unread(found: Mapping[str, object], keys: NeutralValues = OF_CONVERSATION) -> None:
-    """Check that none of the unsupported `keys` has a value that would have an effect. Errors: ValueError."""
+    """Raise ValueError if one of the unsupported `keys` has a value that would have an effect."""
     for key, nothing in keys.items():
         if found.get(key) not in nothing:
             raise ValueError(f'"{key}" has no effect here, so that something else would be trained; leave it out')

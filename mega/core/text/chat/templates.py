@@ -87,7 +87,8 @@ text."""
 
 
 def source_of(name: str) -> str:
-    """Return the Jinja text of a template, given by name, Jinja file or tokenizer_config.json. Errors: ValueError."""
+    """Return the Jinja text of a template, given by name, Jinja file or tokenizer_config.json. Errors: ValueError if
+    the template does not exist."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     if Path(name).is_file():
@@ -98,7 +99,8 @@ def source_of(name: str) -> str:
 
 
 def template_text(file: str) -> str:
-    """Read a Jinja file, or the template in a tokenizer_config.json. Errors: ValueError."""
+    """Read a Jinja file, or the template in a tokenizer_config.json. Errors: ValueError if the file contains no
+    template or cannot be read."""
     label = f"--chat-template {file}"
     if Path(file).name == "tokenizer_config.json":
         config = parse_json(read_limited(file, CONFIG_BYTES, label), label)
