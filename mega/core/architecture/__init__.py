@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 FAMILIES: dict[str, Callable[[ModelConfig], Architecture]] = {"gpt": decoder, "llama": decoder, "bert": bert, "t5": t5}
-"""Family -> the function that creates the family's architecture from options."""
+"""Model family -> the function that creates the family's architecture from options."""
 
 
 @lru_cache(maxsize=64)

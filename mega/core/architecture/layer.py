@@ -68,9 +68,9 @@ class LongScaling:
     """The scaling of rotary frequencies in LongRoPE (Ding et al. 2024), where each frequency has a separate divisor."""
 
     short: tuple[float, ...]
-    """Divisors of the frequencies in rows of at most `original` tokens."""
+    """Divisors of the frequencies for rows of at most `original` tokens."""
     long: tuple[float, ...]
-    """Divisors of the frequencies in rows of more than `original` tokens."""
+    """Divisors of the frequencies for rows of more than `original` tokens."""
     original: int
     """Maximum sequence length before the scaling."""
     magnitude: float
@@ -91,7 +91,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryLoss:
-    """A loss that a mixer adds to the loss of the model's head, such as a load balance loss of experts."""
+    """A loss that a mixer adds to the loss of the model's head, such as the load balance loss of experts."""
 
     name: str
     """The name in the log. If several mixers have a loss of the same name, the mean over these mixers is logged."""
@@ -229,7 +229,7 @@ class ExpertCapacity:
     """The limit on the number of tokens per expert in a microbatch."""
 
     factor: float
-    """The limit as a multiple of an even share."""
+    """The limit, as a multiple of the number of tokens per expert under an even load."""
     policy: Literal["probs", "position"]
     """Which tokens an expert keeps: those with the largest probabilities, or the first ones."""
     padded: bool
@@ -246,7 +246,7 @@ class Experts(_Mixer):
     """The name of the mixer's dropout, as in `Attention`."""
     count: int
     chosen: int
-    """The number of experts for each token."""
+    """The number of experts chosen for each token."""
     expert: Dense
     """The network of each expert, whose tensors are named NAME.NUMBER."""
     shared: Dense | None
@@ -256,7 +256,7 @@ class Experts(_Mixer):
     input."""
     router: Router
     capacity: ExpertCapacity | None
-    """The limit for each expert; None if no token is dropped."""
+    """The limit on tokens per expert; None if no token is dropped."""
 
     @property
     def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:

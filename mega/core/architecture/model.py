@@ -173,10 +173,10 @@ class Architecture:
     init_std: float
     """Standard deviation of the initial values of matrices and tables."""
     out_std: float
-    """Standard deviation of the initial values of the last linear layers of branches."""
+    """Standard deviation of the initial values in each branch's last linear layer."""
     adapters: Adapters | None
     extra: tuple[Tensor, ...] = ()
-    """Additional tensors of a family, not implied by the other fields."""
+    """Additional tensors of the model family, which the other fields do not imply."""
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

@@ -27,8 +27,8 @@ class Cut:
     parts: int
     """The number of parts, for example heads, none of which may be split."""
     multiple: int = 0
-    """The dimension is first padded to a multiple of `multiple x axis size`, and the last ranks hold the padding. If 0,
-    `parts` must be a multiple of the axis size."""
+    """The dimension is first padded to a multiple of `multiple x axis size`, and the last ranks hold the padding. If
+    `multiple` is 0, `parts` must be a multiple of the axis size."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterato
 
 
 def _neighbour_attention(model: Architecture, mixer: NeighbourAttention, unit: Unit) -> Iterator[Tensor]:
-    """Yield the tensors of the encoder's layers, then the tensors of the attention."""
+    """Yield the tensors of the encoder's layers, then those of the attention to neighbours."""
     for number, layer in enumerate(mixer.encoder):
         for tensor in layer_tensors(model, layer, unit):
             yield replace(tensor, name=f"{mixer.prefix}.layers.{number}.{tensor.name}")

@@ -83,7 +83,8 @@ class AuxiliarySums:
         return self._open
 
     def once(self, key: tuple[int, str], value: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return value() on the first call with `key`, and the same tensor on later calls, which are recomputations."""
+        """Return `value()` on the first call with `key`, and the same tensor on later calls, which are
+        recomputations."""
         if key not in self._first:
             self._first[key] = value()
         return self._first[key]

@@ -86,8 +86,8 @@ class DecodeBranch:
 
 
 class DecodeStep:
-    """The decoding step of a stage, called as step(ids, positions, wanted, cache, *cargo). The weights must stay at
-    their addresses.
+    """The decoding step of a pipeline stage, called as step(ids, positions, wanted, cache, *cargo). The weights must
+    stay at their addresses.
 
     ids, positions: int64 [tokens], the next tokens of any sequences. The step returns the activations for the next
     stage, [tokens, h], or, on the last stage, logits [w, ids of this rank] of the tokens with the indices `wanted`,
@@ -108,8 +108,8 @@ class DecodeStep:
             each for layer in stage.layers for each in layer_functions(cast(TransformerLayer, layer), self.parts)
         ]
         self.keep: Callable[[torch.Tensor], object] | None = None
-        """Called in each step with the output of the final norm for all tokens, [tokens, h]. A CUDA graph of the step
-        includes the work of this call."""
+        """Function that is called in each step with the output of the final norm for all tokens, [tokens, h]. A CUDA
+        graph of the step includes the work of this call."""
 
     def __call__(
         self,
@@ -467,7 +467,7 @@ def _attention_function(
 
 
 def _head_norms(attention: SelfAttention) -> tuple[NormOf, NormOf] | None:
-    """Return the RMSNorms of each query and each key head, or None if the model has no such norms."""
+    """Return the RMSNorms of the query heads and of the key heads, or None if the model has no such norms."""
     norms = [each for each in (attention.q_norm, attention.k_norm) if isinstance(each, Normalization)]
     if len(norms) < 2 or any(each.bias is not None for each in norms):
         return None

@@ -36,7 +36,7 @@ class ReadingSequence:
 
 
 class Run(NamedTuple):
-    """The run of tokens of one sequence in a step."""
+    """A run, which consists of the tokens of one sequence in a step."""
 
     sequence: ReadingSequence
     first: int  # index of the first token in the sequence
@@ -103,8 +103,8 @@ class NeighbourStep:
         return exists
 
     def attend(self, mixer: ChunkAttention, x: torch.Tensor) -> torch.Tensor:
-        """Return the attention of x [tokens, h] to neighbours, as [tokens, heads x d]; 0 for tokens without
-        neighbours."""
+        """Return the heads' outputs for x [tokens, h], with shape [tokens, heads x d]. The outputs of tokens without
+        neighbours are 0."""
         if len(mixer.encoder):
             self._encoded = self._encode(mixer, x)
         assert self._encoded is not None

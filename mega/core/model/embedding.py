@@ -69,8 +69,8 @@ class Embedding(nn.Module):
         types: torch.Tensor | None = None,
         sum_ranks: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Return embeddings without dropout. tokens: int64, all tokens of the region. positions, types: int64, only for
-        this rank's tokens. sum_ranks: as in `VocabEmbedding`."""
+        """Return embeddings without dropout. tokens: int64, all tokens of the tensor-parallel region. positions, types:
+        int64, only for this rank's tokens. sum_ranks: as in `VocabEmbedding`."""
         x = self.tokens(tokens, sum_ranks)
         if self.scale != 1.0:
             x = x * self.scale

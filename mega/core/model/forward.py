@@ -33,7 +33,8 @@ class MemoryTokens:
     covered: bool
     """Whether every token is guaranteed to attend to at least one memory token."""
     keys: torch.Tensor | None
-    """int64 [all memory tokens of the region]: dropout keys for adapters; None if adapters have no dropout."""
+    """int64 [all memory tokens of the tensor-parallel region]: dropout keys for adapters; None if adapters have no
+    dropout."""
 
 
 @dataclass
@@ -90,7 +91,7 @@ class ForwardContext:
     row_keys: torch.Tensor | None
     """int64 [b, whole s]: dropout keys of the whole rows; None if dropout is off."""
     region_keys: torch.Tensor | None
-    """int64 [all tokens of the region]: dropout keys; None if dropout is off."""
+    """int64 [all tokens of the tensor-parallel region]: dropout keys; None if dropout is off."""
     tp: Axis
     sequence: bool
     """Whether each tensor rank holds a shard of the tokens (sequence parallelism)."""
@@ -101,11 +102,11 @@ class ForwardContext:
     auxiliary: AuxiliarySums | None = field(default=None, kw_only=True)
     """Collector of the losses of layers; None if these losses are not computed."""
     seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)
-    """int64 [s]: the columns of the whole rows that this rank has; None for all columns."""
+    """int64 [s]: this rank's columns of the whole rows; None for all columns."""
     padding: torch.Tensor | None = field(default=None, kw_only=True)
     """bool [this rank's tokens]: which tokens are padding; None without padding."""
     valid_tokens: torch.Tensor | None = field(default=None, kw_only=True)
-    """float64 []: number of the region's tokens that are not padding; None without padding."""
+    """float64 []: number of the tensor-parallel region's tokens that are not padding; None without padding."""
 
     def auxiliary_loss(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
@@ -148,7 +149,8 @@ class ForwardContext:
         return Dropout(self.keys, site_key(layer, site, self.rule), probability, self.rule)
 
     def adapter_dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
-        """Return the dropout for the input of a linear layer's adapter, for all tokens of the region."""
+        """Return the dropout for the input of a linear layer's adapter, for all tokens of the tensor-parallel
+        region."""
         if self.region_keys is None or not probability:
             return None
         return Dropout(self.region_keys, site_key(layer, site, self.rule), probability, self.rule)

@@ -94,7 +94,8 @@ class SelfAttention(MixerModule):
         return q if self.value.score_multiplier == 1.0 else q * self.value.score_multiplier
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the attention of x [tokens, h], as [all tokens of the region, heads x d]."""
+        """Return the heads' outputs for x [tokens, h], with shape [all tokens of the tensor-parallel region, heads x
+        d]."""
         rotary, drop = context.rotary(self.value.rope), self.adapter_dropout(context, "qkv_adapter")
         early_rotary = None if self.q_norm is not None else rotary
         q, k, v = self.ops.split_heads(self.qkv.biased(x, drop), self.qkv.bias, self.heads, self.kv_heads, early_rotary)
@@ -120,7 +121,8 @@ class CrossAttention(SelfAttention):
     def projected(
         self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext, memory_context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries of x, and keys and values of the memory, each [all tokens of the region, heads, d]."""
+        """Return queries of x, and keys and values of the memory, each [all tokens of the tensor-parallel region,
+        heads, d]."""
         q = self.q(x, self.adapter_dropout(context, "q_adapter")).unflatten(1, (self.heads, -1))
         drop = self.adapter_dropout(memory_context, "kv_adapter")
         k, v = self.kv(memory, drop).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
@@ -129,7 +131,8 @@ class CrossAttention(SelfAttention):
         return self.scaled(q), k, v
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the attention of x [tokens, h], as [all tokens of the region, heads x d]."""
+        """Return the heads' outputs for x [tokens, h], with shape [all tokens of the tensor-parallel region, heads x
+        d]."""
         memory = context.memory
         assert memory is not None
         heads = self.projected(x, memory.tokens, context, context.for_memory())
@@ -152,7 +155,7 @@ class FeedForward(MixerModule):
         self.out = _row(factory, tensors, f"{value.name}.down_proj", place.region)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the activations for x [tokens, h], as [all tokens of the region, f]."""
+        """Return the activations for x [tokens, h], with shape [all tokens of the tensor-parallel region, f]."""
         hidden, bias = self.up.matmul(x, self.adapter_dropout(context, "up_adapter")), self.up.bias
         active = self.ops.activate(hidden, bias, self.activation)
         if self.recompute:

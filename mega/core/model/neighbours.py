@@ -50,8 +50,8 @@ class ChunkAttention(CrossAttention):
         return None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the attention of x [tokens, h], as [all tokens of the region, heads x d]; 0 for tokens without
-        neighbours."""
+        """Return the heads' outputs for x [tokens, h], with shape [all tokens of the tensor-parallel region, heads x
+        d]. The outputs of tokens without neighbours are 0."""
         states = context.neighbours
         assert states is not None
         if len(self.encoder):
@@ -105,7 +105,8 @@ class ReaderAttention(CrossAttention):
     adapters = "reader_"
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the attention of x [neighbours' tokens, h], as [all neighbours' tokens of the region, heads x d]."""
+        """Return the heads' outputs for x [neighbours' tokens, h], with shape [all neighbours' tokens of the
+        tensor-parallel region, heads x d]."""
         states = context.neighbours
         assert states is not None and states.text is not None
         chunks, count, width = states.shape

@@ -25,7 +25,8 @@ class Objective(Protocol):
     def metrics(self) -> tuple[str, ...]: ...
 
     def __call__(self, nll: torch.Tensor, batch: DecoderBatch) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-        """Compute terms and metrics, in the order of their names. nll: [tokens of the whole rows]."""
+        """Compute the loss terms and metrics, in the order of `terms` and `metrics`. nll: [tokens of the whole
+        rows]."""
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,8 @@ class ExpertRouter(nn.Module):
     def _capacity(
         self, chosen: torch.Tensor, probabilities: torch.Tensor, context: ForwardContext
     ) -> tuple[int, torch.Tensor]:
-        """Return the maximum number of tokens per expert, and a mask of the kept choices of this rank's tokens."""
+        """Return the maximum number of tokens per expert, and a mask of the choices that are kept for this rank's
+        tokens."""
         value, rule = self.value, self.value.capacity
         assert rule is not None
         numbers, axes = context.token_numbers(self.cp.size, chosen.device), _sharing(context, self.cp)

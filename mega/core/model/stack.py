@@ -59,7 +59,7 @@ class StackStage(nn.Module, Generic[B]):
         stage(batch, *cargo) -> cargo             [tokens, h], this rank's tokens under sequence parallelism
         last(batch, *cargo)  -> terms, metrics    or logits, if outputs are requested
 
-    A subclass for a family sets `head_terms` and `metrics` and implements the four methods that raise
+    A subclass for a model family sets `head_terms` and `metrics` and implements the four methods that raise
     NotImplementedError. The head is called with a `ResidualState`, a batch and the scales of the head's terms, which
     the head may ignore, and returns `Losses`. If no batch is given, the head returns logits [tokens, ids of this rank].
     head_terms: name of each loss of the head -> its coefficient; the losses of layers are determined by the
@@ -102,7 +102,7 @@ class StackStage(nn.Module, Generic[B]):
         for experts in [each for each in self.modules() if isinstance(each, GroupedExperts)]:
             experts.adapt(specs)
 
-    # -- methods that the subclass for a family implements or overrides
+    # -- methods that the subclass for a model family implements or overrides
 
     def build_layers(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
         """Create the layers between embedding and head. own: the model's tensors by unit."""
@@ -146,7 +146,7 @@ class StackStage(nn.Module, Generic[B]):
 
     @cached_property
     def terms(self) -> dict[str, float]:
-        """Name of each loss (of the head or of layers) -> coefficient of the mean loss in the total loss of a step."""
+        """Name of each loss (of the head or of layers) -> coefficient of the mean loss in the step's total loss."""
         losses = self.architecture.auxiliary_losses
         return {**self.head_terms, **{loss.name: loss.coefficient * sum(layers) for loss, layers in losses.items()}}
 
@@ -309,5 +309,5 @@ def tensors_by_unit(model: ModelConfig) -> dict[Unit, dict[str, Tensor]]:
 
 
 def relative(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the same tensors, with `prefix` removed from the names."""
+    """Return `tensors` with `prefix` removed from their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

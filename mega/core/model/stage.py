@@ -29,13 +29,13 @@ class StageOptions:
     residual: torch.dtype | None = None
     """The dtype of the residual stream; None for the weights' dtype."""
     full_recompute: tuple[str | None, int | None] = (None, None)
-    """Recomputation of whole layers: method and number of layers, as in `groups` of parallel/recompute.py."""
+    """Recomputation of whole layers: method and number of layers, as in `parallel.recompute.groups`."""
     distribute_saved: bool = False
     """Whether the saved inputs of recomputed layers are distributed over the tensor ranks."""
     objective: Objective | None = None
     """The training objective of a left-to-right model; None for next-token prediction."""
     cp: Axis = SINGLE
-    """The ranks that share sequences."""
+    """The ranks that share the same sequences."""
     experts: ExpertAxes = NO_RANKS
     """The ranks that share the experts of an MoE layer."""
     gathers_experts: bool = False

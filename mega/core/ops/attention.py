@@ -1,10 +1,10 @@
 """Attention with grouped heads and any mask, in a plain implementation of all features and in one with torch's fused
 kernels.
 
-The plain implementation is the reference. torch's kernels draw dropout from a random stream instead of by counter, so
-`fused` passes masks with dropout to the plain implementation; kernels/attention.py implements dropout by counter. The
-plain implementation saves the attention weights for the backward pass. A fused kernel saves only query, key, value and
-one number per query, and `plain_recomputing` saves only query, key and value.
+The plain implementation is the reference. In torch's kernels, dropout is drawn from a random stream instead of by
+counter, so `fused` passes masks with dropout to the plain implementation; kernels/attention.py implements dropout by
+counter. The plain implementation saves the attention weights for the backward pass. A fused kernel saves only query,
+key, value and one number per query, and `plain_recomputing` saves only query, key and value.
 
 All functions take q [b, s, heads, d], k and v [b, t, kv_heads, d], and return [b, s, heads, d]. Query head i uses
 key/value head i // (heads / kv_heads). The output of a query without visible keys is 0.
@@ -100,8 +100,8 @@ def fused(
 def _fused_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, *, causal: bool
 ) -> torch.Tensor:
-    """Run torch's fused kernels on the meta device, with the same outputs and saved tensors as on CUDA. torch itself
-    would use its unfused implementation on the meta device.
+    """Run torch's fused kernels on the meta device, with the same outputs and saved tensors as on CUDA. On the meta
+    device, torch itself would use its unfused implementation.
 
     The kernels add the mask to the scores, so the mask is passed as floating-point numbers.
     """

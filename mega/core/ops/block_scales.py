@@ -7,8 +7,8 @@
 
 The largest magnitude of a block is first rounded to bf16. A dequantised block, in bf16 or in a wider dtype, therefore
 has the same largest magnitude, and quantising it again gives the same bytes and the same scale. The rounding does not
-change the error bounds, because e4m3 rounds all magnitudes up to 464 to 448. This module does not depend on files or
-layers.
+change the error bounds, because e4m3 rounds magnitudes between 448 and 464 down to 448. This module does not depend on
+files or layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOWEST = 2.0**-6
 
 
 def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix, or of a stack of matrices.
+    """Return the shape of the scales for a matrix or a stack of matrices.
 
     >>> grid((200, 256), (128, 128)), grid((4, 8, 300), (1, 128))
     ((2, 2), (4, 8, 3))

@@ -94,7 +94,7 @@ def draw(rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """Return 32 bits: the exclusive or of the two halves of the product of two 32-bit numbers."""
+    """Multiply two 32-bit numbers, and return the exclusive or of the two 32-bit halves of the product."""
     bits64 = x * factor
     return _shift(bits64, 32) ^ (bits64 & _LOW)
 

@@ -314,13 +314,13 @@ class _Windowed(torch.autograd.Function):
         return *backward(grad, q, k, v, out, lse, ctx.state), None
 
 
-# -- the trial
+# -- the comparison with the plain implementation
 
 
 @cache
 def trusted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether cuDNN's output and gradients in a small case agree with the plain implementation. If not, a warning is
-    logged."""
+    """Whether cuDNN's output and gradients for a small case agree with those of the plain implementation. If not, a
+    warning is logged."""
     words = "attention with a window takes our kernels: cuDNN's"
     return passes(lambda: _trial_error(device, dtype), dtype, words)
 

@@ -55,7 +55,7 @@ class Dropout(_Decided):
 
 
 def of_columns(drop: Dropout | None, index: int, width: int) -> Dropout | None:
-    """Return the dropout for the `width` columns of a rank, which begin at column index x width."""
+    """Return the dropout for the `width` columns of a rank, which begin at column `index` x `width`."""
     return None if drop is None else replace(drop, first=index * width)
 
 

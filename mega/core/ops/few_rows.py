@@ -53,7 +53,7 @@ class FewRows:
     linear: Callable[[torch.Tensor, Factor, NormOf | None, str | None, torch.Tensor | None], torch.Tensor]
     """linear(x, factor, norm, activation, into) -> [n, out] in the dtype of the weight; for fp8 weights, in the dtype
     of the norm or x. If `into` ([n, out] in any dtype) is given, the result is added to `into`, which is returned.
-    swiglu halves the number of outputs."""
+    With swiglu, the number of outputs is halved."""
     place: Place
     """place(fused, rotary, rows, at, heads): rotate the query heads in fused [n, heads + 2 kv_heads, d] in place, and
     store rotated keys and values in rows[at]. rows: [slots of the cache, 2 kv_heads, d]. rotary: cos and sin, each fp32

@@ -70,7 +70,7 @@ class Fp8Weights(Matmuls):
 
     def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
         """Convert the weight to fp8. The original weight is freed."""
-        trusted(self.multiply, weight.dtype, weight.device)  # run the trial now, so that no request has to wait for it
+        trusted(self.multiply, weight.dtype, weight.device)  # test the kernel now, so that no request has to wait
         narrow, scale = narrowed(weight.detach())
         weight.data = weight.data.new_empty(0)
         return Factor(narrow, bias, scale)

@@ -2,8 +2,8 @@
 
 For a small model on a CPU, gathering keys from the blocks of a cache and calling torch's attention takes longer than
 the GEMMs. This module therefore gathers the keys and values of a step's sequences once, in the layout of batched GEMMs,
-and adds one column per layer in each later step. The cache itself remains valid. Windows and several ranks are not
-supported.
+and adds one column per layer in each later step. The cache itself remains valid. Sliding windows and several ranks are
+not supported.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """On the meta device, reports operations that are not torch ops (kernels, attention, and exchanges between ranks) to an
 observer.
 
-torch ops are intercepted by a dispatch mode. mega's kernels and exchanges are not torch ops. On the meta device, they
-return tensors without data, and call this module with the operations that they would run on a real device. This module
-does not compute costs; the observer is in estimate/operation_log.py."""
+A dispatch mode intercepts torch ops. mega's kernels and exchanges are not torch ops. On the meta device, they return
+tensors without data, and call this module with the operations that they would run on a real device. This module does
+not compute costs; the observer is in estimate/operation_log.py."""
 
 from __future__ import annotations
 

@@ -44,10 +44,10 @@ Integers = NDArray[np.int64]
 
 
 class PaddedRuns(NamedTuple):
-    """Neighbouring runs, padded to `seq` tokens each."""
+    """Neighbouring runs of a step, each padded to `seq` tokens."""
 
     tokens: slice
-    """Range of the tokens of these runs among all tokens of the step."""
+    """Range of these runs' tokens among all tokens of the step."""
     batch: int
     """Number of runs."""
     seq: int
@@ -109,8 +109,8 @@ class RaggedGraph:
     tiles: Callable[[Integers, Integers], Integers]
     """tiles(counts, lengths) -> int64 [tiles, 4], for a step's runs after the leading runs of one token."""
     pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None], Any]
-    """pages(lengths, tables, tiles, pool, window) -> pages, with all tensors on the device. lengths int64 [runs] is 0
-    except for leading runs of one token; tables int64 [runs, width]; tiles are the result of `tiles`, padded with
+    """pages(lengths, tables, tiles, pool, window) -> pages, with all tensors on the device. `lengths`, int64 [runs], is
+    0 except for leading runs of one token; tables int64 [runs, width]; tiles are the result of `tiles`, padded with
     zeros."""
 
 

@@ -1,8 +1,8 @@
 """Activation recomputation: saved tensors are recomputed in the backward pass instead of being stored.
 
 Tensors that autograd would save are dropped. When the backward pass needs the first dropped tensor, the function runs
-again, and each recomputed tensor is used only once. torch.utils.checkpoint does the same, but imports torch's compiler,
-which takes about as long as importing torch itself.
+again, and each recomputed tensor is used only once. `torch.utils.checkpoint` does the same, but imports torch's
+compiler, which takes about as long as importing torch itself.
 
 Random state is not restored, so the function must depend only on its inputs. This module does not depend on the model.
 """

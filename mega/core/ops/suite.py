@@ -222,7 +222,7 @@ def _fp8_weights_kernel() -> Callable[..., torch.Tensor]:
 
 
 _Kernels = Mapping[str, Callable[..., object]]
-"""Field of `Matmuls` -> its fast implementation."""
+"""Name of a field of `Matmuls` -> the field's fast implementation."""
 
 
 def _fp8_kernels() -> _Kernels:

@@ -27,7 +27,7 @@ SMALLEST = 1e-30
 epsilon)."""
 
 LEAST_SIZE = 1e-3
-"""Lower limit of the RMS of weights, for relative rates (the paper's second epsilon)."""
+"""Lower limit of the RMS of weights, for relative learning rates (the paper's second epsilon)."""
 
 ROWS, COLUMNS = "factors/rows", "factors/columns"
 
@@ -41,7 +41,7 @@ class Adafactor:
     clip: float = 1.0
     """Maximum RMS of an update."""
     relative: bool = False
-    """Whether the rate is relative to the RMS of the weights."""
+    """Whether the learning rate is relative to the RMS of the weights."""
 
     def start(self, owned: ShardState, allocator: Allocator) -> None:
         begin, end = owned.bucket.span

@@ -13,7 +13,7 @@ class LossScaler:
     """A dynamic loss scale. scale: the current factor. clean: number of steps since the last overflow or increase.
     patience: number of overflows until the scale is halved.
 
-    The patience is reset when the scale is doubled, but not when the scale is halved. After the patience is used up,
+    The patience is reset when the scale is doubled, but not when the scale is halved. Once the patience has reached 0,
     every overflow halves the scale.
 
     >>> scaler = LossScaler(initial=2.0**32, window=3, hysteresis=2)

@@ -12,11 +12,11 @@ _REMAINING: dict[str, Callable[[float], float]] = {
     "exponential": lambda progress: float(2 * 0.5**progress - 1),
     "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""Curve -> function that takes the progress of a decay (0 to 1) and returns the remaining fraction of the rate's total
-change."""
+"""Curve -> function that takes the progress of a decay (0 to 1) and returns the remaining fraction of the learning
+rate's total change."""
 
 _ENDLESS = "constant", "range-test", "range-exponential"
-"""Styles that do not decay to a final rate."""
+"""Styles without a decay to a final learning rate."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,27 @@ class LearningRate:
     """
 
     peak: float
-    """The rate after the warm-up."""
+    """The learning rate after the warm-up."""
     least: float
-    """The final rate, or the initial rate of "range-exponential"."""
+    """The final learning rate, or the initial learning rate if the style is "range-exponential"."""
     warmup: int
     """Number of samples in the warm-up."""
     decay: int
-    """Number of samples until the final rate, including the warm-up."""
+    """Number of samples until the final learning rate, including the warm-up."""
     style: str
-    """The curve of the decay."""
+    """The curve of the learning-rate decay."""
     initial: float = 0.0
-    """The rate at the start of the warm-up."""
+    """The learning rate at the start of the warm-up."""
     batch: int | None = None
     """Number of samples per step, for a logarithmic warm-up by ln(step + 1) / ln(steps of the warm-up), as in
     DeepSpeed; None if the warm-up is linear."""
     anneal: int = 0
-    """Number of samples over which "wsd" decays."""
+    """Length in samples of the learning-rate decay if the style is "wsd"."""
     anneal_style: str = "exponential"
-    """The curve of the decay of "wsd"."""
+    """The curve of the learning-rate decay if the style is "wsd"."""
 
     def has_ended(self, samples: int) -> bool:
-        """Whether the decay has ended, so that the rate is `least` from now on.
+        """Whether the learning-rate decay has ended, so that the learning rate stays at `least`.
 
         >>> rate = LearningRate(peak=1.5e-4, least=1e-5, warmup=100, decay=1000, style="linear")
         >>> rate.has_ended(999), rate.has_ended(1000)

@@ -118,8 +118,8 @@ def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
 
 
 def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
-    """Return the problem of the first rank that has one, or None. The result is identical on all ranks, so all ranks
-    make the same decision."""
+    """Return the problem of the first rank that has a problem, or None if no rank has one. The result is identical on
+    all ranks, so all ranks make the same decision."""
     return next(filter(None, gather_json(problem, axis, device)), None)
 
 

@@ -78,7 +78,7 @@ def plan_rows(
     local, local_experts = chosen.flatten() - experts.start, len(experts)
     whole = local_experts == count and kept is None
     if not whole:
-        # Choices of other ranks' experts get the expert index `local_experts`, are sorted to the end and cut off.
+        # Choices of other ranks' experts get the expert index `local_experts`, are sorted to the end, and are cut off.
         valid = (local >= 0) & (local < local_experts)
         local = torch.where(valid if kept is None else valid & kept.flatten(), local, local_experts)
     order = local.int().argsort(stable=True)  # int32 sorts in half the time of int64
@@ -171,7 +171,7 @@ def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
 
 
 class RowExchange:
-    """An exchange of rows between the ranks of `ep`, from the rank of a token to the rank of its expert and back.
+    """An exchange of rows between the ranks of `ep`, from a token's rank to its expert's rank and back.
 
     Rows are sorted by expert on both sides. sent: int64 [all experts], number of rows that this rank has for each
     expert. even: whether every rank sends the same number of rows to every expert, so that no sizes are exchanged.
@@ -288,7 +288,7 @@ class ExpertRegion:
         return x if self._same else all_gather(x, self._shared)
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the sum of y over the ranks that share the work; each rank gets the sums of its own tokens."""
+        """Sum y over the ranks that share the work, and return the sums for this rank's tokens."""
         if self._shared.size == 1:
             return y
         pair = (summed, _unchanged) if self._same else (reduce_scatter, all_gather)

@@ -7,9 +7,9 @@ with the same offsets:
     grads   |                 |                  |         |     gradients accumulate into views of this
             |<- data rank 0 ->|<- data rank 1 ->|  ...           the span of each rank, of equal length (ZeRO)
 
-layout.py plans the offsets of the parameters. A bucket's `reduction` determines its collectives. In this table tp is
-the tensor axis, and data is the bucket's data axis, whose ranks hold copies of the weights and process different
-tokens:
+The module `layout` plans the offsets of the parameters. A bucket's `reduction` determines its collectives. In this
+table tp is the tensor axis, and data is the bucket's data axis, whose ranks hold copies of the weights and process
+different tokens:
 
     none of the below        each tensor rank holds its own rows or columns           sum over data
     replicated               every tensor rank computed the same gradient             sum over data
@@ -453,7 +453,7 @@ class _Return(torch.autograd.Function):
 
 
 def _wait_param_gather(buckets: list[Bucket], *_: object) -> None:
-    """Forward pre-hook of a unit that waits for the unit's weights."""
+    """Forward pre-hook that waits for the weights of its unit."""
     for bucket in buckets:
         bucket.wait_param_gather()
 

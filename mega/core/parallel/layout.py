@@ -61,7 +61,7 @@ class BucketRules:
     """Whether the optimizer updates the matrices of layers as whole matrices."""
 
     def reduction(self, tensor: Tensor) -> Reduction:
-        """Return the reduction of a parameter that holds `tensor`."""
+        """Return the gradient reduction for a parameter that holds `tensor`."""
         axis = tensor.tensor_axis
         replicated = (axis,) if self.tensor[axis] > 1 and tensor.cut() is None else ()
         parts = replicated and ("tp" in tensor.partial or ("sequence" in tensor.partial and self.sequence))

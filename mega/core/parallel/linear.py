@@ -180,7 +180,7 @@ class ColumnLinear(nn.Module):
 
     The next op computes the gradient of the bias together with its own gradient. `biased` adds the bias in the GEMM;
     `matmul` leaves the addition to the next op. gemms: the GEMMs of the layer, which an adapter may wrap. drop: dropout
-    for adapters, for all tokens of the region.
+    for adapters, for all tokens of the tensor-parallel region.
     """
 
     gemms: LinearGemms
@@ -207,7 +207,8 @@ class RowLinear(nn.Module):
     """A linear layer with inputs sharded over the tensor axis. The bias must be added once, after the sum over ranks,
     so `matmul` does not add it.
 
-    gemms: GEMMs of the layer, which an adapter may wrap. drop: dropout for adapters, for all tokens of the region.
+    gemms: GEMMs of the layer, which an adapter may wrap. drop: dropout for adapters, for all tokens of the
+    tensor-parallel region.
     """
 
     gemms: LinearGemms

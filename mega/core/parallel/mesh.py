@@ -8,9 +8,9 @@ Axes, from the fastest-varying to the slowest-varying: tp, cp, dp, pp. With tp 2
     pp 1 dp 0   4     5
          dp 1   6     7
 
-Experts use the same ranks as another grid, with the axes etp, ep, edp, pp. The ranks of a stage are numbered in order,
-and etp (the tensor ranks of each expert) varies fastest. The size of etp defaults to tp. Example: with dp 4 and ep 2,
-data ranks 0 and 2 hold copies of the same experts, and data ranks 1 and 3 hold copies of the other experts.
+For experts, the same ranks form a different grid, with the axes etp, ep, edp, pp. The ranks of a stage are numbered in
+order, and etp (the tensor ranks of each expert) varies fastest. The size of etp defaults to tp. Example: with dp 4 and
+ep 2, data ranks 0 and 2 hold copies of the same experts, and data ranks 1 and 3 hold copies of the other experts.
 
 An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run the same
 code. `Mesh.at` needs no processes, so a layout can be built and checked on a laptop. The mesh is not global; code that
@@ -76,7 +76,7 @@ class DataAxis:
     with_tp: Axis
     """Product of `axis` and `tensor`: all ranks with a copy of a weight that is replicated over tensor ranks."""
     parts: Axis
-    """Ranks of one stage that together hold a whole logical tensor."""
+    """Ranks of one pipeline stage that together hold a whole logical tensor."""
     model: Axis
     """Ranks that together hold exactly one copy of each of the model's tensors that have this data axis."""
 
@@ -261,7 +261,8 @@ class Mesh:
         return Axis(name, ranks, ranks.index(self.rank), group)
 
     def _p2p(self) -> dict[tuple[str, int], Axis]:
-        """Return a map (kind, receiving stage) -> the pair of ranks of the link, for each link of this rank's stage.
+        """Return a map (kind, receiving stage) -> the link's pair of ranks, for each link of this rank's pipeline
+        stage.
 
         Activations ("F") go from each stage to the next and gradients ("B") to the previous stage, around a ring.
         Every link has its own communicator, so that a late message on one link never blocks another.

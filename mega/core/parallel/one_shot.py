@@ -56,8 +56,8 @@ def limit_of(ranks: int) -> int:
 
 
 def trial_sizes(limit: int) -> tuple[int, ...]:
-    """Return the sizes of the tensors in the trial, in bytes: less than a warp, one block of threads, a few blocks, and
-    the largest tensor.
+    """Return the sizes, in bytes, of the tensors on which sums are tested: less than a warp, one block of threads, a
+    few blocks, and the largest tensor.
 
     Each size is used several times, because the two buffers alternate.
     """

@@ -103,7 +103,7 @@ def peers_if_mapped(axis: Axis, everyone: Axis, device: torch.device) -> Peers |
 
 
 class Gather:
-    """An all-gather of x [rows, columns] in flight. Call `parts` (if needed) before `whole`."""
+    """An all-gather, in flight, of x [rows, columns]. Call `parts` (if needed) before `whole`."""
 
     def __init__(self, x: torch.Tensor, through: Peers):
         self._x, self._axis = x.contiguous(), through.axis
@@ -143,8 +143,8 @@ class Scatter:
         self._exchange = through.open(rows, columns, like)
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Yield (slice of all rows, tensor to which the caller must write these rows). Each part is sent when the
-        caller requests the next part."""
+        """Yield (slice of all rows, tensor to which the caller must write these rows). The rows of a slice are sent
+        when the caller requests the next slice."""
         rows, buffer, own_index = self._rows, self._exchange.buffer, self._axis.index
         for ranks in _order(self._axis, rows, ours_first=False):
             if ranks == range(own_index, own_index + 1):
@@ -212,7 +212,7 @@ class MessagePeers:
         """Do nothing, because sends are complete when the receives of the other ranks are complete."""
 
     def replay(self, count: int) -> None:
-        """Do nothing, because messages have no numbers."""
+        """Do nothing, because this transport does not use marks."""
 
 
 class _MessageExchange:

@@ -271,8 +271,8 @@ class _Step:
 
 
 def backward(names: Iterable[str], out: StageOutput, cargo_grads: Cargo, scale: torch.Tensor | None) -> None:
-    """Run the backward pass of one microbatch on one stage, starting from its scaled loss terms and the gradients of
-    the activations that it sent."""
+    """Run the backward pass of one microbatch on one stage, starting from the stage's scaled loss terms and the
+    gradients of the activations that the stage sent."""
     roots, factors = [], []
     for number, name in enumerate(names):
         if name not in out.terms:

@@ -35,10 +35,11 @@ def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sha
 
 
 def groups(blocks: int, method: str | None, layers: int | None) -> Iterator[tuple[range, bool]]:
-    """Divide a stage's blocks into runs, and yield (range of blocks, whether the run is recomputed) for each.
+    """Divide a stage's blocks into groups of consecutive blocks, and yield (range of blocks, whether the group is
+    recomputed) for each group.
 
-    uniform: recompute all blocks, in runs of `layers`. block: recompute the first `layers` blocks one by one, and save
-    the activations of the other blocks.
+    uniform: recompute all blocks, in groups of `layers`. block: recompute the first `layers` blocks one by one, and
+    save the activations of the other blocks.
 
     >>> list(groups(5, "uniform", 2))
     [(range(0, 2), True), (range(2, 4), True), (range(4, 5), True)]

@@ -5,13 +5,13 @@ The host takes about 2 ms to launch the kernels of a block. A device that finish
 a graph needs only one launch.
 
     the first step             runs without a graph: kernels are compiled and chosen, exchanges allocate their memory;
-                               the same for the first step whose batch has different optional tensors
+                               so does the first step whose batch has different optional tensors
     each later microbatch      copy its tokens and loss scale into the graph's buffers; replay; read its sums
     a step's last microbatch   runs without a graph under data parallelism, because buckets start their reduction as
                                soon as their gradients are complete
 
-This module supports only pipelines of one stage and one chunk, because with several, each microbatch in flight would
-need separate graph memory. This module does not depend on the model.
+This module supports only pipelines of one stage and one chunk, because with several stages or chunks, each microbatch
+in flight would need separate graph memory. This module does not depend on the model.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ReplayedPipeline(Pipeline):
 
 
 class _Recorded:
-    """The graph of one microbatch, with the buffers of its inputs and of its sums."""
+    """The graph of one microbatch, with the buffers for its inputs and its sums."""
 
     def __init__(
         self,

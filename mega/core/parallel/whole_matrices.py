@@ -68,7 +68,7 @@ class WholeMatrices:
         if plan is None:
             plan = self._plans[id(bucket)] = _plan(bucket)
         axis, device = bucket.data.with_tp, bucket.own_weights.device  # the optimizer state may be on the host
-        # 1 send parts to the owners
+        # 1 send each block to the owner of its matrix
         parts = dict(zip(plan.own, (part for _, _, part in bucket.rectangles(flat, bucket.span[0])), strict=True))
         received = exchange(_joined(parts, plan.sent, flat).to(device), axis, _sizes(plan.sent), _sizes(plan.received))
         # 2 assemble whole matrices and apply the function

@@ -15,7 +15,7 @@ Unit = TypeVar("Unit", bound=Hashable)
 def stage_layers(
     layers: int, stages: int, chunks: int = 1, explicit: Sequence[int] = ()
 ) -> tuple[tuple[range, ...], ...]:
-    """Return the blocks of every chunk of every rank, as `[rank][chunk] -> range` of global block numbers.
+    """Return the blocks that every chunk of every rank holds, as `[rank][chunk] -> range` of global block numbers.
 
     layers: number of blocks in the whole model. stages: number of pipeline ranks. chunks: number of model chunks per
         rank.
@@ -50,7 +50,7 @@ def _equal(layers: int, stages: int, chunks: int) -> Sequence[int]:
 
 
 def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) -> Sequence[int]:
-    """Check the values of --stage-layers. Errors: ValueError."""
+    """Check the values of --stage-layers. Errors: ValueError if their count, sign or sum is wrong."""
     value = " ".join(map(str, explicit))
     if len(explicit) != stages * chunks:
         raise ValueError(

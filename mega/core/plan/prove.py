@@ -50,7 +50,7 @@ def _same_order(route: Route, sends: list[Cargo], recvs: list[Cargo]) -> None:
 
 
 class _Rank:
-    """The state of checking one rank's actions, from first to last."""
+    """The state of the check of one rank's actions, which are checked in order."""
 
     def __init__(
         self,

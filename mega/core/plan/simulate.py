@@ -27,10 +27,10 @@ class Costs:
 
     forward: PerStage = 1.0
     backward: PerStage = 1.0
-    """The duration of computing the gradient of the input, without the gradient of the weights."""
+    """The time to compute the input gradient, without the weight gradients."""
     weight: PerStage = 1.0
-    """The duration of computing the gradient of the weights. In a plan without "W" steps this duration is part of the
-    "B" step, so the same costs can be used for all plans."""
+    """The time to compute the weight gradients. In a plan without "W" steps this duration is part of the "B" step, so
+    the same costs can be used for all plans."""
     transfer: float = 0.0
     """The duration of sending one activation or gradient from one rank to another."""
 
@@ -93,9 +93,9 @@ def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Si
 def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
     """Return a lower bound for the length of any plan with the compute steps of `plan`, in any order.
 
-    The bound is the maximum of the time of one microbatch through all stages and back, and of one sum per rank. The
-    terms of the sum are the time until the first microbatch can reach the rank, the rank's compute time, and the time
-    in which the last gradient returns from the rank to stage 0. (The weight gradients of a split backward pass can
+    The bound is the maximum of the time that one microbatch needs through all stages and back, and a sum for each rank.
+    The terms of this sum are the time until the first microbatch can reach the rank, the rank's compute time, and the
+    time in which the last gradient returns from the rank to stage 0. (The weight gradients of a split backward pass can
     overlap with the third term.)
     """
     costs = costs or Costs()
@@ -115,7 +115,7 @@ def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
         work = plan.microbatches * total(passes, rank_stages)
         tail = total("B", range(rank)) + rank * travel if len(passes) == 2 else 0.0
         weights = plan.microbatches * total("W", rank_stages) if split else 0.0
-        # Weight gradients may run while the last gradient returns, so only the longer of both times counts.
+        # Weight gradients may run while the last gradient returns, so only the longer of the two times counts.
         bounds.append(head + work + max(tail, weights))
     return max(bounds)
 

@@ -1,4 +1,4 @@
-"""Joins and leaves the process group, under torchrun, mpirun, srun, `launch` or as a single process.
+"""Joins and leaves the process group, under torchrun, mpirun, srun or `launch`, or as a single process.
 
 This module does not depend on the work that ranks do.
 """
@@ -70,7 +70,7 @@ def connect(
 
 
 def _check_interfaces() -> None:
-    """Check that the interfaces of GLOO_SOCKET_IFNAME exist. Errors: ValueError."""
+    """Check that the interfaces of GLOO_SOCKET_IFNAME exist. Errors: ValueError if one does not exist."""
     interfaces = [name for _, name in socket.if_nameindex()]
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and name not in interfaces:

@@ -46,12 +46,12 @@ GRACE = 2.0
 """Seconds within which ranks with the same fault report that fault."""
 
 COMING = 5 * GRACE
-"""The value of `GRACE` before the rendezvous is complete. It is longer, because each rank first imports torch from a
-shared disk."""
+"""The value that replaces `GRACE` until the rendezvous is complete. It is larger, because each rank first imports torch
+from a shared disk."""
 
 LIMIT = 10 * GRACE
-"""Timeout in seconds for all phases together, because the store of a stopped or disconnected host neither answers nor
-closes its connections."""
+"""Timeout in seconds for all phases together. It is needed because the store of a stopped or disconnected host neither
+answers nor closes its connections."""
 
 ANSWER = 4 * GRACE
 """Timeout in seconds for the first answer of the store, if ranks have used the store before."""
@@ -239,8 +239,9 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
 
 
 def _report_together(report: ExitReport, world: World, stopped: threading.Event, answered: threading.Event) -> int:
-    """Perform phases 1 to 4. stopped: event that is set when a SIGTERM shows that the launcher has detected the
-    failure. answered: event that this function sets at the store's first answer.
+    """Report together with the other ranks (phases 1 to 4 in the module's docstring). stopped: event that is set when a
+    SIGTERM shows that the launcher has detected the failure. answered: event that this function sets at the store's
+    first answer.
     Errors: any error of the store."""
     import torch.distributed as dist
 
@@ -272,7 +273,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
         store.set("reported", json.dumps(verdict))
     else:
         store.wait(["reported"], timedelta(seconds=GRACE + 1))
-    # 4 the other ranks print what is new, and exit
+    # 4 the other ranks print errors that have not been printed yet, and exit
     verdict = json.loads(store.get("reported"))
     if world.size > world.local_size and store.add(f"host/{socket.gethostname()}", 1) == 1:
         write_error(verdict["lines"] + _of_host(world, verdict["lines"]))  # each host has a separate log

@@ -65,7 +65,7 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
     first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     size = Size(hosts, nproc, minutes, limit, __version__, job.alike)
     with stopping_on_signals(), memory(job) as folder:
-        fork_server(module_of(job.target))  # imports torch while this host waits, even as a spare
+        fork_server(module_of(job.target))  # the server imports torch while this host waits, even as a spare
         server = _listen(first)
         elsewhere = None if server.getsockname()[1] == first[1] else first
         leader = Leader(server, size, lambda: (job.saved(), noted_step(folder)), elsewhere).start()
@@ -120,9 +120,11 @@ class Supervisor:
         self._leaders: list[Place] = []
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._bell, self._ring = multiprocessing.Pipe(duplex=False)
-        """A pipe to which one byte is written per order, so that a wait for ranks can also wait for orders."""
+        """A pipe to which one byte is written per order, so that a function that waits for ranks also detects
+        orders."""
         self._moved: dict[str, Any] | None = None
-        """While this host moves to another leader, the state of the leader that ordered the move."""
+        """State of the leader that ordered this host to join another leader, until this host has joined; otherwise
+        None."""
         self._seat: int | None = None
         self._attempted = -1
         self._restarts: Restarts | None = None
@@ -217,10 +219,10 @@ class Supervisor:
                 self._attempt(**order["start"])
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
-        """Perform phases 2 and 3: run the ranks of this host, and report how they ended."""
+        """Run the ranks of this host, and report how they ended (phases 2 and 3 in the module's docstring)."""
         self._seat, self._restarts = seat, Restarts.from_message(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
-            # This host has missed an attempt, in which other hosts may have saved newer copies.
+            # This host has missed an attempt, in which other hosts may have stored newer peer copies.
             for path in self._folder.glob("rank-*"):
                 path.unlink()
         self._attempted = self._restarts.number
@@ -243,8 +245,8 @@ class Supervisor:
         self._wire.send({"ended": asdict(ending), "meet": _free_port()})
 
     def _rejoin(self) -> None:
-        """Perform phase 6: try the old leader again, then all other leaders, including the leader on this host. Errors:
-        OSError."""
+        """Try to join the old leader again, then all other leaders, including the leader on this host (phase 6 in the
+        module's docstring). Errors: OSError if no leader can be reached."""
         former, leaders = self._leader, [place for place in self._leaders if place != self._leader]
         at_once, patiently = [(place, 0.0) for place in leaders], [(place, FAITHFUL) for place in leaders]
         for place, seconds in ((former, FAITHFUL), *at_once, *patiently):

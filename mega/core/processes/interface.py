@@ -1,9 +1,9 @@
 """Chooses the network interface through which gloo reaches the ranks of other hosts.
 
-torch uses the address of the host's name, which on many systems is a loopback address (127.0.1.1 on Debian), so ranks
-on other hosts would connect to themselves. This module chooses the interface of the route to MASTER_ADDR. On the host
-of MASTER_ADDR, it chooses the interface of the route to a rank on another host. A GLOO_SOCKET_IFNAME set by the user
-has precedence.
+By default, torch uses the address of the host's name, which on many systems is a loopback address (127.0.1.1 on
+Debian), so ranks on other hosts would connect to themselves. This module chooses the interface of the route to
+MASTER_ADDR. On the host of MASTER_ADDR, it chooses the interface of the route to a rank on another host. A
+GLOO_SOCKET_IFNAME set by the user has precedence.
 """
 
 from __future__ import annotations

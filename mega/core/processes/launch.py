@@ -63,8 +63,7 @@ _REPORTED = (1, 2)
 """Exit codes of ranks that have reported their error."""
 
 _UNKNOWN = 255
-"""Exit code of all ranks after their fork server has died, because the ranks' actual exit codes can no longer be
-read."""
+"""Exit code of all ranks after their fork server has died. The ranks' actual exit codes can then no longer be read."""
 
 INTERRUPTED = 254
 """Exit code of a rank that Ctrl-C interrupted immediately, for example before the first step. Its peers cannot
@@ -89,7 +88,7 @@ class Ending:
     """The exit code: 0; 128 + the signal that killed a rank or stopped all ranks; or the code of the first rank that
     failed."""
     reason: str = ""
-    """A one-line message with the reason."""
+    """A one-line message that says why the ranks ended."""
     cause: bool = False
     """Whether `reason` is the original error rather than a consequence of another rank's end."""
     here: bool = False
@@ -176,7 +175,7 @@ def fork_server(*modules: str) -> ForkServerContext:
     """Start the server from which ranks are forked, unless it is already running. The server ignores signals sent to
     the whole job, because the launcher reads the exit codes of ranks through the server.
 
-    modules: modules that the server imports once for all ranks. Errors: ValueError.
+    modules: modules that the server imports once for all ranks. Errors: ValueError if the path in TMPDIR is too long.
     """
     if len(os.fsencode(folder := tempfile.gettempdir())) > _LONGEST:
         raise ValueError(
@@ -184,7 +183,7 @@ def fork_server(*modules: str) -> ForkServerContext:
         )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", __name__, *modules])
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}  # new processes ignore them too
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}  # inherited by the server
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

@@ -23,7 +23,7 @@ from mega.core.processes.restarts import Restarts, at_launch, exit_code
 from mega.core.processes.wire import BEAT, Wire
 
 ENDING = 30.0
-"""Seconds within which a host must end its ranks before it counts as lost."""
+"""Seconds that a host has to end its ranks before it counts as lost."""
 
 REPORTING = 1.0
 """Seconds for the ranks of other hosts to report their errors and end, after the run has failed."""
@@ -154,7 +154,7 @@ class Leader:
             self._move((wire.there, port))
 
     def _join(self, wire: Wire, size: dict[str, Any], known: dict[str, Any], **found: Any) -> None:
-        """Perform phase 1: accept a host. known: the state from the host's former leader, if any."""
+        """Accept a host (phase 1 in hosts.py). known: the state from the host's former leader, if any."""
         leader_size = asdict(self._size)
         differ = _differ(size.get("alike", {}), leader_size["alike"]) or _differ(size, leader_size)
         if differ:
@@ -184,15 +184,15 @@ class Leader:
             _spare(self._members[wire], self._restarts, self._size.hosts)
 
     def _gone(self, member: _Member) -> None:
-        """Perform phase 4: handle the loss of a member."""
+        """Handle the loss of a member (phase 4 in hosts.py)."""
         del self._members[member.wire]
         if member.running:
             self._ended(member.name, Ending(1, f"host {member.name} was lost", cause=True))
         _send_leaders(self._members.values(), self._reach)
 
     def _ended(self, name: str, ending: Ending) -> None:
-        """Perform phase 3: record that the ranks of a host have ended. After a signal to stop, the leader does not end
-        the ranks of other hosts, because all ranks save and stop together."""
+        """Record that the ranks of a host have ended (phase 3 in hosts.py). After a signal to stop, the leader does not
+        end the ranks of other hosts, because all ranks save and stop together."""
         assert self._endings is not None
         self._endings.append((name, ending))
         stops_by_signal = any(each.final and each.code in STOPPED for _, each in self._endings)
@@ -229,7 +229,7 @@ class Leader:
             self._call_first()
 
     def _decide(self, endings: list[tuple[str, Ending]]) -> None:
-        """Perform phase 5: finish the job, or prepare the next attempt."""
+        """Finish the job, or prepare the next attempt (phase 5 in hosts.py)."""
         self._endings, self._stop_at, self._stopping, self._since = None, None, False, time.monotonic()
         failed = [(name, ending) for name, ending in endings if ending.code]
         final = [ending for _, ending in failed if ending.final]
@@ -250,12 +250,12 @@ class Leader:
                 member.wire.send({"said": line})
 
     def _start(self) -> None:
-        """Perform phase 2: assign seats, then order all hosts to start."""
+        """Assign ranks to hosts, then order all hosts to start their ranks (phase 2 in hosts.py)."""
         restarts = self._first_restarts()
         if restarts is None:
             return
         self._restarts, free, waiting = restarts, set(range(self._size.hosts)), list[_Member]()
-        # Surviving hosts keep their seats, because the copies in their memory belong to their ranks.
+        # Surviving hosts keep their ranks, because the peer copies in their memory belong to these ranks.
         for member in self._members.values():
             if member.seat in free:
                 free.discard(member.seat)
@@ -377,7 +377,8 @@ def _reached(member: _Member, leader_address: str) -> str:
 
 
 def _is_to_come(first: Place, port: int, runs: bool) -> bool:
-    """Whether the leader at `first` waits for hosts. If so, the members of the leader at `port` should move to it."""
+    """Whether the leader at `first` waits for hosts. If so, the members of the leader at `port` should join the leader
+    at `first`."""
     with contextlib.suppress(OSError, ValueError), socket.create_connection(first, 1.0) as connection:
         connection.sendall(json.dumps({"led": {"port": port, "runs": runs}}).encode() + b"\n")
         connection.settimeout(BEAT)

@@ -1,9 +1,9 @@
 """A gloo backend for a process with many groups, all of which share one device and therefore one thread.
 
-torch opens a gloo device for every group. The thread of a device wakes up a hundred times per second, even if its group
-is idle. A pool of ranks keeps the groups of all layouts that have run in it. The pools of the tests had 2,500 such
-threads, which woke up 85,000 times per second; 540 of them used 0.3 of a core. This module does not depend on layouts
-or on the rendezvous.
+For every group, torch opens a gloo device. The thread of a device wakes up a hundred times per second, even if its
+group is idle. A pool of ranks keeps the groups of all layouts that have run in it. The pools of the tests had 2,500
+such threads, which woke up 85,000 times per second; 540 of them used 0.3 of a core. This module does not depend on
+layouts or on the rendezvous.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "gloo_one_device"
 """The name of the backend in torch."""
 
 _DEVICES: dict[str, list[object]] = {}
-"""The devices of this process, by the value of GLOO_SOCKET_IFNAME. Devices stay open until the process ends."""
+"""The devices of this process, keyed by the value of GLOO_SOCKET_IFNAME. Devices stay open until the process ends."""
 
 
 def gloo_on_one_device() -> str:

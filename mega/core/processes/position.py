@@ -25,7 +25,7 @@ from mega.core.words import name_ranks
 _SOURCE = Path(mega.__file__).parent.parent
 
 _WAITING = ("mega/core/parallel/", "mega/core/device.py", "mega/core/training/stop.py")
-"""Modules in which the main thread waits for exchanges."""
+"""Modules in which the main thread waits for exchanges between ranks."""
 
 
 @dataclass(frozen=True)

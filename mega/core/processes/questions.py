@@ -50,7 +50,7 @@ class Questions:
         return {rank: name for rank, (name, addresses) in hosts.items() if keep(addresses)}
 
     def answer(self) -> None:
-        """Answer all new questions."""
+        """Answer all new questions from other ranks."""
         while self._store.check([f"question/{self._answered + 1}"]):
             self._answered, self._answered_at = self._answered + 1, time.monotonic()
             self._store.set(f"answer/{self._answered}/{self._rank}", self._position().dumps())
@@ -112,7 +112,7 @@ class Questions:
 
     def absent(self, answered: Collection[int]) -> tuple[list[int], str]:
         """Return the ranks that have neither answered, nor left, nor ended, and a message with the report of the first
-        rank that has ended, or "" if none has."""
+        rank that has ended, or "" if no rank has ended."""
         silent, ended = list[int](), ""
         for rank in sorted(set(range(self._world)) - set(answered)):
             if self._store.check([f"ended/{rank}"]):

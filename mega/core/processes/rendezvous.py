@@ -180,7 +180,8 @@ def open_store(world: World, deadline: float, minutes: float | None = None) -> d
     """Open the store that the launcher or rank 0 hosts. minutes: the time limit that the message names if `deadline`
     passes.
 
-    Errors: ValueError or OSError, naming the address.
+    Errors: ValueError if the address is missing or invalid; OSError, naming the address, if the store cannot be
+    reached.
     """
     if MEETING_FILE in os.environ:
         return dist.FileStore(os.environ[MEETING_FILE], world.size)
@@ -237,8 +238,8 @@ def _connect(address: str, port: int, hosting: bool, deadline: float) -> dist.St
 
 
 def reach(address: str, port: int, deadline: float, minutes: float | None = None) -> None:
-    """Wait until the store's host listens, because torch would report a timeout with C++ frames. Errors:
-    TimeoutError."""
+    """Wait until the store's host listens. Without this wait, torch would report a timeout with C++ frames. Errors:
+    TimeoutError if the host does not listen before `deadline`."""
     while True:
         try:
             return socket.create_connection((address, port), 2.0).close()

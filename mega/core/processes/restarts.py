@@ -1,4 +1,4 @@
-"""Restarts of ranks after a failure on one host. hosts.py implements restarts on several hosts.
+"""Restarts of ranks after a failure on one host. The module `hosts` implements restarts on several hosts.
 
     1 an attempt        all ranks run until all have succeeded, or one has failed (launch.run_attempt)
     2 its ending        final for a user error, a loss that is not finite, or a signal to stop; otherwise possibly
@@ -92,7 +92,7 @@ class Restarts:
         return cls(**counts, launched=time.monotonic() - launched)
 
     def to_message(self) -> dict[str, float]:
-        """Return the message for another host (see `from_message`)."""
+        """Return this state as a message to another host (see `from_message`)."""
         return {**asdict(self), "launched": time.monotonic() - self.launched}
 
     @property
@@ -120,14 +120,14 @@ def at_launch(limit: int, saved: int, launched: float) -> Restarts:
 
 
 def note_step(folder: Path, step: int) -> None:
-    """Record that this host's memory holds the copies of a step. Called on a rank."""
+    """Record that this host's memory holds the peer copies of a step. Call this function on a rank."""
     temporary = folder / "step.new"
     temporary.write_text(str(step))
     temporary.rename(folder / "step")
 
 
 def noted_step(folder: Path | None) -> int:
-    """Return the newest step whose copies are in this host's memory, or 0."""
+    """Return the newest step whose peer copies are in this host's memory, or 0."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / "step").read_text()) if folder is not None else 0
     return 0

@@ -112,11 +112,11 @@ class RollCall:
         stopped."""
         self._interval: float | None = None
         self._lost: Callable[[str], None] | None = None
-        """Function that is called with the reason instead of ending this process."""
+        """Function that is called with the message about lost ranks, instead of ending this process."""
         self._store_is_silent = False
         self._reported = ""
         self._ending = threading.Lock()
-        """A lock that the first thread to report acquires and never releases."""
+        """A lock that is acquired, and never released, by the first thread that reports."""
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -125,9 +125,9 @@ class RollCall:
 
     def close(self, report: str = "") -> None:
         """Stop answering, and record in the store that this rank has left. report: the report of a rank that ends
-        because of its own error. It shows waiting ranks that this rank was not stopped."""
+        because of its own error. This report shows waiting ranks that this rank was not stopped."""
         self._closed.set()
-        with contextlib.suppress(Exception):  # the store is lost, or silent
+        with contextlib.suppress(Exception):  # the store is lost, or does not answer
             in_time(lambda: self.questions.end(report) if report else self.questions.leave(), LEAVING)
 
     def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
@@ -225,8 +225,8 @@ class RollCall:
         return self.questions.judge(lambda: failure) if failure else self.questions.verdict()
 
     def _suspect(self, seconds: float, since: float = math.inf) -> float:
-        """Ask all ranks, and end the run if some ranks do not answer for `seconds`, or if the main thread waits for too
-        long.
+        """Ask all ranks for their positions, and end the run if some ranks do not answer for `seconds`, or if the main
+        thread waits for too long.
 
         since: the time at which this rank's main thread reached its position, or math.inf to ignore the position.
         Returns the time until which the main thread may stay at that position.
@@ -259,9 +259,10 @@ class RollCall:
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
         """Write the verdict, or return the verdict of another rank. positions: rank -> position, for the ranks that
-        answered. The verdict names the ranks that do not answer, or contains the report of such a rank if all of them
-        have ended because of their own errors. If all ranks answer and `limit` is given, the verdict names the ranks
-        for which others wait. Without `limit`, the result is another rank's verdict, or "". Errors: TimeoutError.
+        answered. The verdict names the ranks that do not answer. If all of these ranks have ended because of their own
+        errors, the verdict contains the report of one of them instead. If all ranks answer and `limit` is given, the
+        verdict names the ranks for which others wait. Without `limit`, the result is another rank's verdict, or "".
+        Errors: TimeoutError if the store does not answer.
         """
 
         def judge() -> str:
@@ -311,7 +312,7 @@ def _limit(minutes: float, phase_minutes: float | None) -> str:
 def in_time(act: Callable[[], Result], seconds: float) -> Result:
     """Call `act` on another thread with a time limit, because a call to a stopped or disconnected store never returns.
 
-    Errors: those of `act`; TimeoutError.
+    Errors: those of `act`; TimeoutError if the time limit passes.
     """
     results: queue.Queue[tuple[Result | None, Exception | None]] = queue.Queue()
 

@@ -21,8 +21,8 @@ _FIRST = '"${MASTER_ADDR:?the name of the first host}"'
 
 
 def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run: Options) -> list[str]:
-    """Return the arguments of `mega` for each process. run: the options parsed from `words` and from the files named in
-    them.
+    """Return the arguments of `mega` for each process. run: the options parsed from `words` and from the files that
+    `words` names.
 
     Errors: ValueError for options that `kind` does not support.
     """
@@ -87,10 +87,10 @@ _RULES = [
     {"action": "FailJob", "onExitCodes": {"containerName": "pytorch", "operator": "In", "values": [1, 2]}},
 ]
 """A host that Kubernetes evicts does not count as a failure. An exit code of 1 (the launcher gave up) or 2 (a user
-error) ends the job. Kubeflow's ExitCode ends the job for all codes below 128."""
+error) ends the job. Kubeflow's restart policy ExitCode ends the job for all codes below 128."""
 
 _LABEL = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
-"""Matches valid names of Kubernetes services."""
+"""Pattern that matches valid names of Kubernetes services."""
 
 _ONLY = {
     "partition": ("slurm",),
@@ -139,7 +139,7 @@ def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str
 
 
 def _torchrun(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """Return a script to run on each host. torchrun's own agent restarts the ranks."""
+    """Return a script to run on each host. The agent of torchrun restarts the ranks."""
     if options.spares:
         hosts = f"{options.hosts}:{options.hosts + options.spares}"
         raise ValueError(f"--spares {options.spares}: torchrun would run on {hosts} hosts; valid kinds: slurm, jobset")

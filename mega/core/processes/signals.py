@@ -40,7 +40,7 @@ def _interrupt(number: int, _: object) -> None:
 
 @contextlib.contextmanager
 def delayed_signals() -> Iterator[None]:
-    """Delay signals until the end of the block, and then raise the first signal that arrived."""
+    """Delay signals until the end of the `with` block, and then raise the first signal that arrived."""
     pending = list[int]()
     handlers = {number: signal.signal(number, lambda got, _: pending.append(got)) for number in handled_signals()}
     try:

@@ -34,7 +34,8 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """Environment variable: number of restarts of the ranks, set by --max-restarts and by torchrun."""
 
 MOST_DIGITS = 18
-"""Maximum number of digits in a number that a launcher sets, because parsing thousands of digits is slow."""
+"""Maximum number of digits in a number that a launcher sets. Without this limit, parsing thousands of digits would be
+slow."""
 
 _STARTED_HERE = (MEETING_FILE, "TORCHELASTIC_RUN_ID")
 """Variables that only --nproc and torchrun set. If either is set, the variables of all outer launchers are ignored."""
@@ -151,7 +152,8 @@ def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
 
 
 def _world(environ: Mapping[str, str], launcher: _Launcher, size_name: str = "") -> World:
-    """Return the rank according to the variables of `launcher`. Errors: ValueError naming a variable."""
+    """Return the rank according to the variables of `launcher`. Errors: ValueError, naming the variable, if a number is
+    missing or invalid."""
     size_name = size_name or launcher.size
     size = _number(environ, size_name, least=1)
     rank = _number(environ, launcher.rank, below=(size, size_name))
@@ -168,7 +170,8 @@ def _world(environ: Mapping[str, str], launcher: _Launcher, size_name: str = "")
 
 
 def _slurm_world(environ: Mapping[str, str]) -> World:
-    """Return the rank of a task of srun. A shell of `salloc` is a step with one task, in a job with several tasks."""
+    """Return the rank of a task that srun started. A shell that `salloc` opened is a step of one task, even if its job
+    has several tasks, so it counts as a single rank."""
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     if _number(environ, name, 1, least=1) == 1:
         return World(rank=0, size=1, local_rank=0, local_size=1, source="slurm")
@@ -235,7 +238,8 @@ def point_to_first_host(world: World, environ: MutableMapping[str, str] = os.env
 
 
 def check_address(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Check that the environment has a rendezvous address for `world`. Errors: ValueError naming the variable.
+    """Check that the environment has a rendezvous address for `world`. Errors: ValueError, naming the variable, if it
+    is missing or invalid.
 
     >>> check_address(World(0, 8, 0, 8, "mpirun"), {"MASTER_ADDR": "node003"})
     Traceback (most recent call last):

@@ -1,10 +1,10 @@
-"""Triton kernels. Most kernels have the name, signature and shapes of a reference in ops/. adamw is called from optim,
-and mapped_sum, which sums tensors through mapped memory of other GPUs, from parallel. language contains code that all
-kernels share.
+"""Triton kernels. Most kernels have the name, signature and shapes of a reference in ops/. `adamw` is called from
+optim. `mapped_sum`, which sums tensors through mapped memory of other GPUs, is called from parallel. The module
+`language` contains code that all kernels share.
 
-The kernels compute in fp32 for tensors of any dtype, save only the tensors that the backward pass needs, and compute
-every sum in a fixed order, so that identical inputs produce bitwise identical results. This package is imported on CUDA
-only.
+The kernels compute in fp32 for tensors of any dtype. For the backward pass, they store only the tensors that it needs.
+Every sum has a fixed order, so identical inputs produce bitwise identical results. This package is imported only on
+CUDA.
 """
 
 from __future__ import annotations

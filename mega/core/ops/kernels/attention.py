@@ -32,7 +32,7 @@ LOG2E = math.log2(math.e)
 
 
 class Heads(NamedTuple):
-    """A tensor [b, s, heads, d] as a kernel argument. d is contiguous."""
+    """A tensor [b, s, heads, d] as a kernel argument. Dimension d is contiguous."""
 
     at: torch.Tensor  # address
     batch: int  # strides

@@ -12,7 +12,7 @@ FOLD = tl and tl.constexpr(
     "{ .reg .b64 product; .reg .b32 low, high; mul.wide.u32 product, $1, $2; mov.b64 {low, high}, product;"
     " xor.b32 $0, low, high; }"
 )
-"""Assembly that returns the exclusive or of the two halves of the product of two 32-bit numbers."""
+"""Assembly that multiplies two 32-bit numbers and returns the exclusive or of the product's two halves."""
 
 
 @jit

@@ -43,9 +43,9 @@ from mega.core.ops.norm import NormForm
 MOST_TOKENS = 128
 """Maximum number of tokens; for more tokens, grouped GEMMs over sorted rows are used."""
 MOST_EXPERTS = 256
-"""Maximum number of experts, because a program compares all pairs of logits."""
+"""Maximum number of experts. The limit exists because a program compares all pairs of logits."""
 MOST_CHOICES = 2048
-"""Maximum number of choices of all tokens, because a program reads all of them."""
+"""Maximum number of choices of all tokens together. The limit exists because a program reads all choices."""
 AT_ONCE = 8192
 """Maximum number of inputs of `down` that a program loads in one tile."""
 BLOCK = 1024
@@ -99,7 +99,7 @@ def _up_row(
     KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        # The calls have this order so that the choice is complete before the next kernel starts.
+        # The calls are in this order so that the choice is complete before the next kernel starts.
         after_kernel()
         before_next()
     tiles = tl.cdiv(width, OUTS)
@@ -290,7 +290,8 @@ def up_tile(width: int, ins: int, gate: bool) -> RowTile:
 
 
 def down_tile(chosen: int, width: int) -> RowTile:
-    """Return the tile of `down` for one token. `chunk` is 0 if the weights of all choices are loaded in one tile."""
+    """Return the tile of `down` for one token. The tile's `chunk` is 0 if the weights of all choices are loaded at
+    once."""
     block = next_power_of_2(chosen) * next_power_of_2(width)
     return RowTile(max(1, 16384 // block), 4) if block <= AT_ONCE else RowTile(8, 4, 1024, 3)
 

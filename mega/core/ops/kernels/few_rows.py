@@ -31,7 +31,8 @@ from mega.core.ops.kernels.language import (
 from mega.core.ops.matmuls import Factor
 
 MOST_INS = 1 << 15
-"""Maximum number of inputs for a weight with 16 or more bits, because a program keeps x in registers."""
+"""Maximum number of inputs for a weight with 16 or more bits. The limit exists because a program keeps x in
+registers."""
 LEAST_REST = 256
 """Minimum number of inputs of a second tile. For fewer inputs, a single padded tile is faster."""
 TOGETHER = 8

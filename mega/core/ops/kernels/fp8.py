@@ -9,7 +9,7 @@ from mega.core.ops.fp8 import LIMITS, TINY, Cast
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 BLOCK, BLOCKS = 4096, 8
-"""Number of elements per step and steps per program when the largest magnitude is computed."""
+"""Elements per step, and steps per program, in the kernel that computes the largest magnitude."""
 TALL, WIDE, WARPS = 256, 64, 8
 """Rows, columns and warps of a tile in the cast. A cast with the transpose reaches 3.8 TB/s on an H200, whereas a copy
 reaches 4.2 TB/s."""

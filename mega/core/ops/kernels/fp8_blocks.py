@@ -22,7 +22,7 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 WARPS = 8
 """Warps of a program, for a tile of BLOCK x BLOCK."""
 ALIGNED = 4
-"""The distance between rows of the scales of blocks of 128 x 128 must be a multiple of this number."""
+"""For blocks of 128 x 128, the distance between two rows of scales must be a multiple of this number."""
 
 
 @jit

@@ -19,7 +19,7 @@ import torch
 from mega.core.ops.kernels.language import cdiv, in_turn, jit, launch, overlapping, tl
 
 LANES = 128
-"""Maximum number of programs of a sum. All programs must be resident on the device at the same time."""
+"""Maximum number of programs that compute one sum. All programs must be resident on the device at the same time."""
 
 SHORT = 1024
 """Number of elements of a block, and minimum number of elements of a lane. If a lane has several blocks, each block has

@@ -39,7 +39,7 @@ thread. With a smaller number, a program would wait for memory more often."""
 
 
 class SingleTokens(NamedTuple):
-    """The runs of one token at the beginning of a step."""
+    """A step's leading runs that have a single token each. A run consists of one sequence's tokens in the step."""
 
     tables: torch.Tensor
     """int64 [runs, width]: the blocks of each sequence."""
@@ -53,7 +53,7 @@ class SingleTokens(NamedTuple):
 
 
 class RaggedRuns(NamedTuple):
-    """Runs of any number of tokens."""
+    """A step's runs of any length. A run consists of one sequence's tokens in the step."""
 
     singles: SingleTokens | None
     """The leading runs of one token, or None. `lengths` is 0 for all runs from the first longer run onward."""
@@ -351,7 +351,7 @@ def _pages(
 
 
 def _singles(lengths: torch.Tensor, tables: torch.Tensor, pool: torch.Tensor, window: int | None) -> SingleTokens:
-    ended = counters(pool.device, PROGRAMS)  # sufficient, because fewer than PROGRAMS results consist of several shares
+    ended = counters(pool.device, PROGRAMS)  # enough, because fewer than PROGRAMS results have several shares
     return SingleTokens(tables, lengths, ended, (pool.shape[1], *pool.shape[3:]), window)
 
 

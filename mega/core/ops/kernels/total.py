@@ -36,8 +36,8 @@ def _accumulate(main_at, x_at, size, BLOCK: tl.constexpr):
 
 
 def accumulate(main: torch.Tensor, x: torch.Tensor) -> None:
-    """Implement `ops.total.accumulate`. torch's kernel for different dtypes accesses single elements, whereas this
-    kernel is vectorised."""
+    """Implement `ops.total.accumulate`. For tensors of different dtypes, torch's kernel accesses single elements,
+    whereas this kernel is vectorised."""
     if not main.is_contiguous():
         main.add_(x)
         return
