@@ -109,7 +109,7 @@ class Masked:
     """Recipe for BERT or T5 samples from a corpus of sentences. The units of a split are documents."""
 
     masking: MaskingConfig
-    """The masking section."""
+    """The masking section of the configuration."""
     vocabulary: Vocabulary
     """The control tokens and ids that masking needs."""
     seq_length: int

@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 class LineBlock(NamedTuple):
-    """Consecutive lines. If the next line is invalid, also the reason."""
+    """Consecutive lines and, if the line after these lines is invalid, the reason."""
 
     name: str  # Name of the file, for use in messages
     text: bytes | Place  # Whole JSON lines, or their byte range in a file

@@ -25,7 +25,7 @@ class BeamSearch:
     stop_ids: frozenset[int]
     length_penalty: float
     live: list[tuple[float, tuple[int, ...]]] = field(default_factory=lambda: [(0.0, ())])
-    """(sum of log-probabilities, new ids) of each open beam; initially one beam without ids."""
+    """(sum of log-probabilities, new ids) for each open beam; initially one beam without ids."""
     finished: list[Beam] = field(default_factory=list)
     """The best `width` finished beams, best first."""
 

@@ -1,8 +1,8 @@
 """Run one rank's share of the steps that guess tokens with the model's own multi-token prediction layers.
 
 The layers are on the ranks of the last pipeline stage. They have a pool of keys and values with the same slots as the
-model's pool, so a token has one slot for both. Each step of the model also stores the output of the final norm for each
-slot. This output is the input of the first layer:
+model's pool, so a token has the same slot in both pools. Each step of the model also stores the output of the final
+norm for each slot. This output is the input of the first layer:
 
     the model's step    keys and values of the stage's layers; output of the final norm -> slot
     step of depth 0     output of the final norm <- slot; keys and values of layer 1; output of layer 1; guesses

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from mega.core.text.tokenizer import Tokenizer
 
 _CONTEXT = 8
-"""Number of previous tokens to decode together with a new token, because decoders drop the space before the first token
-of a text."""
+"""Number of previous tokens to decode together with a new token. Decoders drop the space before the first token of a
+text."""
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_HALF = 3
 """Maximum number of bytes in an incomplete character. Some decoders return each byte as a replacement character."""

@@ -94,7 +94,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one, because the embedding needs a row for each id, even if some ids are unused."""
+        """The largest id plus one. The embedding needs a row for each id, even if some ids are unused."""
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         return max(vocabulary.values()) + 1
 

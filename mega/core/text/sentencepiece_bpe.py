@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _BPE = 2
-_LONGEST_PIECE = 1000  # maximum number of characters, because every way to split a piece in two is tried
+_LONGEST_PIECE = 1000  # maximum number of characters, limited because every way to split a piece in two is tried
 BLANK = "\u2581"
 SEAMS = tuple(" " * n + "x" + "\n" * n + "\t" * n + "-" * n for n in range(1, 40))
 

@@ -20,7 +20,7 @@ Model = Literal["unigram", "bpe", "char", "word"]
 Normalization = Literal["identity", "nmt_nfkc", "nmt_nfkc_cf"]
 
 _CONTROLS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_REPEATED = 10_000  # maximum number of repetitions of a word per text that is passed to the library
+_REPEATED = 10_000  # maximum number of times that a word is repeated in a text passed to the library
 _MOST_WORDS = 10_000_000
 _LONGEST_WORD = 1000  # number of characters; the library omits longer words
 _MOST_BLANKS = 16  # SentencePiece's maximum length of a piece

@@ -38,7 +38,7 @@ _REQUIRED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 
 
 _MANY = 1000
-"""Minimum number of pieces in a cased vocabulary that is expected to contain capital letters."""
+"""A cased vocabulary with at least this number of pieces is expected to contain capital letters."""
 SETTINGS = "tokenizer_config.json"
 """Name of transformers' settings file, which may be next to vocab.txt."""
 

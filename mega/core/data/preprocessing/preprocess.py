@@ -294,7 +294,7 @@ class _Job:
     eod: int | None  # Id to append to documents, or None
     dtype: np.dtype[np.integer]  # Type of the stored ids
     sentences: Sentences | None  # Sentence splitting, or None
-    parse: bool = False  # Parse names of special tokens
+    parse: bool = False  # Whether to parse names of special tokens
 
     @property
     def described(self) -> dict[str, Json]:

@@ -1,7 +1,7 @@
 """Write token files atomically, in bounded memory. An interrupted writer can be resumed.
 
 An unfinished pair consists of three temporary files: `<prefix>.bin.tmp`, the sequence lengths, and the numbers of
-sequences per document. At the end, the .idx is built from the last two. This module does not depend on texts or
+sequences per document. At the end, the .idx is built from the last two files. This module does not depend on texts or
 tokenizers.
 """
 

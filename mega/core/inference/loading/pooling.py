@@ -22,7 +22,7 @@ string."""
 _MODULES = ("Transformer", "Pooling", "Normalize")
 (_POOLING,) = NESTED
 _BYTES = 1 << 16
-"""Maximum size in bytes of either file."""
+"""Maximum size, in bytes, of each file that this module reads."""
 
 
 def declared_pooling(files: Mapping[str, Path]) -> Literal["mean", "cls"] | None:

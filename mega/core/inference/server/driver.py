@@ -25,7 +25,7 @@ NOT_FINITE = 3
 """Number of consecutive requests with non-finite logits after which the model is considered broken."""
 
 ENDING = 1.0
-"""Seconds to wait for a lost engine's thread, because a stopped rank may block this thread."""
+"""Seconds to wait for a lost engine's thread, which a stopped rank may block."""
 
 
 class QueueFull(Exception):
