@@ -29,7 +29,7 @@ class Annotate:
     key: str = "text"
     """JSON key of the text."""
     score_key: str = "score"
-    """Key under which the scores are stored."""
+    """JSON key under which the scores are stored."""
     most_bytes: int = 20480
     """Maximum number of bytes of a text to score."""
     how: ScorerOptions = field(metadata={"setting": False})

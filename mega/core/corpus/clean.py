@@ -86,7 +86,7 @@ class Clean:
     key: str = "text"
     """JSON key of the text."""
     tasks: tuple[CleanTask, ...] = DEFAULT_TASKS
-    """Tasks, in the order in which they are applied."""
+    """Names of the clean-up tasks, in the order in which they are applied."""
     language: str = "en"
     """Language to keep, as an ISO 639-1 code."""
     language_by: LanguageLibrary = "py3langid"

@@ -160,7 +160,7 @@ class CorpusStep(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the subcommand."""
+        """Name of the step's `mega corpus` subcommand."""
         ...
 
     @property
@@ -193,7 +193,7 @@ class SurveyStep(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the subcommand."""
+        """Name of the step's `mega corpus` subcommand."""
         ...
 
     @property
@@ -207,8 +207,8 @@ class SurveyStep(Protocol):
         ...
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Load libraries, and return the function that surveys a part. For stage 0, this method is also called once
-        before the output folder is created.
+        """Load libraries, and return the function that surveys an input part. For stage 0, this method is also called
+        once before the output folder is created.
 
         Errors: ValueError naming flag, value and rule.
         """
@@ -230,7 +230,7 @@ def stage_folder(folder: Path, stage: int) -> Path:
 
 
 def each(function: Callable[[CorpusDocument], Result]) -> Work:
-    """Convert a function of one document to a function of the documents of a part."""
+    """Convert a function of one document to a function of all documents of an input part."""
     return lambda documents: map(function, documents)
 
 

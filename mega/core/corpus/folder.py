@@ -75,7 +75,7 @@ class RunOptions:
 
     @property
     def folder(self) -> Path:
-        """Folder for the files of the parts."""
+        """Folder for the output files of the input parts."""
         return self.output.with_name(f".{self.output.name}.parts") if self.one_file else self.output
 
     @property

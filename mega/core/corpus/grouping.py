@@ -89,7 +89,7 @@ class RemoveGroups:
     name: ClassVar[str] = "remove-groups"
     stages: ClassVar[int] = 1
     groups: str
-    """File of groups."""
+    """File that lists the groups of near duplicates."""
     key: str = "url"
     """JSON key of a document's id."""
 

@@ -198,9 +198,9 @@ def _write_marks(folder: Path, name: str, marks: NDArray[np.bool_]) -> None:
 
 
 def _marked(folder: Path, part: str, name: str) -> tuple[int, NDArray[np.bool_]]:
-    """Return the index of a part's first document, and one mark per document of the part."""
+    """Return the index of an input part's first document, and one mark per document of the part."""
     begins = _begins(folder)
-    names = list(begins)  # in the order of the parts
+    names = list(begins)  # in the order of the input parts
     begin, end = begins[part], begins[names[names.index(part) + 1]]
     with open(folder / name, "rb") as file:
         file.seek(begin)

@@ -51,7 +51,8 @@ def write_part(part: InputPart, key: str, check: Check, work: Work, options: Par
 
 
 class ReadableDocuments:
-    """Iterates over the readable documents of a part, and keeps a queue of the documents that have no result yet.
+    """Iterates over the readable documents of an input part, and keeps a queue of the documents that have no result
+    yet.
 
     stop: whether to raise BadLine at the first line that is not a document. If False, such lines are counted as
     dropped.
@@ -147,7 +148,7 @@ class _LineFile:
 
 
 def line_file(folder: Path, name: str, plain: bool, packing: Packing) -> contextlib.AbstractContextManager[_LineFile]:
-    """Open the file to which a part's lines of text or JSON are written."""
+    """Open the file to which an input part's lines of text or JSON are written."""
     return _LineFile.open(folder / f"{name}{'.txt' if plain else '.jsonl'}{_SUFFIXES[packing]}", packing)
 
 

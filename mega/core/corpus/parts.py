@@ -15,8 +15,8 @@ from mega.core.corpus.documents import CorpusDocument
 from mega.core.data.sources import BLOCK_BYTES, STDIN, BadLine, Kind, LineBlock, SourcePiece, blocks, kind_of, pieces
 
 PART_BYTES = 1 << 24
-"""Number of bytes of text per part of a file of lines. In parquet files each row group is a part; an arrow file is a
-single part."""
+"""Number of bytes of text in each part of a line-based file. In Parquet files, each row group is a part; an Arrow file
+is a single part."""
 
 
 class UnreadLine(NamedTuple):
@@ -51,7 +51,7 @@ class InputPart:
 
     @property
     def size(self) -> int:
-        """Number of bytes of the part's lines in memory."""
+        """Number of bytes of this input part's lines in memory."""
         return sum(block.size for block in self.blocks)
 
     def documents(self, key: str) -> Iterator[CorpusDocument | UnreadLine]:
@@ -85,7 +85,7 @@ class InputPart:
         return f"{self.source.path} (from byte {first}):{number}" if first else self.locate(number)
 
     def locate(self, number: int) -> str:
-        """Return the location "file:line" of line `number` of the part; both numbers count from 1."""
+        """Return the location "file:line" of line `number` of this input part; both numbers count from 1."""
         if self.source.kind in ("parquet", "arrow"):
             return f"{self.source.path}: row {number} of row group {self.source.first}"
         if is_dump(self.source.path):

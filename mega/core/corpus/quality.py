@@ -39,7 +39,7 @@ class Measured:
 
     @cached_property
     def words(self) -> list[str]:
-        """Runs of characters without whitespace."""
+        """The text's words, which are sequences of characters without whitespace."""
         return self.text.split()
 
     @cached_property

@@ -80,13 +80,13 @@ def _distribute(folder: Path, parts: Sequence[str], paths: Sequence[Path]) -> No
 
 
 def notes(folder: Path, part: str) -> Mapping[str, NDArray[Any]]:
-    """Read the arrays that the survey of a part wrote."""
+    """Read the arrays that the survey of an input part wrote."""
     arrays: Mapping[str, NDArray[Any]] = np.load(folder / f"{part}.npz", allow_pickle=False)
     return arrays
 
 
 def repeats(folder: Path, part: str) -> NDArray[np.bool_]:
-    """Return, for every item of a part, whether an equal item precedes it in the input."""
+    """Return, for every item of an input part, whether an equal item precedes it in the input."""
     begins = json.loads((folder / _BEGINS).read_bytes())
     ends = sorted(begins.values())
     begin = begins[part]

@@ -159,7 +159,7 @@ class _PartJob(Protocol):
     small."""
 
     def load(self) -> PartWork:
-        """Load libraries, and return the function that processes a part."""
+        """Load libraries, and return the function that processes an input part."""
         ...
 
 

@@ -126,7 +126,7 @@ class Urls:
     name: ClassVar[str] = "urls"
     stages: ClassVar[int] = 1
     key: str = "url"
-    """Key of the URL."""
+    """JSON key of the URL."""
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
     """Registered domain labels, such as "bbc", whose URLs are dropped."""
     extensions: tuple[str, ...] = EXTENSIONS

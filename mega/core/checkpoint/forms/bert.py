@@ -33,7 +33,7 @@ class BertType:
     prefix: str
     """Prefix of all stored names except the names of heads. In a model without heads, names have no prefix."""
     heads: Mapping[str, str]
-    """The project's module of a head -> transformers' module."""
+    """Name of a head's module in the project -> name of the module in transformers."""
     repeated: Mapping[str, str]
     """The project's tensor -> name of an optional second copy of the tensor in the folder."""
     offset: bool = False
@@ -69,7 +69,7 @@ _HEADS = {
     "classification_head": "classifier",
     "multichoice_head": "classifier",
 }
-"""The project's module -> transformers' module."""
+"""Module name in the project -> module name in transformers."""
 
 _ROBERTA_HEADS = {
     "lm_head.dense": "lm_head.dense",
@@ -89,7 +89,7 @@ WITHOUT_EFFECT = (
     *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
     *("pooler_type", "output_past"),
 )
-"""Keys of released files that transformers ignores."""
+"""Keys that occur in released config.json files and that transformers ignores."""
 
 CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice")
 
@@ -234,8 +234,8 @@ def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
 
 
 HEAD_OPTIONS = ("head", "head_activation", "binary_head", "classes")
-"""Options that may change in an export, because config.json does not contain them. They are derived from the tensors
-when a folder is read, or reported as lost (`losses`)."""
+"""Options that config.json does not contain and that may therefore change in an export. These options are derived from
+the tensors when a folder is read, or reported as lost (`losses`)."""
 
 
 def _config(model: Architecture, dtype: str) -> dict[str, Json]:

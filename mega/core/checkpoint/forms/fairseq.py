@@ -46,7 +46,7 @@ _IGNORED = ("decoder.version", "decoder.embed_positions._float_tensor")
 
 Activation = Literal["gelu_tanh", "gelu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-"""fairseq's name of an activation -> the project's name. `gelu_accurate` is the tanh approximation."""
+"""Name of an activation in fairseq -> name in the project. `gelu_accurate` is the tanh approximation."""
 
 
 REQUIRED = {

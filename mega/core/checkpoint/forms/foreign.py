@@ -165,7 +165,7 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
     The file's pickles are scanned before torch reads them, so that a malicious pickle cannot exhaust time or memory.
     """
     with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
-        zipped = stream.read(4) == b"PK\3\4"  # the criterion of torch.load
+        zipped = stream.read(4) == b"PK\3\4"  # torch.load applies the same test
         size = stream.seek(0, 2)
         stream.seek(0)
         head = BytesIO(_pickle_of(source, path, size) if zipped else stream.read(BYTES))

@@ -60,8 +60,8 @@ class SpecialTokens:
     ends: tuple[int, ...] = ()
     """Ids of tokens that end the assistant's turn."""
     left_out: tuple[str, ...] = ()
-    """Tokenizer files that are not exported, because Hugging Face's tools would load a different tokenizer from
-    them."""
+    """Tokenizer files that must not be exported: Hugging Face's tools would load a different tokenizer from these
+    files."""
     loss: str | None = None
     """How tokenization in Hugging Face's tools differs from tokenization with this tokenizer, as text for a message."""
 

@@ -34,7 +34,7 @@ class Upcycling:
     """The settings for making an MoE model from a dense model."""
 
     experts: int
-    """Number of experts in each layer."""
+    """Number of experts in each MoE layer."""
     chosen: int
     """Number of experts chosen for each token."""
     granularity: int = 1

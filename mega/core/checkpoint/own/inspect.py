@@ -66,11 +66,11 @@ class Kind:
     """Totals over a checkpoint's tensors of one kind."""
 
     name: str
-    """The kind: weights, master, moment1, ..."""
+    """The kind of tensor: weights, master, moment1, ..."""
     tensors: int
-    """The number of tensors."""
+    """The number of tensors of this kind."""
     elements: int
-    """The total number of elements of tensors of this kind."""
+    """The total number of elements in the tensors of this kind."""
     dtypes: tuple[str, ...]
     """The dtypes of tensors of this kind, sorted."""
 

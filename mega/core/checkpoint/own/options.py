@@ -23,7 +23,8 @@ class Layout(VerbSection):
     pp: int = option(1, "pipeline stages", megatron="--target-pipeline-parallel-size")
     chunks: int = option(1, "model chunks per pipeline rank")
     stage_layers: tuple[int, ...] = option((), "number of blocks in each stage, if the stages differ")
-    """Number of blocks of each global stage, as in `stage_layers` of plan/layers.py."""
+    """Number of blocks in each of the pp x chunks stages, as in the argument `explicit` of `stage_layers`
+    (plan/layers.py)."""
     ep: int = option(
         1,
         "number of ranks over which experts are split, for --saver mcore-local",

@@ -24,10 +24,10 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors name -> dtype, for the dtypes that a mega checkpoint may contain."""
+"""Name of a dtype in safetensors -> dtype, for the dtypes that a mega checkpoint may contain."""
 
 FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
-"""safetensors name -> dtype, for the dtypes that files of other programs may contain."""
+"""Name of a dtype in safetensors -> dtype, for the dtypes that files of other programs may contain."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """dtype -> safetensors name, for the dtypes that a mega checkpoint may contain."""

@@ -36,7 +36,7 @@ class StepFolder:
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
         self.place = str(directory)
-        """The directory, as given by the user."""
+        """The run's directory, as given by the user."""
 
     def path(self, step: int) -> Path:
         """Return the path of a published step. The step need not exist."""

@@ -43,7 +43,7 @@ class StepVerdict:
     manifest: str
     """The hash of the step's manifest at the time of the verdict."""
     status: Status = "unproven"
-    """unproven, good or suspect."""
+    """The verdict: unproven, good or suspect."""
     sound_steps: int = 0
     """Number of sound steps taken since the step was saved."""
     reason: str = ""

@@ -29,8 +29,8 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 @dataclass(frozen=True)
 class HeadCount:
-    """A key for the number of heads, in a family without grouped-query attention. head_dim is the hidden width divided
-    by the number of heads. hidden: the key for the hidden width."""
+    """A key for the number of heads, in a family without grouped-query attention. The width of a head, `head_dim`, is
+    the hidden width divided by the number of heads. hidden: the key for the hidden width."""
 
     hidden: str = "n_embd"
 

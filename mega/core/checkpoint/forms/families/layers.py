@@ -84,7 +84,7 @@ class Window:
     rule: Rule = all_slide
     """The rule that determines the kinds of layers if `layer_types` is absent."""
     switch: bool = False
-    """Whether the window applies only if `use_sliding_window` is true."""
+    """Whether the attention window applies only if `use_sliding_window` is true."""
     listed: bool = False
     """Whether the family uses `layer_types`."""
     others: tuple[str, ...] = ()

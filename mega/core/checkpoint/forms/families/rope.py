@@ -48,9 +48,9 @@ class RopeKeys:
     partial: bool = False
     """Whether the family supports heads that are rotated only in part."""
     base_key: str = "rope_theta"
-    """Key of the RoPE base in old files."""
+    """Key of the RoPE base in old config.json files."""
     fraction_key: str = "partial_rotary_factor"
-    """Key of the rotated fraction in old files."""
+    """Key of the rotated fraction of a head in old config.json files."""
     kinds: tuple[str, ...] = KINDS
     """Values of `rope_type` that the family supports."""
     renamed: Mapping[str, str] = ()  # type: ignore[assignment]

@@ -14,8 +14,8 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class WholeHeads:
-    """A key for the number of query heads. head_dim is the hidden width divided by the number of query heads, and there
-    may be fewer key/value heads."""
+    """A key for the number of query heads. The width of a head, `head_dim`, is the hidden width divided by the number
+    of query heads, and there may be fewer key/value heads."""
 
     names = ("head_dim",)
 

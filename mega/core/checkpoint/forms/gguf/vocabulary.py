@@ -49,7 +49,7 @@ CUTS = {
     "qwen2": TextRule(rf"{_HEAD}\p{{N}}|{_TAIL}", normalizer="NFC"),
     "smollm": TextRule(_GPT2, digits=True),
 }
-"""llama.cpp's name for a rule -> the rule."""
+"""Name of a rule in llama.cpp -> the rule."""
 
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 """Other names that llama.cpp uses for rules in `CUTS` -> the names in `CUTS`. `default` is a different rule and is

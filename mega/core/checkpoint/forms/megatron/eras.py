@@ -120,7 +120,7 @@ ALIASES = {
 written."""
 
 OWN_STACKS = ("bert", "t5")
-"""Families whose stacks keep their common names in Megatron-core."""
+"""Model families whose layer stacks keep their common names in Megatron-core."""
 
 HEADS = ("lm_head.", "binary_head.", "classification_head.", "multichoice_head.")
 """Prefixes of the common names of the tensors that legacy checkpoints store outside their `language_model`."""
@@ -211,7 +211,7 @@ _CORE_FROM_QKV = (
 
 @dataclass(frozen=True)
 class Modules:
-    """The module names of an era."""
+    """The module names of one era of Megatron-LM."""
 
     inside: tuple[str, ...]
     """Common names of a block's modules, in the order of the block's parameters."""
@@ -313,7 +313,7 @@ def common_head(name: str) -> str:
 
 
 def legacy_name(name: str, layer: int | None = None) -> str:
-    """Return the common name of a logical tensor. layer: index of the tensor's block within the stage.
+    """Return the common name of a logical tensor. layer: index of the tensor's block within the pipeline stage.
 
     >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
     'encoder.layers.1.self_attention.query_key_value.weight'

@@ -63,10 +63,10 @@ class Stages(NamedTuple):
 
 
 def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied: Collection[str] = ()) -> Stages:
-    """Return the stages of a model, given the positions of its blocks. tied: names of the tied embedding's copies on
-    the last stage. If `tied` is empty, a last stage that does not embed text is assumed to have a copy."""
+    """Return the pipeline stages of a model, given the positions of its blocks. tied: names of the tied embedding's
+    copies on the last stage. If `tied` is empty, a last stage that does not embed text is assumed to have a copy."""
     words, positions = "model.embed_tokens.weight", "model.embed_positions.weight"
-    # The stage that embeds the decoder's tokens.
+    # The pipeline stage that embeds the decoder's tokens.
     first = blocks[model.stacks[-1].first][0] if len(model.stacks) > 1 else "0.0"
     tied = tied or ([TIED_COPY] if end not in ("0.0", first) else [])
     copies: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied]}
@@ -79,7 +79,8 @@ def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied
 
 
 def written_stages(model: Architecture, pp: int) -> Stages:
-    """Return the stages of a model's units (blocks, embedding, head, ...), for writing a checkpoint with `pp` stages.
+    """Return the pipeline stages of a model's units (blocks, embedding, head, ...), for writing a checkpoint with `pp`
+    stages.
 
     Errors: ValueError if the blocks cannot be divided into `pp` stages.
     """

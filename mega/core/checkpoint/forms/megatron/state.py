@@ -236,8 +236,8 @@ def check_optimizer(values: Mapping[str, object], where: Path) -> None:
 def check_groups(
     groups: Sequence[object], grouped: Mapping[bool, Sequence[str]], where: Path, *, experts: bool = False
 ) -> list[Group]:
-    """Return the checked parameter groups of a state. experts: whether the groups belong to the separate optimizer for
-    experts that are distributed over ranks.
+    """Return the checked parameter groups of an optimizer's state. experts: whether the groups belong to the separate
+    optimizer for experts that are distributed over ranks.
 
     Errors: CheckpointError if the groups do not match the model.
     """
@@ -413,7 +413,8 @@ def scalars_in(
     groups: Sequence[Mapping[str, object]],
     where: Path,
 ) -> OptimizerScalars:
-    """Return the scalars of a state. optimizer, inner, groups: the results of `optimizer_parts` for the file `where`.
+    """Return the scalars of an optimizer's state. optimizer, inner, groups: the results of `optimizer_parts` for the
+    file `where`.
 
     Errors: CheckpointError if the values are not those of a single Adam optimizer.
     """

@@ -185,7 +185,7 @@ def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
 
 
 def overridden(scalars: OptimizerScalars) -> bool:
-    """Whether the user must override the schedule in `scalars`, because Megatron cannot express it."""
+    """Whether the schedule in `scalars` is one that Megatron cannot express and that the user must override."""
     lr = (scalars.schedule or {}).get("lr")
     return lr is None or lr["style"] not in LR_STYLES or lr.get("batch") is not None
 

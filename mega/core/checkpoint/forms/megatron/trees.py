@@ -310,8 +310,8 @@ def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> 
 
 
 def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int, version: int) -> Table:
-    """Call `table` for a stored checkpoint, and return the result. The names of `tensors` determine the stage of each
-    block."""
+    """Call `table` for a stored checkpoint, and return the result. The names of `tensors` determine the pipeline stage
+    of each block."""
     blocks, structure = _blocks(tensors, pp, chunks), architecture(model)
     if len(blocks) != len(structure.layers):
         last = f"encoder.layers.{max((number for _, number in blocks), default=0)}."
