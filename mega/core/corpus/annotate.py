@@ -47,7 +47,7 @@ class Annotate:
 
     def check(self, document: CorpusDocument) -> None:
         """Check that a document is a JSON object with a text, because scores cannot be stored in a line of plain text.
-        Errors: ValueError."""
+        Errors: ValueError if the check fails."""
         if document.plain:
             raise ValueError("a line of text has no place for scores; must be JSON lines")
         _ = document.text

@@ -93,7 +93,7 @@ def begin(
     inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions
 ) -> tuple[list[Path], str, StepOutcome | None]:
     """Check options and inputs. Returns the input files, a hash of the work, and the outcome of the work, which is None
-    if the work is not done yet. Errors: ValueError."""
+    if the work is not done yet. Errors: ValueError naming the invalid flag or input."""
     against = find(options.against, "--against") if options.against else []
     paths = [*against, *find(inputs)]
     check_output(paths, options)

@@ -233,7 +233,7 @@ class ServerScorer:
 
 
 def checked(scores: object, location: str) -> Scores:
-    """Check that all scores are numbers from 0 to 1. Errors: ValueError."""
+    """Check that all scores are numbers from 0 to 1. Errors: ValueError if a score is outside this range."""
     if scores is None:
         return None
     if not isinstance(scores, Mapping):

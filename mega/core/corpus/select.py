@@ -52,7 +52,8 @@ class Select:
         return values
 
     def check(self, document: CorpusDocument) -> None:
-        """Check that a document is a JSON object, and that its value, if present, is a number. Errors: ValueError."""
+        """Check that a document is a JSON object, and that its value, if present, is a number. Errors: ValueError if
+        the check fails."""
         _ = self._value(document)
 
     def _value(self, document: CorpusDocument) -> float:

@@ -32,7 +32,8 @@ class Wikipedia:
     splitter: str = "punkt"  # Library that splits the text into sentences
 
     def check(self, document: CorpusDocument) -> None:
-        """Check that a document is a page of a dump with the required elements. Errors: ValueError."""
+        """Check that a document is a page of a dump with the required elements. Errors: ValueError if the check
+        fails."""
         page = _page(document)
         if missing := [name for name in _NEEDED if page.find(name) is None]:
             raise ValueError(f"a page without {missing[0]}; must have {', '.join(_NEEDED)}")

@@ -93,7 +93,7 @@ def check_push(name: HubName) -> None:
 
 def check_temporary_room(directory: Path, size: int) -> None:
     """Check that $TMPDIR has enough free space for `directory` in Hugging Face's format. size: number of bytes
-    required. Errors: ValueError."""
+    required. Errors: ValueError if there is too little space."""
     temporary = Path(tempfile.gettempdir())
     free = shutil.disk_usage(temporary).free
     if size + SPARE > free:
@@ -105,7 +105,8 @@ def check_temporary_room(directory: Path, size: int) -> None:
 
 def push(folder: Path, name: HubName, options: PushOptions, card: str, report: Callable[[str], None]) -> str:
     """Upload the files of `folder`, and return the URL of the commit. An existing model card in the repository is kept
-    unless --card is given. Errors: ValueError, OSError."""
+    unless --card is given. Errors: ValueError for errors that the user can correct, OSError for network or disk
+    errors."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
 

@@ -178,7 +178,8 @@ OUTSIDE = {
 
 
 def _names(config: Mapping[str, Json], where: Path) -> Names:
-    """The keys and tensor names for the `model_type` of `config`. Errors: CheckpointError."""
+    """Return the keys and tensor names for the `model_type` of `config`. Errors: CheckpointError if the type is not
+    supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in TYPES:
         reason = f"{OUTSIDE[kind]}; " if isinstance(kind, str) and kind in OUTSIDE else ""

@@ -199,7 +199,8 @@ def _base_candidates(adapters: Path, base: str) -> list[Path]:
 
 def whole_model(checkpoint: StoredWeights) -> tuple[StoredWeights, ModelConfig]:
     """Return a pair: the whole model, which is `checkpoint` combined with the weights of its base, and the model
-    section. Errors: CheckpointError."""
+    section. Errors: as for `open_base`; CheckpointError if the model section is invalid, or describes a much larger
+    model than the files contain."""
     model, complete = model_of(checkpoint.meta, str(checkpoint.path)), joined(checkpoint)
     check_size(model, complete.tensors, str(complete.path))
     return complete, model

@@ -68,7 +68,8 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
 
 
 def check_comparable(load: Path, to_ours: bool) -> None:
-    """Check that exactly one side of a conversion is a mega checkpoint. Errors: ValueError."""
+    """Check that exactly one side of a conversion is a mega checkpoint. Errors: ValueError if both sides or neither
+    side is one."""
     if (form_at(load) is OWN) == to_ours:
         other = "; `mega checkpoint diff` compares two mega checkpoints" if to_ours else ""
         raise ValueError(f"--verify: {load}: exactly one of source and target must be a mega checkpoint{other}")

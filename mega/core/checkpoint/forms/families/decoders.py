@@ -39,7 +39,8 @@ BY_TYPE: Mapping[str, HubFamily] = {family.model_type: family for family in DECO
 
 
 def model_from_config(config: Mapping[str, object], where: str, names: Collection[str] = ()) -> ModelConfig:
-    """Return the model section that a config.json of any family describes. Errors: CheckpointError."""
+    """Return the model section that a config.json of any family describes. Errors: CheckpointError naming a key that is
+    unknown, or whose value is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
         raise CheckpointError(f"{where}: model_type {kind!r} (valid: {', '.join(BY_TYPE)})")
@@ -47,7 +48,7 @@ def model_from_config(config: Mapping[str, object], where: str, names: Collectio
 
 
 def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
-    """Return the config.json of the first family that can express a model. Errors: CheckpointError."""
+    """Return the config.json of the first family that can express a model. Errors: as for `family_of`."""
     return family_of(options).config_from_model(options, dtype)
 
 

@@ -38,7 +38,8 @@ def check_header(path: Path) -> None:
 
 
 class HeaderWalk:
-    """A position in a file. The position advances as the header is parsed. Errors: ValueError."""
+    """A position in a file. The position advances as the header is parsed. Errors: ValueError if the header is
+    invalid."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at, self._items = data, 0, 0

@@ -73,7 +73,8 @@ def _reader(path: Path, changed: int) -> GGUFReader:
 
 
 def opened_file(path: Path) -> tuple[Path, GGUFReader, dict[str, Json]]:
-    """Return (path of the file, reader, metadata). Errors: CheckpointError."""
+    """Return (path of the file, reader, metadata). Errors: CheckpointError if the file is malformed, or is one of
+    several parts of a model."""
     file = _file(path)
     reader = _reader(file, file.stat().st_mtime_ns)
     metadata: dict[str, Json] = {name: field.contents() for name, field in reader.fields.items()}
@@ -161,7 +162,7 @@ def _folder() -> Path:
 
 def attached(path: Path) -> dict[str, Path]:
     """Write tokenizer.json, tokenizer_config.json and config.json, generated from the metadata, to a temporary folder,
-    and return their paths. Errors: CheckpointError."""
+    and return their paths. Errors: CheckpointError if the file is malformed or has an unsupported setting."""
     file, reader, metadata = opened_file(path)
     source = GgufSource(file, reader)
     shapes = {name: shape for name, (shape, _) in source.tensors.items()}

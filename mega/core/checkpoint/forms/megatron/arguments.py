@@ -26,7 +26,8 @@ from mega.core.config.sections import ModelConfig
 
 
 def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
-    """Check that the number of rows of a rank's embedding table agrees with the arguments. Errors: CheckpointError."""
+    """Check that the number of rows of a rank's embedding table agrees with the arguments. Errors: CheckpointError if
+    the numbers differ."""
     padded = values.get("padded_vocab_size")
     if type(padded) is int and padded != rows * tp:
         raise CheckpointError(

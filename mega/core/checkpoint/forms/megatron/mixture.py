@@ -53,7 +53,8 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
 
 
 def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
-    """Return the MoE options that the arguments describe; {} for a dense model. Errors: CheckpointError."""
+    """Return the MoE options that the arguments describe; {} for a dense model. Errors: CheckpointError naming an
+    argument with an unsupported value."""
     experts = values.get("num_experts")
     if not experts:
         return {}
@@ -82,7 +83,8 @@ SWITCHES = ("balance_bias", "pad_to_capacity", "shared_gate")
 
 
 def _checked(name: str, value: object, where: str) -> object:
-    """Check that an argument has the type and range of its option. Errors: CheckpointError."""
+    """Check that an argument has the type and range of its option. Errors: CheckpointError naming the argument if the
+    check fails."""
     if name in WHOLE:
         valid = type(value) is int and value > 0
     elif name in WORDS:

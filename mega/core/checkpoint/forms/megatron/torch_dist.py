@@ -216,7 +216,8 @@ class DistributedSource:
         self.tensors = {name: value for name, value in self.tensors.items() if not name.startswith(f"{kind}/")}
 
     def object(self, name: str) -> object:
-        """Return a stored object that is not a tensor; None if the name is unknown. Errors: CheckpointError."""
+        """Return a stored object that is not a tensor; None if the name is unknown. Errors: CheckpointError if the
+        object's pickle is refused."""
         place = self._objects.get(f"{name}/shard_0_1")
         if place is None:
             return None

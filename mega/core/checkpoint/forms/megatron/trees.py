@@ -180,7 +180,7 @@ def _check_copies(
     tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], rank: int, experts: int, directory: Path
 ) -> None:
     """Check that an expert rank's tensors equal those of other ranks, except for the experts, which must differ.
-    Errors: CheckpointError."""
+    Errors: CheckpointError if either condition is violated."""
     for name in own.keys() & tensors.keys():
         if not torch.equal(own[name], tensors[name]):
             raise CheckpointError(f"{directory}: {name}: differs from that of the expert ranks before it")
