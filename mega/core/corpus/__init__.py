@@ -4,7 +4,7 @@ A step (`documents.CorpusStep`) is a function of documents. `run.process` applie
 number of processes. The output bytes do not depend on the number of processes, and an interrupted run can be resumed.
 This package does not depend on token files or torch.
 
-documents, parts, part_files   a document and the result of a step for it; an input cut into parts; the output of a part
+documents, parts, part_files   a document and a step's result for it; an input cut into parts; the output for each part
 run, folder, ledger            apply a step to files, its output folder, and the counts of kept and dropped documents
 repeats                        find keys that occurred before, in bounded memory
 recipe, options, merge, shuffle   steps listed in a TOML file, the options of all steps, merging, shuffling

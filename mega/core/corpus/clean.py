@@ -2,7 +2,7 @@
 do.
 
     ftfy_fix_text            repair mojibake, HTML entities, ligatures, curled quotes and line ends with ftfy
-    language                 drop documents in other languages
+    language                 drop documents that are not in the language to keep
     min_tokens               drop documents with too few tokens, counting the end-of-document token
     general_cleaning         replace runs of spaces, and line breaks inside a sentence, with one space
     remove_512               drop documents shorter than 512 characters

@@ -11,7 +11,7 @@ retention   decides which checkpoints are kept
 trusted     finds a step that a run may trust; verdicts: whether a saved step is good
 together    raises an error on all ranks if it occurs on any rank
 model       the model section of a checkpoint; base: the base of adapters
-plain_state checks the state of a run that is not stored as tensors (step, seeds, ...)
+plain_state checks a run's state that is not stored as tensors (step, seeds, ...)
 layout      plans which rectangles each rank of a layout writes
 source      a checkpoint as a source of tensors for conversions
 folders     writes exported folders atomically; ledger: counts the elements that a conversion moves
