@@ -452,8 +452,7 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
 
 def _agreed(spelled: Mapping[str, tuple[bool, list[str]]]) -> list[str]:
     """The value on which all spellings of an option agree. Spellings with `gives_way` count only if there are no other
-    spellings.
-    Errors: ValueError."""
+    spellings. Errors: ValueError if two spellings contradict each other."""
     firm = {spelling: values for spelling, (gives_way, values) in spelled.items() if not gives_way}
     candidates = firm or {spelling: values for spelling, (_, values) in spelled.items()}
     (first, agreed), *other_spellings = candidates.items()

@@ -347,7 +347,8 @@ def _check_given(values: Mapping[str, object], own: Sequence[Entry]) -> None:
 
 
 def local_place(flag: str, place: str) -> str:
-    """The local folder of a model on the Hub; a path is returned unchanged. Errors: ValueError, OSError."""
+    """The local folder of a model on the Hub; a path is returned unchanged. Errors: ValueError or OSError if the
+    download fails."""
     return folders.local_place(flag, place, report=note)
 
 

@@ -116,7 +116,8 @@ def _check_texts(texts: GenerateOptions) -> bool:
 
 
 def _check_template(chat_template: str | None, load: Path | None) -> None:
-    """Check that no chat template is given, because this command does not use one. Errors: ValueError."""
+    """Check that no chat template is given, because this command does not use one. Errors: ValueError if one is
+    given."""
     from mega.core.text.identity import judge
 
     if chat_template is not None:

@@ -209,8 +209,8 @@ def _draft_model(engine: EngineOptions, vocab: int) -> ModelConfig | None:
 
 
 def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:
-    """Return the assumptions about interruptions, from flags or defaults. Errors: ValueError naming a flag without
-    effect."""
+    """Return the assumed times of saves, failures and restarts, from flags or defaults. Errors: ValueError naming a
+    flag without effect."""
     from mega.core.estimate.duration import Interruptions
 
     mtbf, save, restart = estimate.mtbf, estimate.save_seconds, estimate.restart_seconds

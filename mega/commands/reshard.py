@@ -76,7 +76,8 @@ def _print_report(report: ConversionReport) -> None:
 
 
 def _upcycle(reshard: ReshardOptions, layout: Layout, vocab: int | None) -> int:
-    """Convert a dense model of any format to a mixture of experts. Errors: ValueError."""
+    """Convert a dense model of any format to a mixture of experts. Errors: ValueError naming a flag that --upcycle
+    excludes."""
     from mega.core.checkpoint.forms.convert import upcycle
     from mega.core.checkpoint.forms.form import FormOptions
     from mega.core.checkpoint.forms.upcycle import Upcycling

@@ -33,13 +33,14 @@ class Activity:
     step: int = 0
     """The last step that has started."""
     act: Any = None
-    """The last act of the pipeline's plan that has started."""
+    """The last act (one entry of the pipeline's plan) that has started."""
     moves: int = 0
-    """A counter of steps, acts and batches: while it changes, the process makes progress."""
+    """A counter that increases with each step, pipeline act and batch; while it increases, the process makes
+    progress."""
     writer: int | None = None
     """Native id of the thread that saves in the background; None if no save is in progress."""
     saved: tuple[int, float, float] | None = None
-    """The last saved step, the seconds that the save took, and time.monotonic() at its end."""
+    """The last saved step, the duration of its save in seconds, and time.monotonic() at the end of the save."""
     waited: float = 0.0
     """Seconds (by `unqueued_time`) that the main thread has spent on the host waiting for other ranks."""
     began: float = field(default_factory=time.time)

@@ -152,7 +152,7 @@ class NeighbourBatch(DecoderBatch):
     `DecoderBatch`."""
 
     neighbours: torch.Tensor = field(kw_only=True)
-    """int64 [b, l, k, r], the r tokens of each of the k neighbours of each of the l chunks of a row."""
+    """int64 [b, l, k, r]: r tokens for each of k neighbours, for each of l chunks in a row."""
     found: torch.Tensor | None = None
     """bool [b, l, k], which neighbours exist; None if all exist."""
 

@@ -74,7 +74,7 @@ class Device:
 
     @property
     def threads(self) -> int | None:
-        """Number of CPU threads that compute, which determines the order of sums; None on a GPU."""
+        """Number of compute threads on a CPU, which determines the order of sums; None on a GPU."""
         return None if self.is_cuda else torch.get_num_threads()
 
     @property
@@ -426,7 +426,8 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def page_locked(memory: torch.Tensor) -> torch.Tensor:
     """Page-lock host memory for its lifetime, so that a device can read and write it directly.
 
-    The memory is registered, because torch rounds allocations of pinned memory up to a power of two. Errors: OSError.
+    The memory is registered, because torch rounds allocations of pinned memory up to a power of two. Errors: OSError if
+    CUDA refuses.
     """
     begin, size = memory.data_ptr(), memory.nbytes
     if not size:

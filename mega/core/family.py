@@ -1,6 +1,6 @@
-"""A model family as one record, for all packages of higher layers. This is the only module that chooses code by family.
-Other packages define their part of a family under the family's name: `config` the options, `architecture` the tensors,
-`checkpoint` the names on disk. This module adds the stage and the batches.
+"""A record for each model family, for all packages that build on model families. This is the only module that chooses
+code by family. Other packages define their part of a family under the family's name: `config` the options,
+`architecture` the tensors, `checkpoint` the names on disk. This module adds the stage and the batches.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 SEAL = "manifest.json.sha256"
-"""A file in every mega checkpoint."""
+"""Name of a file that every mega checkpoint contains."""
 
 POINTER = "latest"
-"""A file next to the checkpoints of a run, which contains the name of the newest checkpoint."""
+"""Name of the file, next to a run's checkpoints, that contains the name of the newest checkpoint."""
 
 WHOLE_BYTES, PARTS, PART_BYTES = 1 << 24, 64, 1 << 14
 """A content digest reads files of up to WHOLE_BYTES completely, and reads PARTS blocks of PART_BYTES from each larger
@@ -45,7 +45,8 @@ def fingerprint(values: Mapping[str, object]) -> str:
 def sampled_digest(path: Path) -> str:
     """sha256 of a file's size and content; of a large file, only evenly spaced blocks are read.
 
-    The digest distinguishes files quickly, but does not detect every changed byte. Errors: OSError.
+    The digest distinguishes files quickly, but does not detect every changed byte. Errors: OSError if the file cannot
+    be read.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size}\n".encode())
@@ -93,13 +94,15 @@ def _check_outside(flag: str, value: object, folder: Path) -> None:
 
 
 def check_save_dir(place: Path) -> None:
-    """Check that `--save-dir` can be a folder; a folder in an object store is not checked. Errors: ValueError."""
+    """Check that `--save-dir` can be a folder; a folder in an object store is not checked. Errors: ValueError if it
+    cannot be one."""
     if url_of(place) is None:
         check_folder("--save-dir", place, place)
 
 
 def check_file(flag: str, path: str) -> None:
-    """Check that an output file can be written, before starting the work that writes it. Errors: ValueError."""
+    """Check that an output file can be written, before the work whose result it stores. Errors: ValueError if it cannot
+    be written."""
     target = os.path.realpath(path)  # a link may point to a file that does not exist yet
     folder = os.path.dirname(target)
     if os.path.isdir(target):

@@ -74,7 +74,7 @@ def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
 
 
 def _neighbour_flops(mixer: NeighbourAttention, length: int) -> float:
-    """Attention operations of one sample over its neighbours, and those of the neighbours' encoder."""
+    """Operations of one sample's attention to its neighbours, and of the attention in the neighbours' encoder."""
     chunks, neighbour_tokens = length // mixer.chunk, mixer.neighbours * mixer.width
     operations = 12.0 * mixer.attention.width * length * neighbour_tokens
     for layer in mixer.encoder:

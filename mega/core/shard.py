@@ -61,7 +61,7 @@ def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
                 f"--{cut.axis} {ranks}: {tensor.name} has {parts} parts; "
                 f"they must divide by {cut.axis} (valid: {', '.join(map(str, divisors(parts)))})"
             )
-        width = tensor.shape[cut.dim] // cut.parts  # elements of one part: a head's width, or 1
+        width = tensor.shape[cut.dim] // cut.parts  # number of elements of one indivisible part: a head's width, or 1
         run = parts // ranks * width
         begin = min(index * run, tensor.shape[cut.dim])
         start[cut.dim] = begin

@@ -81,7 +81,7 @@ def discard(line: str) -> None:
 
 
 def print_whole(text: str) -> None:
-    """Print a text of any length. Errors: BrokenStdout."""
+    """Print a text of any length. Errors: BrokenStdout if stdout cannot be written."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -69,7 +69,7 @@ def read_limited(path: Path | str, limit: int, what: str) -> bytes:
 
 
 def _next(descriptor: int, size: int, regular: bool) -> bytes:
-    """Read up to `size` bytes, or return b"" at the end of the file. Errors: TimeoutError."""
+    """Read up to `size` bytes, or return b"" at the end of the file. Errors: TimeoutError if no data arrives."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not regular:
         _wait(descriptor, deadline)
@@ -79,7 +79,7 @@ def _next(descriptor: int, size: int, regular: bool) -> bytes:
 
 
 def _wait(descriptor: int, deadline: float) -> None:
-    """Wait until there is data to read, or the other end is closed. Errors: TimeoutError."""
+    """Wait until there is data to read, or the other end is closed. Errors: TimeoutError if neither happens in time."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | select.POLLHUP)
     if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):

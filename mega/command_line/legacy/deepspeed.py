@@ -21,7 +21,7 @@ from mega.core.config.toml import LARGEST, LIMIT, cut
 from mega.core.untrusted import parse_json, read_limited
 
 MOST_POWER = 127
-"""Exponent of the largest power of two in fp32."""
+"""Exponent of the largest power of two that fp32 can represent."""
 
 Options = dict[str, Any]
 Problems = list[str]

@@ -13,7 +13,7 @@ _LAUNCH_SWITCHES = ("--standalone", "--use_env", "--use-env", "--no_python", "--
 
 
 def start(launcher: Sequence[str], verb: str, known: Collection[str], result: Translation) -> list[str]:
-    """The words that start a subcommand, given the launcher in the old command line."""
+    """The words with which to start a subcommand, given the launcher of the old command line."""
     mega_words = ["mega", *verb.split()]
     words = [word for word in launcher if word != "-u" and not re.fullmatch(r"(.*/)?python[\d.]*", word)]
     for index, word in enumerate(words):

@@ -2,9 +2,9 @@
 of its forks and of fairseq.
 
 These programs have no flag for the model family or the task; the program's name implies both. A row of programs.toml
-names the subcommand of `mega` that does the same, the flags that the name implies, and those of the program's own flags
-that are renamed, have no effect, or have no counterpart. Flags of training are in config/sections.py and flags.toml.
-This module depends on the names of programs, but not on how a line is split into words or on what a subcommand does.
+names the equivalent subcommand of `mega`, the flags that the program's name implies, and the program's own flags that
+are renamed, have no effect, or have no counterpart. Flags of training are in config/sections.py and flags.toml. This
+module depends on the names of programs, but not on how a line is split into words or on what a subcommand does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Program:
     lowers: tuple[str, ...] = ()
     """Flags whose values mega writes in lower case."""
     arguments: tuple[str, ...] = ()
-    """Mega's flags for the positional words of the line, in order; the last flag takes all remaining words."""
+    """Mega's flags for the positional words of the command line, in order; the last flag takes all remaining words."""
     hole: str = ""
     """A variable in the new command line that the user has to set, and its meaning."""
     why: str = ""
@@ -102,7 +102,7 @@ def _by_name(kind: str) -> Mapping[str, Sequence[Program]]:
 
 
 def program_of(name: str, words: Sequence[str]) -> Program:
-    """The row of the program `name`, in any folder, that applies to these words.
+    """The row of programs.toml for the program `name`, in any folder, that applies to these words.
 
     Errors: ValueError if the program is unknown.
 

@@ -1,7 +1,8 @@
 """Special rules for single programs that a table of flags cannot express, such as regrouped words or several commands.
 
-Functions of `BEFORE` change the words of a line before they are read, those of `AFTER` change the options of the last
-command, and those of `WHOLE` translate a whole line. The row of a program in programs.toml names its functions.
+Functions in `BEFORE` change the words of a line before they are read, functions in `AFTER` change the options of the
+last command, and functions in `WHOLE` translate a whole line. The row of a program in programs.toml names its
+functions.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from mega.command_line.legacy.programs import is_program
 
 
 class CommandLine(NamedTuple):
-    """launcher: the words before the program. program: the program's path. words: the words after the program."""
+    """A command line. launcher: the words before the program. program: the program's path. words: the words after the
+    program."""
 
     launcher: tuple[str, ...]
     program: str
@@ -219,7 +220,7 @@ def _number(node: ast.expr) -> int:
 
 
 def _words(line: str) -> list[str]:
-    """Split a line into words, without quotes. Errors: ValueError."""
+    """Split a line into words, and remove quotes. Errors: ValueError if a quote is not closed."""
     try:
         return [word.replace(_BLANK, " ") for word in shlex.split(line)]
     except ValueError as error:

@@ -9,7 +9,7 @@
     transfers       from each rank to the next, by size                       -> peer
 
 `mega memory-estimate --gpu FILE.toml` reads this file. Links between hosts, and between a device and its host, are not
-measured; the file has no values for them, so those of `base` in estimate/hardware.toml are used.
+measured; the file has no values for these links, so the values of `base` in estimate/hardware.toml are used.
 """
 
 from __future__ import annotations

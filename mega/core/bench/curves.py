@@ -90,7 +90,7 @@ CPU = Shapes(
 
 
 class Meter:
-    """Times operations on a device. ops: the device's ops, in the dtype of the measurement.
+    """Measures how long operations take on a device. ops: the device's ops, in the dtype of the measurement.
 
     slowest: function that maps the seconds on this rank to those on the slowest rank. seconds: time for which
     an operation is repeated.
@@ -235,7 +235,7 @@ def elementwise(meter: Meter, sizes: Sequence[int]) -> Iterator[Point]:
 
 
 def collected(found: Iterator[Point]) -> dict[str, list[tuple[float, ...]]]:
-    """Return the points by curve.
+    """Return a map from the name of each curve to its points.
 
     >>> collected(iter([("elementwise", (8, 2.0)), ("elementwise", (16, 3.0))]))
     {'elementwise': [(8, 2.0), (16, 3.0)]}

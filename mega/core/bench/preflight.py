@@ -110,7 +110,7 @@ def _exchange(out: torch.Tensor, to: int, into: torch.Tensor, source: int) -> No
 
 
 def _disk(folder: Path, megabytes: int) -> Iterator[tuple[str, float]]:
-    """Yield the rates of writing a file, with fsync, and of reading it. Errors: OSError."""
+    """Yield the rates of writing a file, with fsync, and of reading it. Errors: OSError if a file operation fails."""
     path, block = folder / f".preflight-{uuid.uuid4().hex}", os.urandom(1 << 20)
     folder.mkdir(parents=True, exist_ok=True)
     try:

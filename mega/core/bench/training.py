@@ -93,7 +93,7 @@ class Speed:
     steps: list[float] = field(default_factory=list)
     """Seconds of each timed step."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of device time of one step, by kind of work, including `idle` time between kernels."""
+    """Milliseconds of device time in one step, by kind of work, including the `idle` time between kernels."""
 
     def fields(self) -> dict[str, object]:
         return asdict(self)

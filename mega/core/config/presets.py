@@ -269,7 +269,7 @@ PRESETS: Mapping[str, Values] = {
     "gpt-76b": _gpt(60, 10240, 80, 2048, 51200),
     "gpt-145b": _gpt(80, 12288, 96, 2048, 51200),
     "gpt-310b": _gpt(96, 16384, 128, 2048, 51200),
-    # Yuan 1.0, Wu et al. 2021, arXiv 2110.04725, and its 4.7B sibling of the ASC22 competition
+    # Yuan 1.0, Wu et al. 2021, arXiv 2110.04725, and its 4.7B variant in the ASC22 competition
     "yuan-4.7b": _gpt(40, 3072, 24, 2048, 53228),
     "yuan-13b": {**_gpt(40, 5120, 40, 2048, 53228), "init_std": 0.002},
     # Korthikanti et al. 2022, arXiv 2205.05198, table 3

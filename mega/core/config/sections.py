@@ -842,7 +842,7 @@ class OptimizerConfig(Section):
 
     optimizer: Literal["adam", "sgd", "lamb", "adafactor", "muon"] = option(
         "adam",
-        "update rule; adam is AdamW; muon makes updates of the layers' matrices orthogonal, and uses adam for the rest",
+        "update rule; adam is AdamW; muon orthogonalizes updates of the layers' matrices; other tensors use adam",
         megatron="--optimizer",
         on_resume="must match",
     )

@@ -38,8 +38,8 @@ class Chunk(NamedTuple):
     kinds: tuple[LayerKind, ...] = ()
     """Kind of each block of the chunk; empty if all blocks of the model are alike."""
     before: int | None = None
-    """Number of the model's blocks before the chunk. None unless a block's position affects memory or time, as in
-    Retro, where some blocks read retrieved neighbours that other blocks encode."""
+    """Number of blocks that precede the chunk in the model. None unless a block's position affects memory or time, as
+    in Retro, where some blocks read retrieved neighbours that other blocks encode."""
 
     @property
     def blocks(self) -> int:

@@ -70,7 +70,7 @@ class Curve:
 
 
 def attention_flops(rows: float, queries: float, keys: float, width: float, backward: bool) -> float:
-    """Number of operations of attention over all (query, key) pairs."""
+    """Number of operations that attention over all (query, key) pairs takes."""
     return (10.0 if backward else 4.0) * rows * queries * keys * width
 
 

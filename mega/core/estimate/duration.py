@@ -16,14 +16,14 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Interruptions:
-    """The times that saves and failures take in a training run."""
+    """The time costs of saves and failures in a training run."""
 
     mtbf_hours: float | None = None
     """Mean time between failures of the whole machine, in hours. If None, failures are ignored."""
     save_seconds: float = 30.0
     """Time of a save, in seconds."""
     restart_seconds: float = 600.0
-    """Seconds from a failure to the next step: detection, new processes, reading a checkpoint."""
+    """Seconds from a failure to the next step: detecting the failure, starting processes, reading a checkpoint."""
 
 
 @dataclass(frozen=True)

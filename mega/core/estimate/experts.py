@@ -19,9 +19,9 @@ class WorstLoad(NamedTuple):
     """The load of one rank in an MoE layer, for one microbatch."""
 
     even: int
-    """Number of rows of the rank's experts if all experts are chosen equally often."""
+    """Number of rows that the rank's experts process if all experts are chosen equally often."""
     rows: int
-    """Number of rows of the rank's experts in the worst case."""
+    """Number of rows that the rank's experts process in the worst case."""
     more: int
     """Additional bytes in the worst case for one microbatch, summed over the MoE layers of a stage."""
 

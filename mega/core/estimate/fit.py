@@ -30,8 +30,8 @@ class Product:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit a line to measured times so that relative errors are smallest, and return (delay, seconds per unit of size).
-    Both values are at least 0.
+    """Fit a line to measured times so that the relative errors are as small as possible, and return (delay, seconds per
+    unit of size). Both values are at least 0.
 
     >>> delay, each = line([1, 10, 100], [3, 12, 102])
     >>> round(delay, 6), round(each, 6)

@@ -1,8 +1,8 @@
 """Computes the peak bytes of one microbatch on one model chunk, from the chunk's trace and the temporary buckets of
 ZeRO.
 
-trace.py measures each part of a pass, and this module adds up the parts in sequence. This module does not depend on the
-pipeline, and imports torch only when `footprint` is called.
+`trace.py` measures each part of a forward or backward pass, and this module adds up these parts in sequence. This
+module does not depend on the pipeline, and imports torch only when `footprint` is called.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def footprint(
 
 
 class _Walk:
-    """Adds up the parts of a chunk in sequence, and tracks live bytes.
+    """Adds up the traced parts of a chunk's passes in sequence, and tracks live bytes.
 
     leaving: bytes of the gradient reduction that is in flight.
     """

@@ -49,7 +49,7 @@ class Hardware:
     latency_outside: float  # Microseconds per ring step between hosts
     link: float  # GB/s of copies between a GPU and its host, one direction
     host_memory: float  # GB/s of a host's memory
-    curves: Curves | None = None  # Measured times of operations; None to scale those of an H100
+    curves: Curves | None = None  # Measured times of operations; None to scale the times of an H100
 
     @property
     def fp8(self) -> float:

@@ -26,8 +26,8 @@ SAVED = 40
 
 
 def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
-    """Yield a message for each resource of this host that a resolved `run` exceeds. Nothing is yielded if the ranks run
-    on GPUs."""
+    """Yield a message for each resource (cores, memory) of which this host has less than a resolved `run` needs.
+    Nothing is yielded if the ranks run on GPUs."""
     if run.runtime.device == "cuda" or (run.runtime.device == "auto" and has_cuda()):
         return
     if ranks > (cpus := cores()):

@@ -229,8 +229,8 @@ def representative(run: RunConfig, count: int) -> int:
 
 
 def _update(run: RunConfig, weights: Weights) -> int:
-    """Temporary memory of the optimizer in bytes: fp32 (or wider) copies of the part of a bucket that this rank
-    updates. Weights are gathered in place."""
+    """Temporary memory of the optimizer in bytes: fp32 (or wider) copies of the bucket span that this rank updates.
+    Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
     high = wide_bytes(precision.dtype)

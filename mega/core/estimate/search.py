@@ -99,7 +99,7 @@ class SearchResult:
     tried: int
     """Number of layouts that pass the checks of every run."""
     weighed: int
-    """Number of layouts that were examined, in order of rough step time, until enough layouts fitted."""
+    """Number of layouts that were examined, in order of estimated step time, until enough layouts fitted."""
     fitting: int
     """Number of examined layouts that fit into memory."""
     smallest: float

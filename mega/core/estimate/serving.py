@@ -34,8 +34,8 @@ SUM = 4.3e-6
 """Delay of a sum over tensor ranks, in seconds per rank. Every rank waits for a signal from each other rank."""
 
 MIXTURE = 22e-6
-"""Seconds that an MoE layer spends on neither reading nor computing: routing, and the start and the end of kernels
-whose experts have different numbers of rows."""
+"""Seconds that an MoE layer spends neither reading weights nor computing: on routing, and at the start and the end of
+kernels whose experts have different numbers of rows."""
 
 GROUPED = 0.8
 """Speed of a grouped matmul over experts, as a fraction of the speed of one matmul with all their rows."""

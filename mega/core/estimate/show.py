@@ -159,8 +159,8 @@ def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence
 
 
 def table(memory: Memory) -> Table:
-    """A table of the GiB of each component of the peak, at most 80 columns wide. Consecutive stages with equal values
-    share a row."""
+    """A table of the components of the peak memory, in GiB, at most 80 columns wide. Consecutive stages with equal
+    values share a row."""
     from rich.table import Table
 
     output = Table(

@@ -201,7 +201,7 @@ def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, f
 
 
 class Times:
-    """Computes the times, in seconds, of the components of a step of a resolved `run` on a device.
+    """Computes how long each component of a step takes, in seconds, for a resolved `run` on a device.
 
     recorded: whether microbatches are replayed as CUDA graphs. rough: compute the times faster but less exactly.
     """

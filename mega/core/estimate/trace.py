@@ -73,15 +73,15 @@ class Part(NamedTuple):
     """The memory of one part of a forward or backward pass, in bytes."""
 
     peak: int
-    """Peak of live bytes, minus the live bytes at the beginning of the part."""
+    """Peak of live bytes, minus the live bytes at the beginning of this part of the pass."""
     change: int
-    """Live bytes at the end of the part, minus the live bytes at its beginning."""
+    """Live bytes at the end of this part of the pass, minus the live bytes at its beginning."""
     weight: tuple[int, int] | None = None
     """The tuple (unit, index in the unit) of the weight whose gradient ends this part of the pass. None if this part
     ends with its unit."""
     opens: bool = False
-    """If True, the part ends when the gradient of `weight` is first accumulated, otherwise when that gradient is
-    complete."""
+    """If True, this part of the pass ends when the gradient of `weight` is first accumulated, otherwise when that
+    gradient is complete."""
 
 
 Parts = tuple[tuple[Part, ...], ...]

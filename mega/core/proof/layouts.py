@@ -89,7 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama", "bert", "t5")
 DECODERS = ("gpt", "llama")
-"""The models with which a layout given by name is tested, unless a model is given."""
+"""Names of the models with which a layout is tested if the user names only the layout."""
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """dtype -> learning rate. Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that

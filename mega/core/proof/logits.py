@@ -57,7 +57,7 @@ class LogitComparison:
 
 
 def check_transformers() -> None:
-    """Check that transformers and its dependencies are installed. Errors: ValueError."""
+    """Check that transformers and its dependencies are installed. Errors: ValueError if a package is missing."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
     except ImportError as error:

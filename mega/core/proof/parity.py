@@ -145,7 +145,7 @@ def snapshots(pool: Pool, run: RunConfig, world: int, steps: Sequence[int]) -> l
 
 
 def assemble(pieces: Iterator[Piece]) -> dict[str, torch.Tensor]:
-    """Assemble whole tensors from the pieces of all ranks.
+    """Assemble whole tensors from the rectangles that all ranks hold.
 
     Errors: RuntimeError if replicas are not bitwise equal, or if an element is missing on all ranks.
     """

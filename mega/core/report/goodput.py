@@ -47,7 +47,7 @@ class Goodput:
     productive: float
     """Time of steps whose updates were applied and were not rolled back."""
     lost: float
-    """Time of lost steps, which were repeated after a resume, skipped or rolled back."""
+    """Time of lost steps: steps that were skipped, rolled back, or repeated after a resume."""
     starts: float
     saves: float
     evaluations: float

@@ -23,8 +23,8 @@ FIRST, LAST, STEPS = 1e-7, 1.0, 100
 SMOOTHING = 0.9
 """Weight of the previous value in the smoothed loss."""
 RISEN = 4.0
-"""The sweep ends when the loss has risen from its minimum by more than this multiple of its decrease since the
-start."""
+"""The sweep ends when the loss has risen from its minimum by more than this multiple of its decrease from the first
+step to the minimum."""
 LEAST_POINTS = 3
 """Minimum number of steps in a sweep."""
 

@@ -19,7 +19,7 @@ from mega.core.untrusted import read_limited
 
 MOST_BYTES = 1 << 31
 Series = list[tuple[float, float]]
-"""A curve: (step, value) in the order of steps, with NaN for a missing value."""
+"""A curve: (step, value) pairs in the order of steps, with NaN for a missing value."""
 
 
 class RunEvent(NamedTuple):

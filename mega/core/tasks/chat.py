@@ -18,7 +18,8 @@ class ChatTexts:
     """Formatter of conversations with one template. ends: ids of tokens that end the assistant's turn."""
 
     def __init__(self, template: str, tokenizer: Tokenizer):
-        """template: a name in text/chat/templates.py, or the text of a Jinja template. Errors: ValueError."""
+        """template: a name in text/chat/templates.py, or the text of a Jinja template. Errors: ValueError if the
+        template cannot be used with the tokenizer."""
         label = f"--chat-template {template}" if template in TEMPLATES else "the chat template"
         self._chat, self._tokenizer = ChatFormat(template, tokenizer, label), tokenizer
         self.template, self.ends = template, self._chat.ends

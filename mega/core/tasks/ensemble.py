@@ -84,7 +84,7 @@ def accuracies(rows: Sequence[Row]) -> list[Row]:
 
 
 def run(files: Sequence[str], out: str) -> int:
-    """Combine the predictions, print accuracies, and write the result to `out`. Errors: ValueError."""
+    """Combine the predictions, print accuracies, and write the result to `out`. Errors: those of `ensemble`."""
     rows, scores = ensemble(files)
     write(Path(out), rows)
     for score in scores:

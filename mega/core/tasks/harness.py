@@ -205,7 +205,7 @@ class NativeModel:
 
     @property
     def turn(self) -> int:
-        """Number of rows that all ranks together score per call."""
+        """Number of rows that all ranks together score in one call."""
         return self.micro_batch * self.scorer.mesh.dp.size * self.scorer.together
 
     @property

@@ -31,7 +31,8 @@ HEADS = tuple(head for head, _ in LABELLED.values())
 
 
 class Item(NamedTuple):
-    """A question. position: index among all questions. where: index of the set. number: index within the set."""
+    """A question. position: index among the questions of all sets. where: index of the question's set. number: index
+    within this set."""
 
     position: int
     where: int

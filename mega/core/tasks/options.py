@@ -93,11 +93,11 @@ class HarnessOptions(VerbSection):
 
     tasks: tuple[str, ...] = option((), "tasks of lm-eval, such as hellaswag,gsm8k, instead of --task")
     num_fewshot: int | None = option(
-        None, "with --tasks: number of solved examples before each question", within=FROM_0
+        None, "with --tasks: number of examples with answers before each question (few-shot)", within=FROM_0
     )
     include_path: str | None = option(None, "with --tasks: directory of additional task files")
     apply_chat_template: bool = option(False, "with --tasks: format questions with the model's chat template")
-    log_samples: bool = option(False, "with --tasks: also write every question and answer to --json")
+    log_samples: bool = option(False, "with --tasks: also write every question and answer to the --json file")
     limit: int | None = None
     """Maximum number of examples to score, set from --limit."""
 

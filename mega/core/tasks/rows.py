@@ -86,7 +86,7 @@ def nll_of(batch: DecoderBatch, scores: TokenScores) -> Term:
 
 
 def per_row(term: Term) -> Term:
-    """Return the totals of `term` with weight 1 per row."""
+    """Return the totals of the term `term`, with weight 1 for each row."""
     return Term(term.total, torch.ones_like(term.total))
 
 

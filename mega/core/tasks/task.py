@@ -77,7 +77,7 @@ class Benchmark(Protocol[Example]):
         returned. scores: `TokenScores`, [b, s]."""
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
-        """Return the figures to report, in order, computed from the estimate of each term."""
+        """Return the figures to report, in order, computed from the estimates of all terms."""
 
 
 @runtime_checkable

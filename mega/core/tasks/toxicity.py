@@ -179,7 +179,8 @@ def _seed(seed: int, drawn: tuple[str, int]) -> int:
 
 
 def _grouped(scores: Sequence[Scores], size: int) -> list[list[float]]:
-    """Return the toxicity of each prompt's continuations, except continuations without a score. Errors: ValueError."""
+    """Return the toxicity of each prompt's continuations, except continuations without a score. Errors: ValueError if
+    the scorer does not rate toxicity."""
     values: list[float | None] = []
     for score in scores:
         if score is not None and ATTRIBUTE not in score:

@@ -53,7 +53,7 @@ class Training:
     profiler: StepProfiler | None = None
     """The profiler on a rank that is profiled; None on other ranks."""
     last: dict[str, float] = field(default_factory=dict)
-    """The most recent results of a step that the host has read."""
+    """The most recent step results that the host has read."""
 
     def play(self) -> int:
         """Train to the last step, then validate and test. All reporters are closed, even after an error.
@@ -96,7 +96,7 @@ class Training:
         )
 
     def _train(self) -> None:
-        """Run all steps. If the run diverges, mark its newest saves as suspect. Errors: FloatingPointError."""
+        """Run all steps. If the run diverges, mark its newest saves as suspect, and raise FloatingPointError."""
         try:
             self._steps()
         except FloatingPointError as error:
@@ -234,7 +234,8 @@ class Training:
         self.meters.slowest = self.stragglers.slowest
 
     def _check_applied(self) -> None:
-        """Check at the end of a run that at least one step was applied. Errors: FloatingPointError."""
+        """Check at the end of a run that at least one step was applied. Errors: FloatingPointError if none was
+        applied."""
         progress, scaler = self.state.progress, self.state.scaler
         if self._at_end and 0 < progress.step <= progress.skipped:
             scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale):g}"

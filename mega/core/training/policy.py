@@ -191,7 +191,7 @@ class Guard:
         return NO_LIMITS if self.options.on_spike == "warn" else limits
 
     def policy(self, reason: str) -> str:
-        """Return the policy for `reason`: stop, warn, skip or rollback. reason: "nan" or "spike"."""
+        """Return the policy for an unsound step: stop, warn, skip or rollback. reason: "nan" or "spike"."""
         return self.options.on_nan if reason == "nan" else self.options.on_spike
 
     def is_first_spike(self, step: int) -> bool:

@@ -88,7 +88,7 @@ class Probes:
         self.sums[first : first + len(norms)] += torch.stack(norms)
 
     def broken(self, sums: Sequence[float]) -> dict[str, list[ProbePoint]]:
-        """Return the points whose sums are not finite. sums: `self.sums` after a step."""
+        """Return the units and weights whose sums are not finite. sums: `self.sums` after a step."""
         bad = [not (abs(value) < float("inf")) for value in sums]
         outputs = [place for place, is_bad in zip(self.outputs, bad, strict=False) if is_bad]
         gradients = [place for place, is_bad in zip(self.gradients, bad[len(self.outputs) :], strict=True) if is_bad]
@@ -104,7 +104,8 @@ class Damage(Protocol):
 
 
 class _Output:
-    """A forward hook that adds the sum of a unit's output to `total`. The hook can be captured in a CUDA graph."""
+    """A forward hook that adds the sum of the output of a model unit (such as a layer) to `total`. The hook can be
+    captured in a CUDA graph."""
 
     def __init__(self, total: torch.Tensor):
         self._total = total
@@ -117,8 +118,8 @@ class _Output:
 
 
 def _units(stages: Sequence[nn.Module], mesh: Mesh) -> Iterator[tuple[ProbePoint, nn.Module]]:
-    """Yield the units of this rank's stages. A layer is named by the common prefix of its tensors' names; other units
-    (the embedding, the head) are named by their attribute in the stage."""
+    """Yield the units of the model (embedding, layers, head) in this rank's stages. A layer is named by the common
+    prefix of its tensors' names; other units (the embedding, the head) are named by their attribute in the stage."""
     for chunk, stage in enumerate(stages):
         ends = {id(child): f"the {name}" for name, child in stage.named_children()}
         for number, unit in enumerate(units_of(stage)):

@@ -1,5 +1,5 @@
-"""The load of experts: the number of tokens per expert over the whole batch of a step, and the bias that balances these
-numbers.
+"""The load of experts, that is, the number of tokens per expert in the whole batch of a step, and the bias that
+balances the load.
 
 The tokens of all microbatches and ranks are counted, before tokens are dropped. The bias affects only which experts are
 chosen. After each step the bias moves by a fixed amount towards an even load (Wang et al. 2024, arXiv 2408.15664), or

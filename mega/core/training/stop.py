@@ -146,7 +146,7 @@ def ignore_signals() -> None:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """A handler that does nothing. With SIG_IGN, Python would print a traceback for a signal that is already
+    """A signal handler that does nothing. With SIG_IGN, Python would print a traceback for a signal that is already
     pending."""
 
 

@@ -183,8 +183,8 @@ def tflops16(device: torch.device) -> float:
 
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
-    """Return the operations of this run on `device`; for the meta device, those of the device on which the run
-    trains."""
+    """Return the implementations of ops for this run on `device`; for the meta device, those for the device on which
+    the run trains."""
     precision, shapes = run.precision, device.type == "meta"
     if shapes:
         device = torch.device("cpu" if run.runtime.device == "cpu" else "cuda")

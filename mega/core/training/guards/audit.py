@@ -20,7 +20,7 @@ from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.training.state import TrainState
 
 BLOCK = 1 << 22
-"""Number of elements hashed at a time. It bounds the memory use."""
+"""Number of elements that are hashed at a time, which bounds the memory use."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Injector:
                 self._element(each, random.Random(each.seed), self._tied()[:1])
 
     def before_save(self, step: int) -> None:
-        """Raise the injected error of a save if one is due. Called while this rank writes. Errors: OSError."""
+        """Raise the OSError that a fault injects into a save, if one is due. Called while this rank writes."""
         if any(each.target == "save" and each.due(step, each.rank) for each in self._faults):
             raise OSError(errno.ENOSPC, "no space left on device (--inject)")
 

@@ -6,8 +6,8 @@ reference.
     2 its cache       in --data-cache, or under --save, keyed by the digests of these weights and of the pairs
     3 training        the loss of `Preference` (model/objective.py), for each pair
 
-When a run resumes, its weights have already changed, so the run reads the reference from the cache or, without a cache
-entry, loads the initial weights from --load again.
+When a run resumes, its weights have already changed, so the run reads the reference from the cache. If the cache has no
+entry, the run loads the initial weights from --load again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def objective(run: RunConfig) -> Objective:
 
 
 def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
-    """Set the reference of every dataset. Errors: ValueError if the initial weights are no longer available."""
+    """Set the reference log-probabilities of every dataset. Errors: ValueError if the initial weights are no longer
+    available."""
     state.reference = _first_weights(state.run, point)
     sets = [cast("PairDataset", each) for each in (data.train, *data.named.values()) if each is not None]
     cache = _cache(state.run)

@@ -1,7 +1,7 @@
 """Labelled rows as a kind of task: training reads all of --train-data together, and validation reads each set of
 --valid-data separately and completely.
 
-A `Format` (data/labelled.py) describes the files; kinds/__init__.py creates a kind from each format.
+A `Format` (data/labelled.py) describes the files; `kinds/__init__.py` creates a kind of task from each format.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Exporter:
         self._steps, self._still_s, self._began = steps, still_s, time.monotonic()
         self._productive = 0.0
         self._moved: tuple[object, float] = (_place(), self._began)
-        """The last known position of the process in the program, and the time at which this position was reached."""
+        """The last known phase and progress counter of the process, and the time at which they last changed."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
         restarts = self._gauge("restarts", "Restarts of the ranks since the launch, if the launcher counts them")
@@ -126,7 +126,7 @@ class Exporter:
         self._still()
 
     def _still(self) -> float:
-        """Return the seconds since the position of the process changed. The position is polled twice per second."""
+        """Return the seconds since the process last made progress, which is polled twice per second."""
         moment, position = time.monotonic(), _place()
         if position != self._moved[0]:
             self._moved = position, moment

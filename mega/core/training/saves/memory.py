@@ -86,7 +86,8 @@ class HostFiles:
         self.folder, self.sizes, self._layouts = folder, sizes, layouts
 
     def check_space(self, owners: Collection[int], interval: int) -> None:
-        """Check that this host's memory can hold the copies of these ranks. Errors: ValueError."""
+        """Check that this host's memory can hold the copies of these ranks. Errors: ValueError if the memory is too
+        small."""
         needed = sum(COPIES * (HEADER + self.sizes[owner]) for owner in owners)
         existing = sum(path.stat().st_size for path in self.folder.glob("rank-*"))
         free = shutil.disk_usage(self.folder).free

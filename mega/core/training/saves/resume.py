@@ -246,7 +246,7 @@ def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
 
 
 def _stated(checkpoint: StoredWeights, name: str) -> Json:
-    """Return a metadata value that is required for a resume. Errors: CheckpointError."""
+    """Return a metadata value that is required for a resume. Errors: CheckpointError if the value is missing."""
     if name not in checkpoint.meta:
         raise CheckpointError(
             f"{checkpoint.path}: its manifest says no meta.{name}; give --finetune to load weights alone"
@@ -408,7 +408,7 @@ def check_corpora(run: RunConfig, point: ResumePoint, data: Datasets) -> None:
 
 
 def _layout(sizes: Mapping[str, float]) -> str:
-    """Format the sizes of a layout for a message.
+    """Format the numbers of ranks in a layout for a message.
 
     >>> _layout({"tp": 2, "dp": 4}), _layout({})
     ('--tp 2 x 4 data ranks', '1 rank')
@@ -442,7 +442,8 @@ def _length(values: Mapping[str, object]) -> tuple[str, int]:
 
 
 def _truest(weight: Piece, checkpoint: StoredWeights) -> Piece:
-    """Return the piece of the master weight if the checkpoint contains it; otherwise the piece of the weight."""
+    """Return the rectangle `weight`, taken from the master weight if the checkpoint contains it, otherwise from the
+    weight."""
     master = weight.key.replace("weights/", "master/", 1)
     return dataclasses.replace(weight, key=master) if master in checkpoint.tensors else weight
 
@@ -459,7 +460,8 @@ def _same_rule(run: RunConfig, checkpoint: StoredWeights) -> None:
 
 
 def _check_state(run: RunConfig, checkpoint: StoredWeights) -> None:
-    """Check that the checkpoint has optimizer state, if the optimizer needs any. Errors: CheckpointError."""
+    """Check that the checkpoint has the optimizer state that the optimizer needs. Errors: CheckpointError if it has
+    none."""
     stateless = run.optimizer.optimizer == "sgd" and not run.optimizer.sgd_momentum
     kinds = {key.partition("/")[0] for key in checkpoint.tensors}
     if not stateless and not kinds - {"weights", "master"}:
@@ -467,7 +469,7 @@ def _check_state(run: RunConfig, checkpoint: StoredWeights) -> None:
 
 
 def _same_task(run: RunConfig, checkpoint: StoredWeights) -> None:
-    """Check that the run and the checkpoint have the same --task. Errors: CheckpointError."""
+    """Check that the run and the checkpoint have the same --task. Errors: CheckpointError if the tasks differ."""
     task = run.finetuning.task
     stored = below(checkpoint.meta, "config", "finetuning").get("task", "lm")
     if stored != task:

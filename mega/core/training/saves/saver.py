@@ -67,7 +67,7 @@ class Saver:
         """
         sidecar_files: small files to store in every checkpoint; rank 0's files are used.
         corpora: digests of the token files of the run.
-        blends: earlier blends of the training set, see data/phases.py.
+        blends: earlier blends of the training set (data/phases.py).
         saved: the step of the newest checkpoint, if the run has resumed from a later step in memory.
         """
         self.state, self.options, self._report = state, state.run.checkpoint, report

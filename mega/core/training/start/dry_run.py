@@ -66,7 +66,7 @@ def dry_run(inputs: Inputs, world: int) -> None:
 
 def _compare(inputs: Inputs, world: int, report: Callable[[str], None]) -> tuple[bool, bool | None]:
     """Find the checkpoint from which the run would start, check that the run may start from it, and report the
-    differences. Return a pair: whether the exchanges of tensor ranks would overlap GEMMs, and the result of
+    differences. Return a pair: whether the exchanges between tensor ranks would overlap GEMMs, and the result of
     `overlapped_before`.
 
     Only metadata are compared; tensors are read only to verify the checkpoint. Errors: ValueError, as in training.
@@ -112,7 +112,8 @@ def _threads(run: RunConfig, gpu: bool | None) -> int | None:
 
 
 def _sizes(run: RunConfig, world: int) -> Table:
-    """Build the stages on the meta device; return a table of their blocks and sizes. Errors: ValueError."""
+    """Build the stages on the meta device; return a table of their blocks and sizes. Errors: ValueError for an invalid
+    layout."""
     parallel, dp = run.parallel, data_parallel(run, world)
     axes = [f"tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}", *expert_axes(run)]
     table = Table(title=f"{world} ranks: {'; '.join(axes)}")
@@ -133,7 +134,7 @@ def _sizes(run: RunConfig, world: int) -> Table:
 
 
 def _run_of(numbers: list[int]) -> str:
-    """Format consecutive block indices as a range.
+    """Format consecutive indices of transformer blocks as a range.
 
     >>> _run_of([4, 5, 6]), _run_of([3]), _run_of([])
     ('4-6', '3', 'none')

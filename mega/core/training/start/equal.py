@@ -36,8 +36,8 @@ def flags(run: RunConfig | Options) -> dict[str, str]:
 
 
 def alike(options: Options, inputs: Inputs) -> dict[str, str]:
-    """Return the values of a host that joins a run. The flags are compared as given on the command line, because their
-    resolved values may depend on the checkpoints of the run."""
+    """Return the values by which a host that joins a run is compared with other hosts. The flags are compared as given
+    on the command line, because their resolved values may depend on the checkpoints of the run."""
     return {**code(), **flags(options), **contents(inputs)}
 
 

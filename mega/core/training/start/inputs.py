@@ -113,7 +113,7 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
 
 
 def _check_port(options: Options) -> None:
-    """Check that --metrics-port is free on the first rank's host. Errors: ValueError."""
+    """Check that --metrics-port is free on the first rank's host. Errors: ValueError if the port is in use."""
     port = options.log.metrics_port
     if port is None or options.runtime.dry_run or not is_first_rank():
         return

@@ -177,8 +177,8 @@ def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
 
 
 def overlap_note(run: RunConfig, overlaps: bool, overlapped: bool | None, refusal: str | None) -> str:
-    """Return the message about the exchanges of tensor ranks (--tp-overlap). overlaps: whether they overlap GEMMs.
-    overlapped: result of `overlapped_before`. refusal: result of `no_overlap_reason`."""
+    """Return the message about the exchanges between tensor ranks (--tp-overlap). overlaps: whether the exchanges
+    overlap GEMMs. overlapped: result of `overlapped_before`. refusal: result of `no_overlap_reason`."""
     if run.parallel.tp_overlap is not None:
         reason = "as asked"
     elif overlapped == overlaps and (overlaps or refusal is None):

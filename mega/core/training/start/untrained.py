@@ -71,7 +71,8 @@ def control_tokens(template: str, tokenizer: Tokenizer) -> Mapping[str, int]:
 
 
 def untrained_rows(base: StoredWeights, key: str, controls: Mapping[str, int]) -> list[str]:
-    """Return the control tokens whose rows in the tensor `key` are zero or equal. Errors: CheckpointError, OSError."""
+    """Return the control tokens whose rows in the tensor `key` are zero or equal. Errors: CheckpointError or OSError if
+    the rows cannot be read."""
     if key not in base.tensors or not controls:
         return []
     vocab, width = base.tensors[key][0]
