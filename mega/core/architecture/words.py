@@ -52,5 +52,5 @@ def parameter_words(options: ModelConfig) -> str:
 
 
 def size_words(model: Architecture) -> str:
-    """Describe the shape of a model more briefly, for use by servers."""
+    """Describe the shape of a model briefly, for use by servers."""
     return f"{model.family}, {len(model.layers)} blocks of {model.hidden}"

@@ -1,10 +1,10 @@
 """Causal attention with a sliding window through cuDNN's graph API, if the package nvidia-cudnn-frontend is installed.
 
 This module exists because torch does not pass windows to cuDNN. Plans for the forward and backward pass of a shape are
-built once, before its first use. If cuDNN rejects a shape, or computes a wrong result in a small trial, the caller's
-kernels are used and a warning is logged. Documents, dropout and offsets of the queries are not supported. After the
-first call for a shape, later calls do not synchronise, and they allocate memory only through torch, so they can be
-captured in a CUDA graph."""
+built once, before its first use. If cuDNN rejects a shape, or computes a wrong result in a small test case, the
+caller's kernels are used and a warning is logged. Documents, dropout and offsets of the queries are not supported.
+After the first call for a shape, later calls do not synchronise, and they allocate memory only through torch, so they
+can be captured in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ class PagedAttention:
     attend. fused [tokens, heads + 2 kv_heads, d] contains queries, keys and values. Returns None if the caller must use
     `FewRows.place` and `attend` instead."""
     ragged: RaggedGraph | None = None
-    """Builds the pages of runs of any length for a CUDA graph; None if graphs support only runs of one token."""
+    """Object that builds the pages of runs of any length for a CUDA graph; None if graphs support only runs of one
+    token."""
 
 
 @dataclass(frozen=True)

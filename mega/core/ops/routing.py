@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mega.core.architecture.layer import ExpertGroups, Router
 
 LEAST_SUM = 1e-20
-"""Added to the sum by which scores are divided, to avoid a division by 0."""
+"""Constant added to the sum by which scores are divided, to avoid a division by 0."""
 
 SINKHORN_TOLERANCE = 1e-4
 SINKHORN_EPS = 1e-8

@@ -108,8 +108,8 @@ def choose(
     package: str | None = None,
     shapes: bool = False,
 ) -> Ops:
-    """Choose the fastest implementations for a device and a compute dtype. The field `reason` of the result explains
-    the choice.
+    """Choose the fastest implementations for a device and a compute dtype. The field `reason` of the result says why
+    they were chosen.
 
     fp8: whether the blocks' GEMMs in fp8 have one scale per tensor or per block of elements; None for GEMMs in `dtype`.
     recompute: whether attention recomputes its weights in the backward pass instead of saving them. package: a name
@@ -130,8 +130,8 @@ def choose(
 
 
 def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str:
-    """Describe the implementation of attention for rows of `length` tokens and heads of `width`, with the reason for
-    the choice.
+    """Describe the implementation of attention for rows of `length` tokens and heads of `width`, and say why it is
+    used.
 
     >>> attention_words(REFERENCE, AttentionMask(), torch.bfloat16, 8, 4)
     'plain torch'

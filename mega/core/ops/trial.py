@@ -1,4 +1,4 @@
-"""Tests kernels before they are used, by comparing a kernel with its reference in a small case on the device.
+"""Tests kernels before they are used, by comparing a kernel with its reference for a small case on the device.
 
 A kernel that was compiled incorrectly for the device would otherwise corrupt the results of the model. Ranks that
 compute a layer together must make the same decision. With different kernels, ranks might exchange different tensors and

@@ -27,8 +27,8 @@ class LearningRate:
     The style "wsd" stays at `peak` and decays over the last `anneal` samples with the curve `anneal_style` (Hu et al.
     2024, arXiv 2404.06395, with the curves of Megatron-core).
 
-    Two styles are for finding the largest stable rate (Smith 2017): "range-test" adds `peak` every `decay` samples, and
-    "range-exponential" grows from `least` to `peak` by a constant factor per sample.
+    Two styles are for finding the largest stable learning rate (Smith 2017): "range-test" adds `peak` every `decay`
+    samples, and "range-exponential" grows from `least` to `peak` by a constant factor per sample.
 
     >>> rate = LearningRate(peak=1.5e-4, least=1e-5, warmup=100, decay=1000, style="linear")
     >>> rate(0), rate(50), round(rate(550), 12), rate(1001)
@@ -51,7 +51,7 @@ class LearningRate:
     """Number of samples per step, for a logarithmic warm-up by ln(step + 1) / ln(steps of the warm-up), as in
     DeepSpeed; None if the warm-up is linear."""
     anneal: int = 0
-    """Length in samples of the learning-rate decay if the style is "wsd"."""
+    """Length, in samples, of the learning-rate decay if the style is "wsd"."""
     anneal_style: str = "exponential"
     """The curve of the learning-rate decay if the style is "wsd"."""
 
@@ -103,7 +103,7 @@ class WeightDecay:
     total: int
     """Number of training samples over which the weight decay changes."""
     style: str = "constant"
-    """The curve of the change (constant, linear or cosine)."""
+    """The curve of the change in weight decay (constant, linear or cosine)."""
 
     def __call__(self, samples: int) -> float:
         if self.style == "constant" or samples >= self.total:

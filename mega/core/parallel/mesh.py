@@ -88,7 +88,7 @@ class Groups:
     Every rank of the world must create every group, even groups without this rank, in the same order. A mesh creates
     groups in an order that depends only on its sizes and the model's inventory. (torch can also create a group among
     only its members. The group's name would then depend on each member's number of groups, which differs between the
-    first, middle and last stages.)
+    first, middle and last pipeline stages.)
     """
 
     backend: str | None = None
@@ -223,8 +223,8 @@ class Mesh:
         )
 
     def stages(self, numbers: Sequence[int]) -> Axis:
-        """Return the ranks of the stages `numbers` in this rank's pipeline if this rank's stage is one of them,
-        otherwise this rank alone.
+        """Return the ranks of the pipeline stages `numbers` in this rank's pipeline if this rank's stage is one of
+        them, otherwise this rank alone.
 
         All ranks must call this with the same arguments.
 

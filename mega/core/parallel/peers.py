@@ -136,7 +136,7 @@ class Gather:
 
 
 class Scatter:
-    """A reduce-scatter of [ranks x rows, columns], from which each rank gets the sum of its own rows."""
+    """A reduce-scatter of [ranks x rows, columns], from which each rank gets its own rows, summed over ranks."""
 
     def __init__(self, rows: int, columns: int, like: torch.Tensor, through: Peers):
         self._rows, self._axis, self._like = rows, through.axis, like

@@ -1,4 +1,4 @@
-"""The division of a GEMM and the exchange of its rows into pieces that overlap (--tp-overlap). This module does not use
+"""Divides a GEMM, and the exchange of its rows, into pieces that overlap (--tp-overlap). This module does not use
 tensors."""
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ class Weight(nn.Parameter):
     main_grad: torch.Tensor | None
     """The accumulated gradient, shaped like the weight; None if autograd handles the gradient."""
     on_main_grad: Callable[[Weight], None] | None
-    """Called before a gradient is added while `main_grad` is not set. The callback may allocate `main_grad`."""
+    """Function that is called before a gradient is added while `main_grad` is not set. It may allocate `main_grad`."""
     on_grad_ready: Callable[[Weight], None] | None
-    """Called each time a gradient has been added to `main_grad`."""
+    """Function that is called each time a gradient has been added to `main_grad`."""
     on_wgrad: Callable[[Weight, Any, torch.Tensor], None] | None
     """Function that defers a wgrad GEMM; None if GEMMs run immediately."""
 

@@ -32,7 +32,7 @@ class Costs:
     """The time to compute the weight gradients. In a plan without "W" steps this duration is part of the "B" step, so
     the same costs can be used for all plans."""
     transfer: float = 0.0
-    """The duration of sending one activation or gradient from one rank to another."""
+    """The time to send one activation or gradient from one rank to another."""
 
     def of(self, act: Compute, stage: int, split: bool) -> float:
         """Return the duration of `act` on global stage `stage`. split: whether the plan has "W" steps."""

@@ -26,9 +26,9 @@ from typing import Literal, TypeAlias
 class Compute:
     """A compute step, which runs one microbatch through one chunk of this rank.
 
-    kind: "F" is the forward pass. "B" is the backward pass. It computes the gradients of weights and input in a plan
-        without "W" steps, or only the gradient of the input in a plan with "W" steps, which compute the gradients of
-        the weights later.
+    kind: "F" is the forward pass. "B" is the backward pass. In a plan without "W" steps, "B" computes the gradients of
+        weights and input. In a plan with "W" steps, "B" computes only the gradient of the input, and "W" computes the
+        gradients of the weights later.
     microbatch: 0 .. microbatches - 1.
     chunk: index of the chunk on this rank, 0 .. chunks - 1.
     """

@@ -125,7 +125,7 @@ def silent_ranks(seconds: float) -> list[int]:
 
 def end_together(rank: int, timeout_minutes: float) -> None:
     """Check on rank 0, after its work, that every other rank has ended or answers, because a launcher would wait
-    forever for a stopped rank. Errors: TimeoutError naming the rank."""
+    forever for a stopped rank. Errors: TimeoutError, naming a rank that does neither."""
     for call in _CALLS if rank == 0 else ():
         silent = silent_ranks(60 * timeout_minutes)
         if silent:

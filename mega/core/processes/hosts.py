@@ -203,7 +203,7 @@ class Supervisor:
         self._ring.send_bytes(b".")
 
     def play(self) -> int:
-        """Execute orders until the job ends, and return the exit code."""
+        """Execute the leader's orders until the job ends, and return the exit code."""
         while True:
             self._bell.recv_bytes()
             order = self._orders.get()

@@ -26,10 +26,10 @@ ENDING = 30.0
 """Seconds that a host has to end its ranks before it counts as lost."""
 
 REPORTING = 1.0
-"""Seconds for the ranks of other hosts to report their errors and end, after the run has failed."""
+"""Seconds that the ranks of other hosts have to report their errors and end, after the run has failed."""
 
 LEAVING = 3.0
-"""Seconds for the other hosts to read the order to finish."""
+"""Seconds that the other hosts have to read the order to finish."""
 
 SHOWN = 5
 """Maximum number of differences that a message lists."""

@@ -106,8 +106,8 @@ class Questions:
         self._store.compare_set("failed", "", _ended(self._rank, report))
 
     def failure(self) -> str:
-        """Return a message with the report of the first rank that has ended because of its own error, or "" if no rank
-        has."""
+        """Return a message with the report of the first rank that has ended because of its own error, or "" if there is
+        no such rank."""
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
 
     def absent(self, answered: Collection[int]) -> tuple[list[int], str]:

@@ -32,7 +32,7 @@ from mega.core.processes.signals import handled_signals
 from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER, RESTART_COUNT
 
 PATIENCE = 0.2
-"""Seconds for ranks to end after a peer has failed, before they are killed."""
+"""Seconds that ranks have to end after a peer has failed, before they are killed."""
 
 
 @dataclass(frozen=True)

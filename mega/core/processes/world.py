@@ -334,8 +334,8 @@ def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapp
     """Return the number of ranks of a run: `dry` in a dry run (`--world`), otherwise the launcher's number, `--nproc`
     or 1.
 
-    Errors: ValueError in a batch script of SLURM that has several tasks and starts one process, because the other tasks
-        would be idle.
+    Errors: ValueError in a SLURM batch script that has several tasks but starts only one process, so that the other
+        tasks would be idle.
 
     >>> ranks(world_from_env({}), nproc=4)
     4
