@@ -222,7 +222,7 @@ class Supervisor:
         """Run the ranks of this host, and report how they ended (phases 2 and 3 in the module's docstring)."""
         self._seat, self._restarts = seat, Restarts.from_message(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
-            # This host has missed an attempt, in which other hosts may have stored newer peer copies.
+            # This host has missed an attempt, in which other hosts may have stored newer copies of rank states.
             for path in self._folder.glob("rank-*"):
                 path.unlink()
         self._attempted = self._restarts.number

@@ -255,7 +255,7 @@ class Leader:
         if restarts is None:
             return
         self._restarts, free, waiting = restarts, set(range(self._size.hosts)), list[_Member]()
-        # Surviving hosts keep their ranks, because the peer copies in their memory belong to these ranks.
+        # Surviving hosts keep their ranks, because the state copies in their memory belong to these ranks.
         for member in self._members.values():
             if member.seat in free:
                 free.discard(member.seat)

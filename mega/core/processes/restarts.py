@@ -120,14 +120,14 @@ def at_launch(limit: int, saved: int, launched: float) -> Restarts:
 
 
 def note_step(folder: Path, step: int) -> None:
-    """Record that this host's memory holds the peer copies of a step. Call this function on a rank."""
+    """Record that this host's memory holds copies of rank states at a step. Call this function on a rank."""
     temporary = folder / "step.new"
     temporary.write_text(str(step))
     temporary.rename(folder / "step")
 
 
 def noted_step(folder: Path | None) -> int:
-    """Return the newest step whose peer copies are in this host's memory, or 0."""
+    """Return the newest step for which this host's memory holds copies of rank states, or 0."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / "step").read_text()) if folder is not None else 0
     return 0
