@@ -1,4 +1,4 @@
-"""The Python interface, `import mega`. mega/__init__.py and docs/python.md list its names.
+"""The Python interface, `import mega`. `mega/__init__.py` and `docs/python.md` list its names.
 
 config        the options of a run, from a preset, a TOML file and keyword arguments
 training      pretrain, finetune: complete runs; also the start of `mega pretrain` and `mega finetune`

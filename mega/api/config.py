@@ -19,7 +19,7 @@ def config(preset: str | None = None, *, file: str | Path | None = None, **optio
     overrides the preset, and keyword arguments override both.
 
     A keyword argument is a flag of `mega pretrain` written with underscores: `--lr-warmup-steps 200` is
-    `lr_warmup_steps=200`. docs/configuration.md lists all options. The value None leaves an option unset.
+    `lr_warmup_steps=200`. `docs/configuration.md` lists all options. The value None leaves an option unset.
 
     Errors: ValueError naming the preset, file or option, its value, and the valid values.
 

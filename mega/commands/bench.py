@@ -169,7 +169,7 @@ def _calibrate(options: Options, out: str, repeats: int, start: bool, size: int)
 def _serving(
     options: Options, given: GivenOptions, bench: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
 ) -> int:
-    """Measure the row serve. Errors: ValueError naming a flag that this row excludes."""
+    """Measure the row `serve`. Errors: ValueError naming a flag that this row excludes."""
     for name in ("against", "trace", "calibrate"):
         if (value := getattr(bench, name)) is not None:
             raise ValueError(f"--{name} {value}: excludes the row serve")

@@ -5,7 +5,7 @@
 
 Absent keys leave mega's defaults. A key that changes the computation and has no option here is rejected with an error
 that names the key. A key that affects only how DeepSpeed computes something is dropped. With "auto", flags set the
-option. deepspeed.toml lists the keys; this module handles the keys that need more than a table entry.
+option. `deepspeed.toml` lists the keys; this module handles the keys that need more than a table entry.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Flags of Megatron-LM and of DeepSpeed's forks that have no option here: the obsolete and refused flags in flags.toml.
 
-The Megatron-LM spelling of an option is a property of the option, in core/config/sections.py; programs.py handles names
-of programs. An obsolete flag is accepted with a message that explains why it has no effect; a refused flag is an error
-with a reason.
+The Megatron-LM spelling of an option is a property of the option, in core/config/sections.py; `programs.py` handles
+names of programs. An obsolete flag is accepted with a message that explains why it has no effect; a refused flag is an
+error with a reason.
 """
 
 from __future__ import annotations

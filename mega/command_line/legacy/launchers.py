@@ -1,4 +1,4 @@
-"""Translate launchers: how `mega` is started instead of a program under torchrun, DeepSpeed or mpirun."""
+"""Translate launchers: how to start `mega` in place of a program that torchrun, DeepSpeed or mpirun started."""
 
 from __future__ import annotations
 

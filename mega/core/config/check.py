@@ -2,7 +2,7 @@
 
 `check` raises one ValueError with a line for each problem: the flag as the user typed it, the flag's value, the rule,
 and the valid values. Ranges and most dependencies are properties of the option (config/option.py); every other rule is
-written once, in a small generator in this module that yields the lines of the message. config/resolve.py derives
+written once, in a small generator in this module that yields the lines of the message. `config/resolve.py` derives
 values, and config/check_files.py checks files. This module does not import torch; the ranks check the rules that depend
 on the device.
 """
@@ -629,7 +629,7 @@ def _rampup(run: RunConfig) -> str | None:
 
 
 def _guards(options: Options, world: int) -> Problems:
-    """Check the options of rollbacks, --inject and --profile, so that mistakes are reported before any rank starts."""
+    """Check --inject, --profile and the options of rollbacks, so that mistakes are reported before any rank starts."""
     for name in ("on_nan", "on_spike"):
         if value_of(options, name) != "rollback":
             continue

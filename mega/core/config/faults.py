@@ -1,7 +1,7 @@
 """Faults injected into a run, for tests and drills: `--inject nan:gradient@step=12,rank=3`.
 
 A fault is written KIND[:TARGET]@step=N, with further keys separated by commas. This module parses faults;
-training/guards/inject.py injects faults.
+`training/guards/inject.py` injects faults.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Options of a mixture of experts: the number of experts, the router that chooses experts, and load balancing.
 
 These options are part of the model section (sections.py). Without --experts every layer's feed-forward network is dense
-and no other option of a mixture may be given. check_mixture.py contains the rules for these options. This module does
+and no other option of a mixture may be given. `check_mixture.py` contains the rules for these options. This module does
 not import torch.
 """
 

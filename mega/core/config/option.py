@@ -3,7 +3,7 @@
 A section is a frozen, keyword-only dataclass whose fields are made by `option`. A field defines the command-line flag,
 the TOML key, the help text and the Megatron-LM spelling, and records whether the option may change on resume, belongs
 to a layout, and is read by `mega bench`. Each property is written only once. This module does not depend on Typer, TOML
-or the names of options; command_line/options.py and toml.py read `Option`.
+or the names of options; `command_line/options.py` and `toml.py` read `Option`.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class Option:
     help: str
     """The help text, one sentence without a full stop."""
     megatron: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Megatron-LM spelling -> `VALUE` if the flag is followed by the value, a mapping if the flag is followed by
-    another name of the value (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), otherwise the constant that the flag sets
-    (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`). Several options may have the same spelling."""
+    """Megatron-LM spelling -> `VALUE` if the flag is followed by the value, a mapping if the flag is followed by a
+    different name for the value (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), otherwise the constant that the flag
+    sets (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`). Several options may have the same spelling."""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Synonym that users may type -> the flag ("--learning-rate" -> "--lr") or the value ("gpu" -> "cuda")."""
     short: str | None = None

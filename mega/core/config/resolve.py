@@ -1,7 +1,7 @@
 """Derive the values of options that are not given. All other code reads these values from the resolved run.
 
 `resolve` makes a run from options, a world size and a vocabulary size. `resolve` checks only that sizes are given;
-config/check.py contains all other rules.
+`config/check.py` contains all other rules.
 """
 
 from __future__ import annotations
@@ -241,7 +241,8 @@ SMALL_EXCHANGING_BLOCK = 3.5e12
 launch."""
 
 MEASURED_TFLOPS = 989.0
-"""Peak in TFLOP/s, in bf16, of H100 and H200, on which SMALL_BLOCK and SMALL_EXCHANGING_BLOCK were measured."""
+"""The bf16 peak, in TFLOP/s, of the H100 and the H200, on which SMALL_BLOCK and SMALL_EXCHANGING_BLOCK were
+measured."""
 
 
 def records_graph(run: RunConfig, world: int) -> bool:

@@ -2,8 +2,8 @@
 neighbours.
 
 These options are part of the model section (sections.py). Without --retriever no layer attends to neighbours, and no
-other option of a retriever may be given. check_retriever.py contains the rules for these options. This module does not
-import torch.
+other option of a retriever may be given. `check_retriever.py` contains the rules for these options. This module does
+not import torch.
 """
 
 from __future__ import annotations

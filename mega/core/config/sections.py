@@ -1484,7 +1484,7 @@ TOKENIZERS: dict[str, tuple[str, ...]] = {
     "EncDecTokenizer": ("vocab_file",),
     "NullTokenizer": ("vocab_size",),
 }
-"""Type of tokenizer -> the options that the tokenizer requires. text/build.py builds each tokenizer."""
+"""Type of tokenizer -> the options that the tokenizer requires. `text/build.py` builds each tokenizer."""
 
 ALSO_READ: dict[str, tuple[str, ...]] = {"FairseqTokenizer": ("vocab_file", "merge_file")}
 """Type of tokenizer -> the optional files that the tokenizer reads."""

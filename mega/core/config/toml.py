@@ -1,7 +1,7 @@
 """Read and write a run's options as TOML: a table for each section, and a key for each option that is not `None`.
 
 An unknown table or key is an error, whose message contains the file, the table, the key and the nearest valid name. The
-functions that read a file return only the values in the file; config/compose.py combines these values with presets,
+functions that read a file return only the values in the file; `config/compose.py` combines these values with presets,
 defaults and flags.
 """
 

@@ -13,7 +13,7 @@ experts        additional memory if the experts have uneven loads
 memory         simulation of a step's memory with the pipeline plan: the peak of every stage, and when the peak occurs
 hardware       constants of devices and clusters (hardware.toml); fit computes these constants from measurements
 steptime       the time of a step, from a simulation of the pipeline plan
-serving        the time of an engine's step; bench/simulated.py predicts the speed of a server from it
+serving        the time of an engine's step; `bench/simulated.py` predicts the speed of a server from it
 duration       the total time of a training run, including failures
 search         the layouts that fit, fastest first
 show           output as text and JSON; picture draws bars as .svg or .png

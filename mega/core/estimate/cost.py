@@ -4,7 +4,7 @@
     Card.seconds     the time of one operation, interpolated from measured curves
     play_unit        the time of a sequence of operations, with overlapping exchanges
 
-This module does not depend on the model, because an operation is described by its shape. operation_log.py records
+This module does not depend on the model, because an operation is described by its shape. `operation_log.py` records
 operations. The curves are those of a calibrated device, or those of an H100 (curves.py), scaled to the peak rates of
 the device (hardware.toml).
 """

@@ -28,7 +28,7 @@ underflows."""
 
 @dataclass(frozen=True)
 class Hardware:
-    """The constants of one device type and its cluster. hardware.toml documents the fields in detail."""
+    """The constants of one device type and its cluster. `hardware.toml` documents the fields in detail."""
 
     name: str  # Name of the device
     memory: float  # GiB that a process can allocate

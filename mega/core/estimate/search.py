@@ -1,8 +1,8 @@
 """Searches for the fastest layout that fits into memory, among all ways to divide a run's model over the devices.
 
 A candidate is the run with different layout options. A candidate must satisfy the rules for every run. The memory
-estimate determines whether the candidate fits. The candidate's step time is that of the simulated plan. This module
-contains no formulas for memory or time.
+estimate determines whether the candidate fits. The candidate's step time is that of its simulated pipeline plan. This
+module contains no formulas for memory or time.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The weights that a step reads, its matmuls and its keys are counted from the architecture. The matmuls and the attention
 of prompts are looked up in the curves of cost.py; everything else is limited by the memory bandwidth or by delays.
-bench/simulated.py runs the engine's scheduler with these times.
+`bench/simulated.py` runs the engine's scheduler with these times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plot metrics of several runs in Braille dots on a terminal, or as a PNG with matplotlib; chart.py draws SVG.
+"""Plot metrics of several runs in Braille dots on a terminal, or as a PNG with matplotlib; `chart.py` draws SVG.
 
 This module does not depend on what the curves measure.
 """

@@ -173,7 +173,7 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
 
 
 def _read_events(metrics: Path) -> Iterable[EventRow]:
-    """Yield the events of a run from the events file next to the metrics file. training/metrics/meters.py writes this
+    """Yield the events of a run from the events file next to the metrics file. `training/metrics/meters.py` writes this
     file."""
     path = metrics.with_suffix(f".events{metrics.suffix}")
     if not path.is_file():

@@ -133,7 +133,7 @@ class Training:
             self._announce(f"saving step {progress.step}", ending=True)
             self._save_last(self.saver)
         if self.stop.requested:
-            self.stop.settle()  # a signal may have reached this rank while it saved for the signal of another rank
+            self.stop.settle()  # a signal may have reached this rank while it saved because of another rank's signal
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
         elif interval and progress.step % interval == 0 and not self._at_end:
             self.report(f"stopped at step {progress.step}: a multiple of --exit-interval {interval}")

@@ -47,7 +47,7 @@ class Sampler:
             raise ValueError(f"--sample-prompts is missing: {tokenizer.kind} has no token that begins a text")
 
     def sample(self) -> None:
-        """Generate and report one text per prompt. The same state and step produce the same texts."""
+        """Generate and report one text per prompt. The texts depend only on the state and the step."""
         step = self._state.progress.step
         draws = torch.Generator().manual_seed(self._state.run.runtime.seed + step)
         for number, prompt in enumerate(self._prompts, 1):

@@ -4,7 +4,7 @@ receive a request at the same point of the program, and end with the same exit c
     flag = stop.poll()     every rank contributes its request; the flags are reduced while the next work runs
     flag.read()            every rank reads whether any rank had a request
 
-This module depends neither on steps nor on validation; notice.py prints the messages about requests.
+This module depends neither on steps nor on validation; `notice.py` prints the messages about requests.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StopSignal:
         """The exit code of a run that was asked to stop: 128 + the signal; 0 after the time limit."""
         self.fault: Exception | None = None
         self.seconds: NDArray[np.float64] = np.zeros(everyone.size)
-        """Working time of each rank, from the last flag that was read."""
+        """Working time of each rank, as exchanged with the last flag that was read."""
         self._everyone, self._device = everyone, device
         self._request = 0
         self._signals = RepeatedSignal()

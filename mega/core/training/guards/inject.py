@@ -1,6 +1,6 @@
 """Fault injection on one rank (`--inject`), to test guards, audits and restarts.
 
-config/faults.py describes the faults, and this module executes them. It does not depend on the guards.
+`config/faults.py` describes the faults, and this module executes them. It does not depend on the guards.
 
     before a step          damages weights, moments or batches; the rank sleeps, stops, or is killed; a kernel fails
     in the forward pass    damages the output of a layer
@@ -117,7 +117,7 @@ class Injector:
         """Damage one element of one of the tensors."""
         name, tensor = dice.choice(tensors)
         index = tuple(dice.randrange(size) for size in tensor.shape)
-        if each.kind == "ulp":  # the largest element, whose change is not rounded away by an update
+        if each.kind == "ulp":  # the largest element, whose damage an update cannot round away
             index = tuple(int(i) for i in torch.unravel_index(tensor.abs().argmax(), tensor.shape))
         self.named.append(name)
         with torch.no_grad():

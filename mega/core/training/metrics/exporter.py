@@ -1,6 +1,6 @@
 """An HTTP server in the process of rank 0: /metrics returns metrics of the run for Prometheus, and /health returns
 whether the run makes progress. Threads answer with the most recent values of the meters and of `ACTIVITY`, so the run
-does not wait for a slow client. This module does not depend on ranks. processes/roll_call.py finds the rank for which
+does not wait for a slow client. This module does not depend on ranks. `processes/roll_call.py` finds the rank for which
 other ranks wait.
 """
 

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint: find the checkpoint from which a run starts, and restore the run's state. saver.py writes
+"""Resume from a checkpoint: find the checkpoint from which a run starts, and restore the run's state. `saver.py` writes
 checkpoints."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _store(place: str, exchange: JsonExchange) -> CheckpointStore:
 
 def sidecar_files(checkpoint: StoredWeights, tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """Return the small files of the checkpoint to copy into new checkpoints: the tokenizer's files, and files for other
-    tools. run.toml is not copied, because each run writes its own run.toml. The result is empty if the run has a
+    tools. `run.toml` is not copied, because each run writes its own run.toml. The result is empty if the run has a
     different tokenizer, because the files refer to token ids of the old tokenizer.
     """
     stored_files = {name: path.read_bytes() for name, path in checkpoint.attachments.items() if name != "run.toml"}

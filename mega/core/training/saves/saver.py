@@ -1,4 +1,4 @@
-"""Save the state of a run, either immediately or in the background. resume.py reads saved states.
+"""Save the state of a run, either immediately or in the background. `resume.py` reads saved states.
 
 A state that is not finite is not saved (guards/finite.py); later steps show whether a save is good (proving.py).
 

@@ -119,8 +119,8 @@ def by_rank(values: Sequence[object], hosts: Sequence[str]) -> str:
 
 
 def _compare_clocks(everyone: Axis, device: torch.device, report: Callable[[str], None]) -> None:
-    """Report clocks that differ. Must be called directly after a collective, which ends on all ranks at about the same
-    time."""
+    """Report clocks that differ. Must be called directly after a collective, because a collective ends at about the
+    same time on all ranks."""
     local_time = torch.tensor([time.time()], dtype=torch.float64, device=device)
     least, most = local_time.clone(), local_time.clone()
     all_reduce(least, everyone, "min")
