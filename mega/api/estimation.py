@@ -161,9 +161,10 @@ def _missing(options: Options, world: int) -> tuple[str, ...]:
     """Return the required flags of `pretrain` that are missing in `options`."""
     from mega.core.config.check import check
 
+    weights = ("--load",) if options.model.lora_rank and options.checkpoint.load is None else ()
     try:
         check(updated(options, {"dry_run": False, "world": None}), world)
     except ValueError as error:
         lines = (line.partition(" is missing: ") for line in str(error).splitlines())
-        return tuple(flag for flag, missing, _ in lines if missing)
-    return ()
+        return (*weights, *(flag for flag, missing, _ in lines if missing))
+    return weights

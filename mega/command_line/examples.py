@@ -22,11 +22,11 @@ EXAMPLES: Mapping[str, Examples] = {
     "preprocess": (
         (
             "with a tokenizer.json",
-            "mega preprocess --input a.jsonl --output-prefix a --tokenizer-model tok",
+            "mega preprocess --input a.jsonl --output-prefix a \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
         ),
         (
             "plain text with a document in each line, on four processes",
-            "mega preprocess --input a.txt --output-prefix a --text-lines --workers 4",
+            "mega preprocess --input a.txt --output-prefix a --text-lines --workers 4 \\\n      --tokenizer Llama2Tokenizer --tokenizer-model tokenizer.model",
         ),
     ),
     "pretrain": (
@@ -145,7 +145,10 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "data note": (
         ("checksums", "mega data note a_text_document"),
-        ("and the tokenizer", "mega data note a_text_document --tokenizer-model tokenizer.json"),
+        (
+            "and the tokenizer",
+            "mega data note a_text_document \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tokenizer.json",
+        ),
     ),
     "data inspect": (
         ("sizes and texts", "mega data inspect a_text_document"),
@@ -172,16 +175,19 @@ EXAMPLES: Mapping[str, Examples] = {
             "GPT-2's",
             "mega data encode --input a.txt --output a.ids --vocab-file v --merge-file m",
         ),
-        ("a tokenizer.json's", "mega data encode --input a.txt --output a.ids --tokenizer-model tok"),
+        (
+            "a tokenizer.json's",
+            "mega data encode --input a.txt --output a.ids \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
+        ),
     ),
     "data show-sample": (
         (
             "of token files",
-            "mega data show-sample --data-path a_text_document --tokenizer-model tok",
+            "mega data show-sample --data-path a_text_document \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
         ),
         (
             "a conversation",
-            "mega data show-sample --input chat.jsonl --tokenizer-model tok",
+            "mega data show-sample --input chat.jsonl \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
         ),
     ),
     "checkpoint verify": (

@@ -23,7 +23,7 @@ def _commands() -> Iterator[str]:
 
 def _taken(line: str) -> bool:
     """Whether its verb takes the line; what it names need not be there."""
-    words = shlex.split(re.split(r" (?:>|&&) ", line)[0])
+    words = shlex.split(re.split(r" (?:>|&&) ", line.replace("\\\n", ""))[0])  # as a shell joins lines
     words = words[words.index("mega") + 1 :]
     command = load(words.pop(0))
     if isinstance(command, TyperGroup):

@@ -142,3 +142,8 @@ def test_a_plan_without_length_and_rate_is_compared_by_its_model(
         assert cli.main(line) == 0
         assert cli.main([*line, "--hidden", "16"]) == 2
     assert "--hidden 16: the checkpoint" in capsys.readouterr().err
+
+
+def test_a_plan_of_adapters_says_that_training_needs_weights(run_cli: RunCli) -> None:
+    code, printed = run_cli("pretrain --lora-rank 2 --dry-run")
+    assert code == 0 and any("--lora-rank 2: training also needs --load" in each for each in printed), printed
