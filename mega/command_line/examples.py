@@ -22,11 +22,13 @@ EXAMPLES: Mapping[str, Examples] = {
     "preprocess": (
         (
             "with a tokenizer.json",
-            "mega preprocess --input a.jsonl --output-prefix a \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
+            "mega preprocess --input a.jsonl --output-prefix a \\\n"
+            "      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
         ),
         (
             "plain text with a document in each line, on four processes",
-            "mega preprocess --input a.txt --output-prefix a --text-lines --workers 4 \\\n      --tokenizer Llama2Tokenizer --tokenizer-model tokenizer.model",
+            "mega preprocess --input a.txt --output-prefix a --text-lines --workers 4 \\\n"
+            "      --tokenizer Llama2Tokenizer --tokenizer-model tokenizer.model",
         ),
     ),
     "pretrain": (
@@ -147,7 +149,8 @@ EXAMPLES: Mapping[str, Examples] = {
         ("checksums", "mega data note a_text_document"),
         (
             "and the tokenizer",
-            "mega data note a_text_document \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tokenizer.json",
+            "mega data note a_text_document \\\n"
+            "      --tokenizer HuggingFaceTokenizer --tokenizer-model tokenizer.json",
         ),
     ),
     "data inspect": (
@@ -177,13 +180,15 @@ EXAMPLES: Mapping[str, Examples] = {
         ),
         (
             "a tokenizer.json's",
-            "mega data encode --input a.txt --output a.ids \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
+            "mega data encode --input a.txt --output a.ids \\\n"
+            "      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
         ),
     ),
     "data show-sample": (
         (
             "of token files",
-            "mega data show-sample --data-path a_text_document \\\n      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
+            "mega data show-sample --data-path a_text_document \\\n"
+            "      --tokenizer HuggingFaceTokenizer --tokenizer-model tok",
         ),
         (
             "a conversation",
