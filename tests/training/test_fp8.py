@@ -66,10 +66,15 @@ def test_what_is_recomputed_is_cast_to_the_same_bits() -> None:
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_losses_in_blocks_are_those_of_bf16(model: str) -> None:
-    sizes = {**BLOCK, "layers": 1, "global_batch": 2}
-    plain, narrow = losses(model, 8, **{**sizes, "fp8": False, "fp8_scaling": "tensor"}), losses(model, 8, **sizes)
-    assert narrow != plain and narrow[-1] < 0.9 * narrow[0]
-    assert narrow == pytest.approx(plain, rel=1e-2)  # over eight seeds and both models, the largest difference is 0.8 %
+    """The median of three seeds, because the last losses of a single seed differ by 0.1 to 0.8 %."""
+    sizes, largest = {**BLOCK, "layers": 1, "global_batch": 2}, []
+    for seed in (1234, 1235, 1236):
+        plain = losses(model, 8, **{**sizes, "fp8": False, "fp8_scaling": "tensor", "seed": seed})
+        narrow = losses(model, 8, **sizes, seed=seed)
+        assert narrow != plain and narrow[-1] < 0.9 * narrow[0]
+        assert narrow == pytest.approx(plain, rel=1e-2)
+        largest.append(max(abs(one / other - 1) for one, other in zip(narrow, plain, strict=True)))
+    assert sorted(largest)[1] < 5e-3
 
 
 def test_blocks_that_are_recomputed_are_cast_to_the_same_bits() -> None:
