@@ -22,7 +22,6 @@ import argparse
 import importlib
 import importlib.util
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -35,8 +34,9 @@ import torch
 from mega.core.bench.rows import row
 from mega.core.bench.training import measure
 from mega.core.config.resolve import resolve
-from mega.core.device import Device, Timestamp
+from mega.core.device import Device
 from mega.core.processes.connect import connect, disconnect
+from tests.gpu.mixtures import REPEATS, WARMUP, timed
 
 Row = dict[str, Any]
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -62,7 +62,6 @@ SMALL: Mapping[str, Any] = {
     "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 512, "seq_length": 64,
     "micro_batch": 1, "global_batch": 2,
 }  # fmt: skip
-REPEATS, WARMUP = 4, 3
 GLOBAL = {"nanogpt": 512, "bert": 256, "blocks": 8}
 """Sequences of a peer's step."""
 
@@ -75,17 +74,6 @@ def our_row(name: str, small: bool) -> Row:
     disconnect()
     fields = speed.fields()
     return {name: fields[name] for name in ("device", "seconds", "tokens_per_second", "mfu", "peak_gib", "phases")}
-
-
-def timed(step: Callable[[], None], device: Device, tokens: int) -> Row:
-    moments = []
-    for _ in range(WARMUP + REPEATS + 1):
-        moments.append(Timestamp(device.torch))
-        step()
-    device.synchronize()
-    times = [begin.seconds_to(end) for begin, end in zip(moments[WARMUP:], moments[WARMUP + 1 :], strict=False)]
-    seconds = statistics.median(times)
-    return {"device": device.name, "seconds": seconds, "tokens_per_second": tokens / seconds}
 
 
 def stepped(
@@ -105,7 +93,8 @@ def stepped(
         rule.step()
         rule.zero_grad(set_to_none=True)
 
-    return timed(step, device, ids.numel())
+    seconds = timed(step, device)
+    return {"device": device.name, "seconds": seconds, "tokens_per_second": ids.numel() / seconds}
 
 
 def nanogpt(model_py: str, dropout: float, small: bool) -> Row:

@@ -337,13 +337,6 @@ def overlaps_exchanges(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> bool:
     return no_overlap_reason(run, tflops) is None if asked is None else asked
 
 
-def is_all_to_all(run: RunConfig) -> bool:
-    """Return whether --cp-comm auto selects all-to-all in a resolved run. It does so if the number of context ranks
-    divides a tensor rank's numbers of heads and of key/value heads."""
-    heads = (run.model.heads // run.parallel.tp, run.model.kv_heads // run.parallel.tp)
-    return all(each % run.parallel.cp == 0 for each in heads)
-
-
 def gated_ffn(hidden: int) -> int:
     """Return Megatron-LM's feed-forward width of a gated MLP: 2/3 x 4 x hidden, rounded down to a multiple of 64.
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega.core.architecture import padded
-from mega.core.config.resolve import gathers_by, is_all_to_all
+from mega.core.config.resolve import gathers_by
 from mega.core.config.run import RunConfig, entries, options_with, value_of
+from mega.core.parallel.context import divides
 from mega.core.parallel.mesh import Mesh
 from mega.core.untrusted import Json
 
@@ -61,7 +62,8 @@ def _order(run: RunConfig, name: str, value: Json, ranks: Mapping[str, int]) -> 
     if name == "expert_dispatch":  # the order of two summands does not matter
         return run.model.experts_chosen > 2 and gathers_by(run, str(value))
     if name == "cp_comm" and value == "auto":
-        return "all-to-all" if is_all_to_all(run) else "ring"
+        heads, kv_heads = run.model.heads // parallel.tp, run.model.kv_heads // parallel.tp
+        return "all-to-all" if divides(heads, kv_heads, parallel.cp) else "ring"
     if name == "stage_layers":
         count = parallel.pp * parallel.chunks
         return list(value) if isinstance(value, list | tuple) and value else [run.model.blocks // count] * count
