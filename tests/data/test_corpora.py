@@ -122,9 +122,14 @@ def test_merge_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for wrong, message in (("--vocab-size 1", "m: holds ids up to 2, but"), ("--samples -1", "--samples -1: must be")):
         assert main([*line.split(), *wrong.split()]) == 2
         assert message in capsys.readouterr().err
-    for alone in (f"--vocab-file {tmp_path}/absent", f"--tokenizer-model {tmp_path}/absent", "--vocab-size 9"):
+    absent, missing = f"{tmp_path}/absent", "--tokenizer is missing: it must be one of"
+    for alone, message in (
+        (f"--vocab-file {absent}", "absent: no such file"),
+        (f"--tokenizer-model {absent}", "absent: no such file"),
+        ("--vocab-size 9", missing),
+    ):
         assert main(["data", "inspect", f"{tmp_path}/m", *alone.split()]) == 2
-        assert "--tokenizer is missing: it must be one of" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_numbers_of_a_sample_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

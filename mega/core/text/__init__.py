@@ -6,6 +6,7 @@ fast, words, sentencepiece_bpe, probes   faster encoders, used if they produce t
 sentencepiece_json   a SentencePiece model as a tokenizer.json for transformers
 train, options       train a tokenizer on the user's texts; options of mega train-tokenizer
 special, neighbours  token names in a text, and the small JSON files that describe tokens
+kind                 the kind of a tokenizer that is given only by its files
 identity             rules for tokenizers that differ from those of the weights or the token files
 normalization        the information that a tokenizer's normalization loses
 sentences, detokenize   split texts into sentences; undo the tokenization of published test sets

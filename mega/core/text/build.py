@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mega.core.config.run import entries
 from mega.core.config.sections import TOKENIZERS
+from mega.core.text.kind import kind_of_files
 from mega.core.text.tokenizer import Tokenizer
 
 _WITH_EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")
@@ -63,16 +64,18 @@ def build(
 ) -> Tokenizer:
     """Construct the tokenizer described by the options of the tokenizer section in the configuration.
 
-    Errors: ValueError naming the flag if the kind is unknown, or a file of the kind is missing or broken.
+    tokenizer: the kind; None for the kind that the files determine. Errors: ValueError naming the flag if the kind is
+    unknown, or a file of the kind is missing or broken.
     """
+    model, vocab, merges = (Path(path) if path else None for path in (tokenizer_model, vocab_file, merge_file))
+    if tokenizer is None:
+        tokenizer = kind_of_files(model, vocab, merges)
     if vocab_extra_ids > _MOST_EXTRA_IDS:
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be at most {_MOST_EXTRA_IDS}")
     if vocab_extra_ids and tokenizer not in _WITH_EXTRA_IDS:
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 but for {', '.join(_WITH_EXTRA_IDS)}")
     if tokenizer not in BUILDERS:
-        problem = "--tokenizer is missing: it" if tokenizer is None else f"--tokenizer {tokenizer}:"
-        raise ValueError(f"{problem} must be one of {', '.join(entries()['tokenizer'].choices)}")
-    model, vocab, merges = (Path(path) if path else None for path in (tokenizer_model, vocab_file, merge_file))
+        raise ValueError(f"--tokenizer {tokenizer}: must be one of {', '.join(entries()['tokenizer'].choices)}")
     return BUILDERS[tokenizer](
         TokenizerFiles(tokenizer, model, vocab, merges, vocab_size, vocab_extra_ids, null_eod_last)
     )
@@ -95,7 +98,8 @@ def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
 def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> dict[str, object]:
     """Return the metadata about a tokenizer to store in token files: its identity, and the arguments from which it can
     be constructed again."""
-    return {"tokenizer": tokenizer.identity()._asdict(), "tokenizer_options": located(options)}
+    located_options = located({**options, "tokenizer": tokenizer.kind})
+    return {"tokenizer": tokenizer.identity()._asdict(), "tokenizer_options": located_options}
 
 
 def missing_file(options: Mapping[str, object]) -> str | None:

@@ -206,9 +206,11 @@ def preprocess(
 def _warnings(
     tokenizer: Tokenizer, options: Mapping[str, Any], eod: int | None, sentences: Sentences | None
 ) -> list[str]:
-    """Return warnings about missing end-of-document tokens, a --vocab-size without effect, a tokenizer that may be of
-    the wrong type, and a tokenizer that loses text."""
+    """Return warnings about a tokenizer whose type its files determine, missing end-of-document tokens, a --vocab-size
+    without effect, a tokenizer that may be of the wrong type, and a tokenizer that loses text."""
     warnings = [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
+    if options.get("tokenizer") is None:
+        warnings.insert(0, f"without --tokenizer, the given files are read as {tokenizer.kind}")
     if (size := options.get("vocab_size")) is not None and tokenizer.kind != "NullTokenizer":
         warnings.append(f"--vocab-size {size}: changes nothing, {tokenizer.kind} has {tokenizer.vocab_size} tokens")
     return [*warnings, *(note for note in (tokenizer.doubt(), tokenizer.text_loss()) if note is not None)]
