@@ -25,6 +25,7 @@ def run(options: Options) -> int:
     Exit codes: 0 at the end, or when --exit-interval or --exit-minutes ended the run; 1 for a failure, 2 for a mistake;
     130, 143, 138, 129 when Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped it, after saving.
     """
+    from mega.core.training.metrics.output import report_if_slow
     from mega.core.training.start.inputs import open_inputs
 
     world, runtime, supervision = world_from_env(), options.runtime, options.supervision
@@ -38,10 +39,13 @@ def run(options: Options) -> int:
         if is_first_rank():
             from mega.core.training.start.dry_run import dry_run
 
-            dry_run(open_inputs(resolved), size)
+            with report_if_slow("opening tokenizer and data"):
+                inputs = open_inputs(resolved)
+            dry_run(inputs, size)
         return 0
     if supervised or (world.source == "alone" and size > 1):
-        inputs = open_inputs(resolved)  # reports a mistake in a file once, before any rank starts
+        with report_if_slow("opening tokenizer and data"):
+            inputs = open_inputs(resolved)  # reports a mistake in a file once, before any rank starts
         _report_shortage(resolved.run, runtime.nproc or 1)
         if supervised:
             from mega.core.training.start.equal import alike

@@ -37,6 +37,8 @@ class Activity:
     moves: int = 0
     """A counter that increases with each step, pipeline act and batch; while it increases, the process makes
     progress."""
+    progress: str = ""
+    """How far a long piece of work is, such as "2,000 of 9,000 samples are laid out"; empty otherwise."""
     writer: int | None = None
     """Native id of the thread that saves in the background; None if no save is in progress."""
     saved: tuple[int, float, float] | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import pytest
 from mega.cli import main
 from mega.core.batch import EncoderDecoderBatch, MaskedBatch
 from mega.core.config.sections import DataConfig, MaskingConfig
-from mega.core.data import masked, masking
+from mega.core.data import mapping, masked, masking
 from mega.core.data.batches import Batches
 from mega.core.data.build import Datasets, build_datasets
-from mega.core.data.dataset import BlendedDataset
+from mega.core.data.dataset import BlendedDataset, is_blend
 from mega.core.data.indexed import IndexedDataset, token_dtype
-from mega.core.data.mapping import _document, mt19937_64, sentence_mapping
+from mega.core.data.mapping import mt19937_64, sentence_mapping
 from mega.core.data.masked import BertDataset, BertSample, T5Dataset, T5Sample, Texts, bert_samples, t5_samples
 from mega.core.data.masking import (
     SPARE,
@@ -51,21 +52,55 @@ def test_mersenne_twister() -> None:
     assert words[9999] == 9981545732273789042
 
 
-def test_a_document_is_cut_as_word_by_word() -> None:
-    """Of 300 documents drawn at random: the original's loop, which looks at each sentence."""
+def plain_mapping(
+    documents: list[int], sizes: list[int], *, samples: int, max_length: int, short_prob: float, seed: int,
+    min_sentences: int,
+) -> list[list[int]]:  # fmt: skip
+    """The original's loops, which look at each sentence and swap two entries at a time."""
+    ratio, generator = round(1 / short_prob) if short_prob else 0, np.random.RandomState(seed)
+
+    def target() -> int:
+        draw = int(np.frombuffer(generator.bytes(4), "<u4")[0]) if ratio else 1
+        return 2 + draw % (max_length - 1) if ratio and draw % ratio == 0 else max_length
+
+    found = list[list[int]]()
+    while len(found) < samples:
+        for first, last in pairwise(documents):
+            if last - first < max(1, min_sentences) or (last - first > 1 and max(sizes[first:last]) > 512):
+                continue
+            start, longest = first, target()
+            for i in range(first, last):
+                left, full = last - i - 1, sum(sizes[start : i + 1]) >= longest and i + 1 - start >= min_sentences
+                if (full and left > 1) or left == 0:
+                    found.append([start, i + 1, longest])
+                    start, longest = i + 1, target()
+    draws = (int(word) for block in mt19937_64(seed + 1) for word in block)
+    for i in range(len(found) - 1, 0, -1):
+        j = next(draws) % (i + 1)
+        found[i], found[j] = found[j], found[i]
+    return found
+
+
+def test_mapping_is_that_of_the_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 150 corpora drawn at random, with blocks that end within passes; and of so many samples that blocks of swaps
+    touch entries twice."""
     draw = random.Random(1)
-    for _ in range(300):
-        sizes = [draw.choice([0, 1, 5, draw.randint(0, 100)]) for _ in range(draw.randint(1, 40))]
-        least, targets = draw.choice([1, 2]), [draw.randint(2, 100) for _ in range(42)]
-        expected, start, drawn = list[int](), 0, iter(targets)
-        target = next(drawn)
-        for i in range(len(sizes)):
-            left, full = len(sizes) - i - 1, sum(sizes[start : i + 1]) >= target and i + 1 - start >= least
-            if (full and left > 1) or left == 0:
-                expected += [7 + start, 7 + i + 1, target]
-                start, target = i + 1, next(drawn)
-        rest = iter(targets)
-        assert list(_document(7, [0, *accumulate(sizes)], least, rest)) == expected and list(rest) == list(drawn)
+    monkeypatch.setattr(mapping, "_BLOCK", 64)
+    for number in range(150):
+        counts = [draw.choice([0, 1, 2, draw.randint(0, 40)]) for _ in range(draw.randint(1, 12))] + [3]
+        sizes = [draw.choice([0, 1, 5, draw.randint(0, 100), 512]) for _ in range(sum(counts))]
+        if len(sizes) > 3 and draw.random() < 0.3:
+            sizes[0] = 513  # the last document remains
+        settings = {
+            "samples": 6000 if number == 0 else draw.choice([1, 7, 200, 900]),
+            "max_length": draw.choice([2, 3, 61, 300]),
+            "short_prob": draw.choice([0.1, 0.5, 1.0, 0.0]),
+            "seed": number,
+            "min_sentences": draw.choice([1, 2]),
+        }
+        documents = [0, *accumulate(counts)]
+        found = sentence_mapping(np.array(documents), np.array(sizes, np.int32), **settings)
+        assert found.tolist() == plain_mapping(documents, sizes, **settings), settings
 
 
 GOLDEN = [
@@ -362,13 +397,13 @@ def test_real_text(tmp_path: Path) -> None:
     data = corpus(tmp_path, tokenizer, shared("bert_tfrecord/sample_text.txt"))
     vocabulary = Vocabulary.of(tokenizer)
 
-    def mapping(longest: int, least: int):  # type: ignore[no-untyped-def]
+    def mapped(longest: int, least: int):  # type: ignore[no-untyped-def]
         return sentence_mapping(
             data.document_index, data.lengths, samples=200, max_length=longest, short_prob=0.1, seed=5,
             min_sentences=least,
         )  # fmt: skip
 
-    bert = BertDataset(data, mapping(125, 2), vocabulary, seq_length=128, seed=5)
+    bert = BertDataset(data, mapped(125, 2), vocabulary, seq_length=128, seed=5)
     assert len(bert) >= 200
     swapped, together = 0, bert.samples(range(200))
     for i in range(200):
@@ -379,7 +414,7 @@ def test_real_text(tmp_path: Path) -> None:
         swapped += sample.is_random
     assert 60 < swapped < 140
     unmapped = BertDataset(
-        IndexedDataset(tmp_path / "a", mmap=False), mapping(125, 2), vocabulary, seq_length=128, seed=5
+        IndexedDataset(tmp_path / "a", mmap=False), mapped(125, 2), vocabulary, seq_length=128, seed=5
     )
     assert np.array_equal(unmapped.samples(range(200)).rows, together.rows)
     blocks = bert.samples([*range(200)] * 6)  # more than are made at once
@@ -397,7 +432,7 @@ def test_real_text(tmp_path: Path) -> None:
         bert[i].loss_mask.sum() for i in (3, 4)
     )
     assert batch.tokens[0, batch.lengths[0] - 1] == 102 and not batch.tokens[0, batch.lengths[0] :].any()
-    t5 = T5Dataset(data, mapping(126, 1), vocabulary, seq_length=128, decoder_seq_length=64, seed=5)
+    t5 = T5Dataset(data, mapped(126, 1), vocabulary, seq_length=128, decoder_seq_length=64, seed=5)
     for i in range(200):
         sample = t5[i]
         spans, current = {}, None
@@ -415,7 +450,7 @@ def test_real_text(tmp_path: Path) -> None:
     assert pair.encoder_lengths.tolist() == [int((t5[i].text_enc > 0).sum()) for i in range(2)]
     with pytest.raises(ValueError, match="--vocab-extra-ids 0"):
         bare = Vocabulary(vocabulary.roles._replace(sentinels=()), vocabulary.continues, vocabulary.ids)
-        T5Dataset(data, mapping(126, 1), bare, seq_length=128, decoder_seq_length=64, seed=5)
+        T5Dataset(data, mapped(126, 1), bare, seq_length=128, decoder_seq_length=64, seed=5)
     with pytest.raises(ValueError, match="NullTokenizer: has no CLS"):
         Vocabulary.of(build(tokenizer="NullTokenizer", vocab_size=9))
 
@@ -442,6 +477,29 @@ def made(
     return build_datasets(data, **size, tokenizer=tokenizer, masking=masking, pairs=pairs)  # type: ignore[arg-type]
 
 
+def test_a_deferred_order_is_computed_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, the checks and messages are those of the order, with about its number of epochs."""
+    monkeypatch.setattr(mapping, "_COUNTED", 1000)
+    prefix, options = sentences(tmp_path)
+    tokenizer, cache = build(**options), tmp_path / "cache"
+    words = {"one": (prefix,), "blend": ("0.5", prefix, "0.5", prefix)}
+    for kind, path in [(kind, path) for kind in ("bert", "gpt") for path in words.values()]:
+        data = DataConfig(data_path=path, split="1,0,0", data_cache=str(cache))
+        masking = MaskingConfig(sample_kind=kind)
+        size = {"seq_length": 64, "seed": 5, "vocab": tokenizer.vocab_size, "samples": (4000, 0, 0)}
+        deferred = build_datasets(data, **size, tokenizer=tokenizer, masking=masking, defer=True)
+        assert not cache.exists() and deferred.repeats
+        full = build_datasets(data, **size, tokenizer=tokenizer, masking=masking)
+        epochs = [[int(note.split()[-2]) for note in made.notes] for made in (deferred, full)]
+        assert all(abs(about - exact) <= 1 for about, exact in zip(*epochs, strict=True)), epochs
+        assert [("about" in note) for note in deferred.notes] == [kind == "bert"] * ((len(path) + 1) // 2)
+        assert is_blend(deferred.train) == is_blend(full.train) == (len(path) > 1)
+        assert len(deferred.train) == len(full.train)
+        one, other = deferred.train[7], full.train[7]
+        assert np.array_equal(one, other) if kind == "gpt" else np.array_equal(one.rows, other.rows)
+        shutil.rmtree(cache)
+
+
 def test_datasets_of_a_config(tmp_path: Path) -> None:
     """Documents are shared out, the rest is Megatron-LM's: mapping of 61 (or 62) tokens, samples by seed and number."""
     prefix, options = sentences(tmp_path)
@@ -452,12 +510,12 @@ def test_datasets_of_a_config(tmp_path: Path) -> None:
     for dataset, first, last, count in zip(
         (bert.train, bert.valid, bert.test), bounds, bounds[1:], (50, 20, 10), strict=False
     ):
-        mapping = sentence_mapping(
+        entries = sentence_mapping(
             corpus.document_index[first : last + 1], corpus.lengths, samples=count, max_length=61, short_prob=0.1,
             seed=5, min_sentences=2,
         )  # fmt: skip
-        expected = BertDataset(corpus, mapping, Vocabulary.of(build(**options)), seq_length=64, seed=5)
-        assert dataset is not None and len(dataset) == len(mapping) >= count
+        expected = BertDataset(corpus, entries, Vocabulary.of(build(**options)), seq_length=64, seed=5)
+        assert dataset is not None and len(dataset) == len(entries) >= count
         assert all(np.array_equal(a, b) for i in range(count) for a, b in zip(dataset[i], expected[i], strict=True))
     assert any("its train part has" in note and "epochs" in note for note in bert.notes)
     batches = Batches(bert.train, micro_batch=2, dp_index=1, dp_size=2, vocab=40000)

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mega import cli
+from mega.core.data.preprocessing.writer import IndexedWriter
 
 RunCli = Callable[..., tuple[int, list[str]]]
 
@@ -105,6 +107,16 @@ def test_the_dry_run_reports_what_the_run_reports(
     lines = [[each for each in printed if each.startswith(DIFFERENCES)] for _, printed in (planned, trained)]
     assert lines[0] == lines[1]
     assert [next(start for start in DIFFERENCES if each.startswith(start)) for each in lines[0]] == expected
+
+
+def test_the_dry_run_lays_out_no_samples(tmp_path: Path, run_cli: RunCli) -> None:
+    with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
+        for _ in range(20):
+            writer.add([list(range(9))])
+    before = contents(tmp_path)
+    code, printed = run_cli("pretrain --no-mock-data --data-path tokens --split 1,0,0 --steps 99 --dry-run")
+    assert code == 0 and any("396 samples of 8 take 18 epochs" in each for each in printed), printed
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.usefixtures("checkpoint")

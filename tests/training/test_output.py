@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mega.cli import main
+from mega.core.activity import ACTIVITY
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
 from mega.core.device import Device
@@ -129,3 +130,15 @@ def test_a_long_start_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None
     with output.report_if_slow("loading weights", quiet=True):
         pass
     assert said == ["loading weights ..."]
+
+
+def test_a_long_start_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, there = list[str](), threading.Event()
+    monkeypatch.setattr(output, "SLOW_S", 0.0)
+    monkeypatch.setattr(output, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(output, "warn", lambda line: (said.append(line), there.set()) if ":" in line else None)
+    with output.report_if_slow("opening data"):
+        assert not there.wait(0.1)  # nothing is known yet
+        monkeypatch.setattr(ACTIVITY, "progress", "2 of 9 samples are laid out")
+        assert there.wait(30)
+    assert set(said) == {"opening data: 2 of 9 samples are laid out"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mega.core.config.corpora import expand, is_number
 from mega.core.config.sections import SPLITS, DataConfig, MaskingConfig
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.chat import ChatDataset, chat_dataset
-from mega.core.data.dataset import BlendedDataset, Dataset, MockDataset
+from mega.core.data.dataset import BlendedDataset, Dataset, DeferredDataset, MockDataset
 from mega.core.data.gpt import GPTDataset
 from mega.core.data.indexed import IndexedDataset, bin_path, exists
 from mega.core.data.infill import infill_of
@@ -33,6 +34,7 @@ from mega.core.data.order import (
 from mega.core.data.phases import BlendPhase, PhaseLayout, phased_dataset
 from mega.core.data.recipes import CorpusPart, Gpt, Recipe, description, recipe
 from mega.core.data.tfrecords import record_dataset
+from mega.core.terminal import discard
 from mega.core.text.chat.format import chat_format, shown
 from mega.core.text.identity import ALLOW, judge, other_files
 from mega.core.text.tokenizer import Tokenizer
@@ -117,20 +119,18 @@ def build_datasets(
     by_corpus: bool = False,
     phases: Sequence[BlendPhase] = (),
     check: Check | None = None,
+    defer: bool = False,
 ) -> Datasets:
     """Build datasets with at least `samples` (train, valid, test) samples of the type that `masking` selects.
 
     seq_length: number of tokens in a sample; a GPT sample has one more. vocab: the true vocabulary size, for checking
     every corpus. pairs: whether a BERT sample has two parts. by_corpus: whether to also use each corpus of the
     validation blend as a separate validation set. phases: earlier blends of the training set. check: function called
-    with the name and `described` of each split before its index is written. Raises ValueError naming flag and file.
+    with the name and `described` of each split before its index is written. defer: whether to compute the order of
+    samples only when a sample or the length of a dataset is read. Raises ValueError naming flag and file.
     """
     if data.mock_data:
-        train, valid, test = (
-            MockDataset(samples=count, seq_length=seq_length, vocab=vocab, seed=seed + i) if count else None
-            for i, count in enumerate(samples)
-        )
-        return Datasets(train, valid, test)
+        return _mock(seq_length, seed, vocab, samples)
     if data.chat_data:
         return _chat(data, seq_length, seed, samples, tokenizer)
     split_inputs = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
@@ -141,7 +141,7 @@ def build_datasets(
     sample_recipe = recipe(
         masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab, infill_of(data, tokenizer, vocab)
     )
-    builder = _Builder(sample_recipe, data, vocab, tokenizer, tuple(phases), check)
+    builder = _Builder(sample_recipe, data, vocab, tokenizer, tuple(phases), check, defer)
     datasets: dict[str, Any] = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -178,6 +178,14 @@ def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, D
         if (dataset := builder.blend(flag, [prefix], split, "valid", samples)) is not None:
             datasets[label] = dataset
     return datasets
+
+
+def _mock(seq_length: int, seed: int, vocab: int, samples: tuple[int, int, int]) -> Datasets:
+    train, valid, test = (
+        MockDataset(samples=count, seq_length=seq_length, vocab=vocab, seed=seed + i) if count else None
+        for i, count in enumerate(samples)
+    )
+    return Datasets(train, valid, test)
 
 
 def _check_corpora(data: DataConfig, *, training: bool) -> None:
@@ -256,7 +264,9 @@ class _Builder:
         tokenizer: Tokenizer | None,
         phases: tuple[BlendPhase, ...] = (),
         check: Check | None = None,
+        defer: bool = False,
     ) -> None:
+        self._defer = defer
         self._recipe, self._data, self._vocab, self._tokenizer = recipe, data, vocab, tokenizer
         self._core, self._check = data.order == "core", check
         self.corpora: dict[str, IndexedDataset] = {}
@@ -324,18 +334,10 @@ class _Builder:
             for (_, prefix, part), count in zip(parts, counts, strict=True)
         ]
         size = sum(blend_parts(shares, samples) if self._core else counts)
-        lengths = [len(dataset) for dataset in datasets]
+        return self._built(partial(_blended, datasets, shares, size, samples, self._directory(parts[0][1])))
 
-        def compute() -> Arrays:
-            """Return Megatron-LM's blend order, truncated before the first entry for which a corpus is too short."""
-            corpus_numbers, numbers = blend_order(shares, size)
-            served = entries_served(corpus_numbers, numbers, lengths)
-            assert served >= samples
-            return {"chosen": corpus_numbers[:served], "numbers": numbers[:served]}
-
-        key = {"kind": "blend", "shares": shares, "size": size, "lengths": lengths}
-        arrays = cached(self._directory(parts[0][1]), key, ("chosen", "numbers"), compute)
-        return BlendedDataset(datasets, arrays["chosen"], arrays["numbers"])
+    def _built(self, build: Callable[[], Dataset]) -> Dataset:
+        return DeferredDataset(build) if self._defer else build()
 
     def _describe(
         self, name: str, parts: Sequence[tuple[float | None, str, CorpusPart]], counts: Sequence[int], split: str
@@ -377,10 +379,15 @@ class _Builder:
             self.notes.append(note)
             self.repeated.add(name)
 
-        dataset = self._recipe.dataset(part, samples, self._directory(prefix), passes)
-        if isinstance(dataset, GPTDataset):
-            dataset.number = number
-        return dataset
+        def build(note: Callable[[str], None]) -> Dataset:
+            dataset = self._recipe.dataset(part, samples, self._directory(prefix), note)
+            if isinstance(dataset, GPTDataset):
+                dataset.number = number
+            return dataset
+
+        if self._defer:
+            self._recipe.plan(part, samples, passes)
+        return self._built(partial(build, discard if self._defer else passes))
 
     def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
         """Return the part of a corpus that belongs to a split. The part may be empty."""
@@ -409,6 +416,23 @@ class _Builder:
 
     def _directory(self, prefix: str) -> Path:
         return Path(self._data.data_cache) if self._data.data_cache else Path(prefix).parent / "index-cache"
+
+
+def _blended(datasets: Sequence[Dataset], shares: list[float], size: int, samples: int, cache: Path) -> Dataset:
+    """Return a blend of datasets with at least `samples` samples. size: number of entries of the blend's order. cache:
+    folder for the order."""
+    lengths = [len(dataset) for dataset in datasets]
+
+    def compute() -> Arrays:
+        """Return Megatron-LM's blend order, truncated before the first entry for which a corpus is too short."""
+        corpus_numbers, numbers = blend_order(shares, size)
+        served = entries_served(corpus_numbers, numbers, lengths)
+        assert served >= samples
+        return {"chosen": corpus_numbers[:served], "numbers": numbers[:served]}
+
+    key = {"kind": "blend", "shares": shares, "size": size, "lengths": lengths}
+    arrays = cached(cache, key, ("chosen", "numbers"), compute)
+    return BlendedDataset(datasets, arrays["chosen"], arrays["numbers"])
 
 
 def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +43,11 @@ def _samples_of_each(
     return samples
 
 
+def is_blend(dataset: Dataset) -> bool:
+    """Return whether a dataset is a blend of several datasets."""
+    return isinstance(dataset.built if isinstance(dataset, DeferredDataset) else dataset, BlendedDataset)
+
+
 class MockDataset:
     """A dataset of random ids below `vocab`, for benchmarks without a corpus. Sample i depends only on (seed, i)."""
 
@@ -55,6 +61,24 @@ class MockDataset:
         if not 0 <= sample < self._samples:
             raise IndexError(f"no sample {sample}, there are {self._samples}")
         return np.random.default_rng([self._seed, sample]).integers(self._vocab, size=self._length)
+
+
+class DeferredDataset:
+    """A dataset that is built when its length or a sample is first read, for runs that may read neither."""
+
+    def __init__(self, build: Callable[[], Dataset]) -> None:
+        self._build = build
+
+    @cached_property
+    def built(self) -> Dataset:
+        """The dataset itself."""
+        return self._build()
+
+    def __len__(self) -> int:
+        return len(self.built)
+
+    def __getitem__(self, sample: int) -> object:
+        return self.built[sample]
 
 
 class ChainedDataset:

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from mega.core.config.sections import MaskingConfig
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.dataset import Dataset
 from mega.core.data.gpt import GPTDataset
 from mega.core.data.indexed import IndexedDataset
 from mega.core.data.infill import Infill, InfillDataset
-from mega.core.data.mapping import sentence_mapping
+from mega.core.data.mapping import passes_needed, passes_of, sentence_mapping
 from mega.core.data.masked import BertDataset, T5Dataset
 from mega.core.data.masking import Vocabulary
 from mega.core.data.order import SampleOrder, epochs, sample_order
@@ -55,6 +53,11 @@ class Recipe(Protocol):
         several passes. Errors: ValueError if the dataset would be empty."""
         ...
 
+    def plan(self, part: CorpusPart, samples: int, note: Callable[[str], None]) -> None:
+        """Do the checks of `dataset`, and call `note` as `dataset` does, without computing the order of samples. The
+        number of passes may be approximate; the message then says so."""
+        ...
+
 
 @dataclass(frozen=True)
 class Gpt:
@@ -71,7 +74,7 @@ class Gpt:
     def once(self, part: CorpusPart) -> int:
         return max((self._tokens(part) - 1) // self.seq_length, 1)
 
-    def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
+    def plan(self, part: CorpusPart, samples: int, note: Callable[[str], None]) -> None:
         tokens, length = self._tokens(part), self.seq_length
         if tokens <= length and not (self.repeat_short and tokens):
             repeat = "; --repeat-short-parts fills it with repeats" if tokens else ""
@@ -81,6 +84,10 @@ class Gpt:
             )
         if (passes := epochs(tokens, length, samples)) > 1:
             note(f"{part.label} has {tokens:,} tokens; {samples:,} samples of {length} take {passes} epochs")
+
+    def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
+        self.plan(part, samples, note)
+        length = self.seq_length
         key = {  # all values that affect the order, because different runs may share the cache folder
             "kind": "gpt",
             "corpus": part.corpus.fingerprint,
@@ -137,16 +144,27 @@ class Masked:
         first, last = part.corpus.document_index[[part.first, part.last]].tolist()
         return max(int(part.corpus.lengths[first:last].sum(dtype="int64")) // self._room, 1)
 
+    def _mapping_options(self) -> dict[str, Any]:
+        """Return the arguments of `sentence_mapping` that do not depend on the corpus and the number of samples."""
+        return {
+            "max_length": self._room,
+            "short_prob": self.masking.short_seq_prob,
+            "seed": self.seed,
+            "min_sentences": 2 if self.masking.sample_kind == "bert" and self.pairs else 1,
+        }
+
+    def plan(self, part: CorpusPart, samples: int, note: Callable[[str], None]) -> None:
+        documents = part.corpus.document_index[part.first : part.last + 1]
+        try:
+            passes, exact = passes_needed(documents, part.corpus.lengths, samples=samples, **self._mapping_options())
+        except ValueError as error:
+            raise ValueError(f"{part.label}: {error}") from None
+        self._note(note, part, samples, f"{passes}" if exact else f"about {passes}")
+
     def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
         corpus, masking = part.corpus, self.masking
         documents = corpus.document_index[part.first : part.last + 1]
-        mapping_options: dict[str, Any] = {
-            "samples": samples,
-            "max_length": self._room,
-            "short_prob": masking.short_seq_prob,
-            "seed": self.seed,
-            "min_sentences": 2 if masking.sample_kind == "bert" and self.pairs else 1,
-        }
+        mapping_options = {"samples": samples, **self._mapping_options()}
         key = {
             "kind": "sentences",
             "corpus": corpus.fingerprint,
@@ -161,9 +179,7 @@ class Masked:
             mapping = cached(cache, key, ("mapping",), compute)["mapping"]
         except ValueError as error:
             raise ValueError(f"{part.label}: {error}") from None
-        # Count the passes. The sample that starts first, in the first usable document, occurs once in every pass.
-        if (passes := int(np.count_nonzero(mapping[:, 0] == mapping[:, 0].min()))) > 1:
-            note(f"{part.label} has {len(documents) - 1:,} documents; {samples:,} samples take {passes} epochs")
+        self._note(note, part, samples, f"{passes_of(mapping[:, 0])}")
         if masking.sample_kind == "bert":
             return BertDataset(
                 corpus,
@@ -183,6 +199,12 @@ class Masked:
             seed=self.seed,
             mask_prob=masking.mask_prob,
         )
+
+    @staticmethod
+    def _note(note: Callable[[str], None], part: CorpusPart, samples: int, passes: str) -> None:
+        if passes != "1":
+            documents = part.last - part.first
+            note(f"{part.label} has {documents:,} documents; {samples:,} samples take {passes} epochs")
 
 
 def recipe(

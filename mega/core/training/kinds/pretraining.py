@@ -64,6 +64,7 @@ def plain_datasets(
         by_corpus=run.evaluation.valid_by_corpus,
         phases=phases,
         check=check,
+        defer=run.runtime.dry_run and run.data.retro is None,  # neighbours need the order
     )
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from mega.core.activity import ACTIVITY
 from mega.core.processes.exit_reports import printable, write_error
 from mega.core.terminal import discard_output
 
@@ -25,19 +26,30 @@ def print_line(line: str) -> None:
 SLOW_S = 5.0
 """Seconds after which a slow phase of a run's start is reported."""
 
+PROGRESS_S = 10.0
+"""Seconds between reports of how far a slow phase is."""
+
 
 @contextlib.contextmanager
 def report_if_slow(doing: str, *, quiet: bool = False) -> Iterator[None]:
-    """Report on stderr if the block takes longer than SLOW_S seconds. Used for the start of a run. quiet: report
-    nothing; true on all ranks except the first."""
-    timer = threading.Timer(SLOW_S, warn, [f"{doing} ..."])
-    timer.daemon = True
+    """Report on stderr if the block takes longer than SLOW_S seconds, and then, every PROGRESS_S seconds, how far it
+    is, if the block sets `ACTIVITY.progress`. Used for the start of a run. quiet: report nothing; true on all ranks
+    except the first."""
+    ended = threading.Event()
+
+    def report() -> None:
+        if not ended.wait(SLOW_S):
+            warn(f"{doing} ...")
+        while not ended.wait(PROGRESS_S):
+            if progress := ACTIVITY.progress:
+                warn(f"{doing}: {progress}")
+
     if not quiet:
-        timer.start()
+        threading.Thread(target=report, name="slow start", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def warn(line: str) -> None:

@@ -28,7 +28,7 @@ from mega.core.config.run import RunConfig, entries, flag_of, options_with, valu
 from mega.core.config.sections import LABELLED
 from mega.core.config.unread import is_read
 from mega.core.data.build import Datasets
-from mega.core.data.dataset import BlendedDataset
+from mega.core.data.dataset import is_blend
 from mega.core.family import family
 from mega.core.files import url_of
 from mega.core.ops.counter import OLD_RULE, RULE
@@ -428,7 +428,7 @@ def _reshuffled(run: RunConfig, stored: Mapping[str, object], data: Datasets) ->
     if data.train is None or not tokens or count == stored_count:
         return ""
     # Before its length was reduced, a run may have had several passes.
-    several_passes = data.repeats or (stored_count > len(data.train) and not isinstance(data.train, BlendedDataset))
+    several_passes = data.repeats or (stored_count > len(data.train) and not is_blend(data.train))
     return f"{length} (was {stored_length})" if several_passes else ""
 
 
