@@ -99,14 +99,28 @@ def _store(x, batch, head, row, length, value, WIDTH: tl.constexpr, BLOCK: tl.co
 def _visible(seen, batch, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Return a mask of the visible (query, key) pairs. query, key: indices of shapes [n, 1] and [1, n], in either
     order."""
-    distance = query + seen.offset - key
-    visible = (key < seen.t) & (query < seen.s)
-    if CAUSAL:
-        visible = visible & (distance >= 0)
-    if WINDOW:
-        visible = visible & (distance < seen.window)
-        if not CAUSAL:
-            visible = visible & (distance > -seen.window)
+    # A bound that holds for a whole row of the tile is computed once per row. Each bound then costs one comparison per
+    # pair.
+    if query.shape[1] == 1:
+        position = query + seen.offset
+        end = seen.t + tl.zeros_like(query)
+        if CAUSAL:
+            end = tl.minimum(end, position + 1)
+        if WINDOW and not CAUSAL:
+            end = tl.minimum(end, position + seen.window)
+        visible = key < tl.where(query < seen.s, end, 0)
+        if WINDOW:
+            visible = visible & (key > position - seen.window)
+    else:
+        position = key - seen.offset
+        end = seen.s + tl.zeros_like(key)
+        if WINDOW:
+            end = tl.minimum(end, position + seen.window)
+        visible = query < tl.where(key < seen.t, end, 0)
+        if CAUSAL:
+            visible = visible & (query >= position)
+        if WINDOW and not CAUSAL:
+            visible = visible & (query > position - seen.window)
     if DOCUMENTS:
         rows, columns = seen.q_documents + batch * seen.q_stride, seen.k_documents + batch * seen.k_stride
         visible = visible & (tl.load(rows + query, query < seen.s, 0) == tl.load(columns + key, key < seen.t, 0))
