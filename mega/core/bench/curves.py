@@ -32,8 +32,9 @@ Point = tuple[str, tuple[float, ...]]
 
 Run = Callable[[], object]
 
-LAUNCHED = 30e-6
-"""Operations that take less than this time, in seconds, are captured in a graph on a GPU."""
+LAUNCHED = 1e-3
+"""Operations that take less than this time, in seconds, are captured in a graph on a GPU. The host needs up to a
+quarter of this time to launch an operation with its backward pass."""
 
 RECORDED = 50
 """Number of operations in a graph."""
@@ -127,7 +128,7 @@ class Meter:
 
         graph = Recorder()(several)
         graph.play()
-        times = self._times(RECORDED * LAUNCHED)
+        times = self._times(self._slowest(self._several(graph.play, 3)))
         return self._several(graph.play, times) / RECORDED
 
     def _times(self, seconds: float) -> int:
@@ -203,9 +204,19 @@ def attention(meter: Meter, shapes: Shapes) -> Iterator[Point]:
             mask = mask_of(kernel, b, s, meter.device.torch)
             with torch.no_grad():
                 forward = meter.microseconds(partial(meter.ops.attention, q, k, v, mask))
-            out = meter.ops.attention(q, k, v, mask)
-            backward = meter.microseconds(partial(_gradients, out, (q, k, v), grad), captures=False)
+            backward = _backward(meter, partial(meter.ops.attention, q, k, v, mask), (q, k, v), grad, forward)
             yield f"attention {kernel}", (b * heads, s, width, forward, backward)
+
+
+def _backward(
+    meter: Meter, run: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor, forward: float
+) -> float:
+    """Return the microseconds of a backward pass. A graph with a backward pass must also contain its forward pass, so
+    both passes are measured together on a GPU, and `forward`, the time of the forward pass, is subtracted."""
+    if not meter.device.is_cuda:
+        return meter.microseconds(partial(_gradients, run(), inputs, grad))
+    both = meter.microseconds(lambda: _gradients(run(), inputs, grad))
+    return max(both - forward, 0.1 * both)
 
 
 def _gradients(out: torch.Tensor, inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> object:
