@@ -73,6 +73,23 @@ def test_shares_are_added_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> No
     assert not pages.ended.any()
 
 
+@pytest.mark.parametrize("keys", [600, 1100])
+def test_many_shares_of_eight_heads(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that one step combines, and shares that take two."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("mega.core.ops.kernels.paged_attention.PROGRAMS", 528 if CUDA else 20)
+    dtype, tables = torch.bfloat16 if CUDA else torch.float32, np.arange(1, 71)[None]
+    pool = torch.randn(71, 16, 2, 1, 128, device=DEVICE).to(dtype)
+    q = torch.randn(1, 8, 128, device=DEVICE).to(dtype)
+    ours, plain, exact = (
+        each.attend(q.to(wide), pool.to(wide).flatten(1), each.pages(np.ones(1, np.int64), np.array([keys]), *given))
+        for each, wide in ((kernels(), dtype), (PLAIN, dtype), (PLAIN, torch.float64))
+        for given in [(tables, pool.to(wide), 8, None)]
+    )
+    error, plain_error = (float((each - exact).norm() / exact.norm()) for each in (ours, plain))
+    assert error <= 2 * plain_error + 2e-7, (error, plain_error)
+
+
 def check_new(rng: random.Random, longest: int = 150) -> dict[str, Any]:
     """Drawn sequences of one new token each, whose keys are turned and kept on the way; all else is left alone."""
     dtype = torch.bfloat16 if CUDA else rng.choice([torch.float16, torch.float32])

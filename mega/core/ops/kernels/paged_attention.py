@@ -33,9 +33,10 @@ tile."""
 PROGRAMS, MOST_SHARES = 528, 32
 """PROGRAMS: number of programs that fill a device, four on each of 132 multiprocessors. MOST_SHARES: maximum number of
 shares into which the keys of a sequence are divided."""
-AT_ONCE = 8192
-"""Number of partial results that a program loads at once when it combines shares. These results fill 64 registers of a
-thread. With a smaller number, a program would wait for memory more often."""
+AT_ONCE, AT_MOST, WIDE = 8192, 16384, 16
+"""AT_ONCE: number of partial results that a program loads at once when it combines shares. These results fill 64
+registers of a thread. AT_MOST: the same if WIDE shares then fit; a further step of the combination takes about 4 us on
+an H100. WIDE: number of shares, enough for 1,024 keys in tiles of KEYS."""
 
 
 class SingleTokens(NamedTuple):
@@ -440,10 +441,20 @@ def _attend_singles(
         _look, (rows, kv_heads, shares), q, cos, sin, pool, runs.tables, runs.lengths, part, stats, out, runs.ended,
         q.stride(0), q.stride(1), runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads,
         GROUP=group, GROUP_BLOCK=max(16, queries), QUERIES=queries, WIDTH=d, BLOCK=width, SIZE=block, KEYS=KEYS,
-        SHARES=1 if shares == 1 else MOST_SHARES, TOGETHER=max(1, AT_ONCE // (queries * width)),
+        SHARES=1 if shares == 1 else MOST_SHARES, TOGETHER=_together(shares, queries * width),
         WINDOW=runs.window is not None, NEW=new, HALF=0 if cos is None else cos.shape[-1], **overlapping(q.device),
     )  # fmt: skip
     return out
+
+
+def _together(shares: int, results: int) -> int:
+    """Return the number of shares that a program combines at once. results: number of results of one share.
+
+    >>> [_together(32, heads * 128) for heads in (1, 4, 8, 16)], _together(3, 8 * 128)
+    ([64, 16, 16, 4], 8)
+    """
+    wanted = min(next_power_of_2(shares), WIDE)
+    return wanted if AT_ONCE < wanted * results <= AT_MOST else max(1, AT_ONCE // results)
 
 
 def _attend_new(fused: torch.Tensor, rotary: Rotary | None, pool: torch.Tensor, pages: object) -> torch.Tensor | None:
