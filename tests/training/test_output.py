@@ -115,6 +115,35 @@ def test_a_run_goes_on_without_tensorboard(
     assert capsys.readouterr().err == said
 
 
+class Collected(dict[str, float]):
+    """Takes the place of `Trackers`."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self["stats/nothing"] = 0.0
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.update(values)
+
+    def close(self) -> None:
+        assert {"stats/tflops", "stats/tokens_per_sec", "lm-loss-training/lm loss"} < self.keys()
+        assert {
+            f"lm-loss-validation/{split} {name}" for split in ("valid", "test") for name in ("loss", "perplexity")
+        } < (self.keys())
+
+
+def test_boards_get_what_the_log_line_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plotted = list[str]()
+    monkeypatch.setattr(meters, "Trackers", Collected)
+    board = SimpleNamespace(add_scalar=lambda name, value, step: plotted.append(name), close=lambda: None)
+    monkeypatch.setattr(meters, "_board", lambda *_: board)
+    assert main([*RUN, "--save", str(tmp_path), "--tensorboard-dir", str(tmp_path / "board"), "--eval-iters", "1"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row} - {"step"}
+    sets = {f"{split}_{name}": f"{name} {split}" for split in ("valid", "test") for name in ("loss", "perplexity")}
+    assert {"tokens_per_second_per_device", "tflops_per_device", "memory", "valid_perplexity"} < names
+    assert {sets.get(name, name.replace("_", "-")) for name in names} == set(plotted)
+
+
 def test_a_name_that_is_not_utf8_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = os.fsdecode(os.fsencode(str(tmp_path)) + b"/run\xff")
     assert main([*RUN, "--save", name]) == 2

@@ -36,14 +36,21 @@ def _killed_and_resumed(place: Path, *more: str) -> None:
 
 def test_the_names_are_the_forks() -> None:
     row = {"consumed": 16, "lr": 1e-3, "batch": 8, "loss": 2.0, "grad_norm": float("nan"), "seconds": 2.0, "skipped": 0}
-    values = training_values(row, tokens=64, devices=4, replicas=2, flops=1e12)
+    row |= {"largest_share": 0.25, "params_norm": 3.0}
+    values = training_values(row, tokens=64, devices=4, replicas=2, flops=1e12, memory=2**30, peak=16.0)
     assert values == {
         "utils/steps-vs-samples": 16.0,
         "utils/learning-rate": 1e-3,
         "utils/batch-size": 8.0,
         "lm-loss-training/lm loss": 2.0,
         "others/actual_seq_length": 8.0,
+        "others/params-norm": 3.0,
+        "others/largest-share": 0.25,
+        "others/seconds": 2.0,
+        "others/skipped": 0.0,
         "stats/tflops": 8.0,
+        "stats/mfu": 0.5,
+        "stats/memory": 2.0**30,
         "stats/samples_per_sec": 4.0,
         "stats/samples_per_sec_per_replica": 2.0,
         "stats/tokens_per_sec": 32.0,
@@ -74,6 +81,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert sorted(point.step for point in client.get_metric_history(run.info.run_id, name)) == [1, 2, 3, 4, 5, 6]
     valid = client.get_metric_history(run.info.run_id, "lm-loss-validation/valid loss")
     assert sorted(point.step for point in valid) == [2, 4, 6]
+    assert "lm-loss-validation/valid perplexity" in run.data.metrics
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +96,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps == [1, 2, 3, 4, 5, 6]
     assert {f"stats/{name}" for name in STATS} < set(rows[0])
     assert [row["_step"] for row in rows if "lm-loss-validation/valid loss" in row] == [2, 4, 6]
+    assert [row["_step"] for row in rows if "lm-loss-validation/valid perplexity" in row] == [2, 4, 6]
 
 
 def _history(file: Path) -> list[dict[str, Any]]:

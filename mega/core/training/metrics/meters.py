@@ -134,8 +134,9 @@ class Meters:
         if step % self.options.tensorboard_interval == 0:
             self._plot({name.replace("_", "-"): value for name, value in row.items()}, step)
             if self._trackers:
-                sizes = {"tokens": tokens, "devices": self.devices, "replicas": self.replicas}
-                values = training_values(row, **sizes, flops=self.flops_per_token, terms=self._terms)
+                sizes = {"tokens": tokens, "devices": self.devices, "replicas": self.replicas, "memory": memory}
+                flops = self.flops_per_token
+                values = training_values(row, **sizes, flops=flops, peak=self.peak, terms=self._terms)
                 self._trackers.log(step, values)
         if self._bar is not None:
             self._bar[0].update(self._bar[1], completed=step, description=f"loss {row['loss']:.4f}")
@@ -152,11 +153,13 @@ class Meters:
         return {**speed, "mfu_ratio": tflops / self.peak if self.peak else None}
 
     def _rate(self, step: int, memory: int) -> None:
-        """Write a row with the speed since the last row that has a speed, and reset the counters of steps, tokens and
-        seconds."""
+        """Write a row with the speed since the last row that has a speed, also to TensorBoard, and reset the counters
+        of steps, tokens and seconds."""
         rate, tflops = self._speed(self._tokens, self._seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory}
         self._rows.write({"step": step, **speed})
+        shares = {"mfu": tflops / self.peak} if self.peak else {}
+        self._plot({name.replace("_", "-"): value for name, value in (speed | shares).items()}, step)
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
 
     def _speed(self, tokens: int, seconds: float) -> tuple[float, float]:
@@ -200,8 +203,8 @@ class Meters:
         row = {"step": step, **{f"{split}_{name}": value for name, value in values.items()}}
         # A finished run that is started again evaluates its last step again.
         if self._rows.replace(row) if step == self._start == self._last else self._rows.write(row):
-            self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
-            self._trackers.log(step, held_out_values(split, measured))
+            self._plot({f"{name} {split}": value for name, value in values.items()}, step)
+            self._trackers.log(step, held_out_values(split, values))
         if self._exporter is not None:
             self._exporter.evaluation(split, measured)
         text = "".join(f" | {name} {value:{'.3f' if value < LARGE else '.4g'}}" for name, value in perplexity.items())

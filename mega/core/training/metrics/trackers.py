@@ -48,24 +48,38 @@ class Tracker(Protocol):
 
 
 def training_values(
-    row: Mapping[str, float], *, tokens: int, devices: int, replicas: int, flops: float, terms: Sequence[str] = ()
+    row: Mapping[str, float],
+    *,
+    tokens: int,
+    devices: int,
+    replicas: int,
+    flops: float,
+    memory: int = 0,
+    peak: float | None = None,
+    terms: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Return the metrics of a training step under the names of the Llama-2 fork of Megatron-LM.
+    """Return the metrics of a training step under the names of the Llama-2 fork of Megatron-LM. Metrics that the fork
+    does not have are named in the same way.
 
     tokens: number of tokens in the global batch. replicas: number of data-parallel ranks. flops: FLOPs per token.
-    terms: names of the terms of the loss.
+    memory: bytes used on rank 0. peak: peak TFLOP/s of a device, or None if unknown. terms: names of the terms of the
+    loss.
     """
     names = {**NAMES, **{term: f"lm-loss-training/{term}" for term in terms}}
-    values = {name: float(row[key]) for key, name in names.items() if row.get(key) is not None}
+    others = {name: f"others/{name.replace('_', '-')}" for name in row if name not in names}
+    columns = {**names, **others}
+    values = {name: float(row[key]) for key, name in columns.items() if isinstance(row.get(key), int | float)}
     seconds = max(float(row["seconds"]), 1e-9)
     samples = float(row.get("batch") or 0)
     values |= {
-        "stats/tflops": tokens * flops / seconds / devices / 1e12,
+        "stats/tflops": (tflops := tokens * flops / seconds / devices / 1e12),
         "stats/samples_per_sec": samples / seconds,
         "stats/samples_per_sec_per_replica": samples / seconds / replicas,
         "stats/tokens_per_sec": tokens / seconds,
         "stats/tokens_per_sec_per_replica": tokens / seconds / replicas,
     }
+    values |= {"stats/memory": float(memory)} if memory else {}
+    values |= {"stats/mfu": tflops / peak} if peak else {}
     if samples:
         values["others/actual_seq_length"] = tokens / samples
     return _finite(values)
