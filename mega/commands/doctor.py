@@ -128,6 +128,8 @@ def _print_tables() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from mega.core.terminal import print_table
+
     console = Console()
     for title, rows in _tables().items():
         table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
@@ -136,7 +138,7 @@ def _print_tables() -> None:
         for row in rows:
             # rich would interpret brackets in a string as markup, so remarks are passed as `Text`.
             table.add_row(*row[:2], _styled(row[2]))
-        console.print(table)
+        print_table(console, table)
 
 
 def _styled(remark: str) -> Text:

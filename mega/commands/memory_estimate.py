@@ -300,15 +300,16 @@ def _report(answer: RunEstimate, megatron: bool, stops: Interruptions) -> None:
 
     from mega.core.estimate import show
     from mega.core.estimate.duration import training
+    from mega.core.terminal import print_table
 
     console = Console(highlight=False, soft_wrap=True)
     report = partial(console.print, soft_wrap=not console.is_terminal)  # sentences, which a terminal wraps
     run, world, device = answer.run, answer.world, answer.device
     if answer.found is not None and device is not None:
-        console.print(show.layouts_table(answer.found))
+        print_table(console, show.layouts_table(answer.found))
         report(show.explain_choice(answer.found, device))
     report(show.layout(run, world))
-    console.print(show.table(answer.memory))
+    print_table(console, show.table(answer.memory))
     for bar in show.bars(answer.memory):
         console.print(bar)
     for line in show.notes(run, world, answer.memory, device, megatron):

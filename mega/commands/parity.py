@@ -60,6 +60,7 @@ def _print_table(rows: list[Row]) -> None:
     from rich.table import Table
 
     from mega.core.proof.layouts import STEPS
+    from mega.core.terminal import print_table
 
     table = Table(title=f"{rows[0].dtype}: difference from one rank", box=box.SIMPLE_HEAD)
     for name in ("model", "layout", "loss", *(f"step {step}" for step in STEPS)):
@@ -75,6 +76,6 @@ def _print_table(rows: list[Row]) -> None:
         numbers = (f"{number:.1e}" for number in (row.loss or 0.0, *row.gradients))
         table.add_row(row.family, row.layout, *numbers, tensor, verdict)
     console = Console()
-    console.print(table, width=console.width if console.is_terminal else 110)
+    print_table(console, table)
     failures = sum(not row.fine for row in rows)
     print(f"{len(rows) - failures} of {len(rows)} layouts are within the bounds")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def discard_output(stream: TextIO) -> None:
@@ -64,6 +65,34 @@ def stderr_console() -> Console:
     from rich.console import Console
 
     return Console(file=TolerantStream(sys.stderr))  # type: ignore[arg-type]
+
+
+LEAST_FOLDED = 16
+"""Least width of a column that folds long words."""
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table without cutting any value. If the console is too narrow, lines become longer: columns with
+    no_wrap=True keep each value on one line, columns with overflow="fold" break words, and others break between words.
+    """
+    from rich.measure import Measurement
+
+    wide = console.options.update_width(100_000)
+    naturals, leasts = list[int](), list[int]()
+    for column in table.columns:
+        sizes = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+        natural, word = max(size.maximum for size in sizes), max(size.minimum for size in sizes)
+        naturals.append(natural)
+        leasts.append(natural if column.no_wrap else min(word, LEAST_FOLDED) if column.overflow == "fold" else word)
+    borders = Measurement.get(console, wide, table).maximum - sum(naturals)
+    width, least = console.width, borders + sum(leasts)
+    missing = sum(naturals) - sum(leasts)
+    spare = min(max(width - least, 0), missing)
+    for column, column_least, natural in zip(table.columns, leasts, naturals, strict=True):
+        column.width = column_least + spare * (natural - column_least) // max(missing, 1)
+    console.width = max(width, least)
+    console.print(table)
+    console.width = width
 
 
 class BrokenStdout(Exception):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from mega import cli
 from mega.core.data.indexed import noted_tokenizer
+from mega.core.tasks.show import show
+from mega.core.terminal import print_table
 from mega.core.text.train import train_bpe
+
+PACKAGE = Path(cli.__file__).parent
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 2 --seq-length 8 --micro-batch 2 --steps 2 --lr 1e-3 --eval-iters 0 "
@@ -138,3 +147,46 @@ def test_what_made_token_files_may_be_gone(tmp_path: Path, capsys: pytest.Captur
 def test_flags_that_exclude_each_other(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(line.split()) == 2
     assert capsys.readouterr().err == f"mega: {said}\n"
+
+
+def drawn(width: int) -> list[str]:
+    """The lines of a table of a name, a path, a number and a text, in a console of `width` columns."""
+    out = io.StringIO()
+    table = Table("name", box=box.SIMPLE_HEAD)
+    table.add_column("path", overflow="fold")
+    table.add_column("value", no_wrap=True)
+    table.add_column("remark")
+    table.add_row("first-of-the-names", "/data/" + 40 * "x", "12,345.6789 to 23,456.7890", "one two three four")
+    print_table(Console(file=out, width=width), table)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_a_table_cuts_no_value(width: int) -> None:
+    text = "\n".join(drawn(width))
+    assert "…" not in text and "first-of-the-names" in text and "12,345.6789 to 23,456.7890" in text
+    assert text.count("x") == 40 and all(word in text for word in ("one", "two", "three", "four"))
+
+
+def test_a_wide_console_has_one_line_a_row() -> None:
+    assert len([line for line in drawn(200) if "first" in line or "xx" in line]) == 1
+
+
+def test_a_score_is_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    settings = {name: 1 for name in ("tp", "cp", "pp", "micro_batch", "seq_length", "dtype")}
+    figure = {"name": "accuracy of the last word, lower case, without punctuation", "value": 12345.5}
+    result = {
+        "task": "lambada", "settings": settings | {"model": {"path": "runs/x"}}, "tokens": 9, "tokens_per_second": None,
+        "ranks": 1, "device": "cpu", "figures": [figure | {"low": 12344.123456, "high": 12346.654321}],
+    }  # fmt: skip
+    show(result, [figure["name"]], "here")
+    printed = capsys.readouterr().out
+    assert "…" not in printed and f"{figure['name']} " in printed and "12,344.1235 to 12,346.6543" in printed
+
+
+def test_every_verb_prints_its_tables_whole() -> None:
+    """Only the quickstart's table, whose two columns share the width and fold, is printed in another way."""
+    direct = re.compile(r"\.print\((\w+\.)?\w*table\b")
+    printing = {path.name for path in PACKAGE.rglob("*.py") if direct.search(path.read_text())}
+    assert printing == {"terminal.py", "tour.py"}

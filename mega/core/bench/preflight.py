@@ -34,6 +34,7 @@ from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.processes.connect import connect, disconnect
 from mega.core.processes.world import World
+from mega.core.terminal import print_table
 
 CLOCK = 1.0
 """Maximum accepted difference of a clock from the median of all clocks, in seconds."""
@@ -215,7 +216,7 @@ def _show(rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, float], faults:
         figures = [f"{row['figures'][name]:.3g}" if name in row["figures"] else "" for name in names]
         table.add_row(str(row["rank"]), row["host"], row["facts"]["device"], *figures)
     console = Console()
-    console.print(table)
+    print_table(console, table)
     for name, rate in pairs.items():
         console.print(f"hosts {name}: {rate:.3g} GB/s each way")
     for fault in faults:

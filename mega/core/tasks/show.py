@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mega.core.tasks.task import Done
-from mega.core.terminal import stderr_console
+from mega.core.terminal import print_table, stderr_console
 
 LINE_SECONDS = 30.0
 """Seconds between two progress messages if stderr is not a terminal."""
@@ -77,7 +77,7 @@ def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
         ends = (figure["low"], figure["high"])
         interval = "" if None in ends else f"{_number(ends[0])} to {_number(ends[1])}"
         table.add_row(figure["name"], _number(figure["value"]), interval)
-    console.print(table, width=console.width if console.is_terminal else 110)
+    print_table(console, table)
     rate = result["tokens_per_second"]
     settings = result["settings"]
     layout = " ".join(f"{name} {settings[name]}" for name in ("tp", "cp", "pp", "micro_batch", "seq_length", "dtype"))

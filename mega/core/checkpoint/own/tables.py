@@ -21,7 +21,7 @@ from rich.table import Table
 
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.store import Checkpoint, locate
-from mega.core.terminal import print_whole, stderr_console
+from mega.core.terminal import print_table, print_whole, stderr_console
 from mega.core.untrusted import Json
 
 
@@ -72,10 +72,10 @@ def show_checkpoint(
         return
     table = Table()
     for name in head:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name not in head[:1])
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    print_table(console, table)
 
 
 def _summary(checkpoint: Checkpoint, tensors: bool, about: dict[str, Json]) -> dict[str, Json]:

@@ -29,6 +29,7 @@ from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
 from mega.core.processes.connect import threads
 from mega.core.processes.world import world_from_env
+from mega.core.terminal import print_table
 from mega.core.training.saves.place import check_no_newer
 from mega.core.training.saves.resume import (
     check_corpora,
@@ -49,7 +50,7 @@ def dry_run(inputs: Inputs, world: int) -> None:
     run, console = inputs.run, Console(highlight=False)
     report = partial(console.print, markup=False, emoji=False, soft_wrap=True)
     overlaps, overlapped = _compare(inputs, world, report)
-    console.print(_sizes(run, world))
+    print_table(console, _sizes(run, world))
     parallel, count = run.parallel, microbatches(run, world)
     schedule = plan(parallel.schedule, parallel.pp, parallel.chunks, count)
     prove(schedule)
