@@ -296,6 +296,18 @@ def overlap_exclusions(run: RunConfig) -> list[str]:
     return [flag for flag, is_set in parts.items() if is_set]
 
 
+def overlap_resumes(run: RunConfig, overlapped: bool | None) -> bool:
+    """Return whether a run without --tp-overlap and --no-tp-overlap keeps the overlap of the run that it resumes.
+    overlapped: whether exchanges of the resumed run overlapped GEMMs; None if the run resumes none.
+
+    >>> from mega.core.config.compose import compose
+    >>> runs = [resolve(compose("gpt-22b", flags={"tp": 4, "micro_batch": 1, "fp8": fp8}), 4) for fp8 in (False, True)]
+    >>> [overlap_resumes(run, overlapped) for run in runs for overlapped in (True, False, None)]
+    [True, False, False, False, False, False]
+    """
+    return bool(overlapped) and not overlap_exclusions(run)
+
+
 def no_overlap_reason(run: RunConfig, tflops: float = MEASURED_TFLOPS) -> str | None:
     """Return the reason why the tensor ranks of a resolved run do not overlap their exchanges with GEMMs; None if they
     do. The result is valid for devices that can map each other's memory, if neither --tp-overlap nor --no-tp-overlap is

@@ -18,7 +18,7 @@ from mega.core.config.resolve import (
     data_parallel,
     gathers_experts,
     no_overlap_reason,
-    overlap_exclusions,
+    overlap_resumes,
     overlaps_exchanges,
     records_graph,
 )
@@ -165,7 +165,7 @@ def _transport(run: RunConfig, mesh: Mesh, device: torch.device, overlapped: boo
     if asked is not None:
         overlaps = asked
     elif overlapped is not None:
-        overlaps = overlapped and not overlap_exclusions(run)
+        overlaps = overlap_resumes(run, overlapped)
     elif device.type == "cuda":
         overlaps = first_problem(no_overlap_reason(run, tflops16(device)), mesh.everyone, device) is None
     else:

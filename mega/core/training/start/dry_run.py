@@ -20,7 +20,7 @@ from mega.core.config.resolve import (
     data_parallel,
     microbatches,
     no_overlap_reason,
-    overlap_exclusions,
+    overlap_resumes,
     overlaps_exchanges,
 )
 from mega.core.config.run import RunConfig
@@ -79,7 +79,7 @@ def _compare(inputs: Inputs, world: int, report: Callable[[str], None]) -> tuple
     overlapped = overlapped_before(run, point)
     overlaps = overlaps_exchanges(run)
     if run.parallel.tp_overlap is None and overlapped is not None:  # a resumed run keeps its setting
-        overlaps = overlapped and not overlap_exclusions(run)
+        overlaps = overlap_resumes(run, overlapped)
     if point is not None:
         check_resumable(run, point)
         check_corpora(run, point, inputs.datasets)

@@ -18,7 +18,7 @@ from mega.core.config.resolve import (
     lengths,
     microbatches,
     no_overlap_reason,
-    overlap_exclusions,
+    overlap_resumes,
     records_graph,
     text_lengths,
 )
@@ -185,7 +185,7 @@ def overlap_note(run: RunConfig, overlaps: bool, overlapped: bool | None, refusa
         reason = "as in the checkpoint"
     elif overlaps:
         reason = "as this is faster on GPUs that can map each other's memory"
-    elif refusal is None or (overlapped and not overlap_exclusions(run)):
+    elif refusal is None or overlap_resumes(run, overlapped):
         reason = "as ranks cannot map each other's memory"
     else:
         reason = refusal
