@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.megatron.arguments import arguments_of, model_from_arguments, unused_by_core
+from mega.core.checkpoint.forms.megatron.arguments import (
+    arguments_of,
+    model_from_arguments,
+    tokenizer_of,
+    unused_by_core,
+)
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
@@ -142,3 +147,16 @@ def test_the_form_that_core_saves_wrong_says_so(tmp_path: Path) -> None:
     write_whole(folder, {**tensors, name: tensors[name].roll(1)}, others)
     with pytest.raises(CheckpointError, match=r"it is not the weight, as core 0\.18 saves this form"):
         convert(tmp_path / "tree", tmp_path / "back", "mega")
+
+
+def test_the_tokenizer_of_a_checkpoint_is_named() -> None:
+    files = {"vocab_file": "a/vocab.txt", "merge_file": None, "tokenizer_model": 7}
+    for kind, advice in (
+        ("BertWordPieceTokenizer", "give these to the runs"),
+        ("BertWordPieceCase", "give these to the runs"),
+        ("TikTokenizer", "mega has no such type"),
+    ):
+        state, (note,) = tokenizer_of({"tokenizer_type": kind, **files})
+        assert state == {"megatron_tokenizer": kind} and advice in note
+        assert f"trained with --tokenizer-type {kind} --vocab-file a/vocab.txt;" in note
+    assert tokenizer_of({"tokenizer_type": "NullTokenizer", **files}) == tokenizer_of({}) == ({}, ())

@@ -221,6 +221,12 @@ def test_a_tree_names_no_tokenizer_that_is_unknown(
         assert f"--tokenizer-type NullTokenizer --vocab-size {LLAMA.vocab} " in out
     arguments, out = written("known", "--tokenizer-type", "GPT2BPETokenizer")
     assert arguments["tokenizer_type"] == "GPT2BPETokenizer" and "names none" not in out
+    for folder, kind in (("unknown", None), ("known", "GPT2BPETokenizer")):  # and back
+        line = ["reshard", "--load-dir", str(tmp_path / folder), "--save-dir", str(tmp_path / f"{folder}-back")]
+        assert main(line) == 0
+        assert ("trained with --tokenizer-type GPT2BPETokenizer; give these" in capsys.readouterr().out) == bool(kind)
+        run = tmp_path / f"{folder}-back"
+        assert written(f"{folder}-again")[0]["tokenizer_type"] == (kind or "NullTokenizer")
 
 
 @pytest.mark.parametrize(("last", "ids"), [(True, 257), (False, 258)])

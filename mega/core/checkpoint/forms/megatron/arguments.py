@@ -21,8 +21,11 @@ from mega.core.checkpoint.forms.keys import check_round_trip
 from mega.core.checkpoint.forms.megatron.families import FAMILIES
 from mega.core.checkpoint.forms.megatron.mixture import mixture_arguments, mixture_flags, mixture_of
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.option import Renamed
 from mega.core.config.retriever import RetrieverOptions
-from mega.core.config.sections import ModelConfig
+from mega.core.config.run import entries
+from mega.core.config.sections import TOKENIZERS, ModelConfig
+from mega.core.untrusted import Json
 
 
 def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
@@ -308,6 +311,27 @@ TOKENIZER = "NullTokenizer"
 """The tokenizer type that is written if none is known. Megatron's converters stop if the type is missing, and
 NullTokenizer, which reads ids instead of text, is the only type that does not imply a text tokenizer. If --vocab-file
 is given, Megatron compares the type with the flag, so the user must then record the type with --tokenizer-type."""
+
+
+def tokenizer_of(values: Mapping[str, object]) -> tuple[dict[str, Json], tuple[str, ...]]:
+    """Return plain state that keeps the tokenizer type of Megatron's arguments for a later export, and a message that
+    names the tokenizer, whose files are not part of a Megatron checkpoint. Both are empty for NullTokenizer.
+
+    >>> tokenizer_of({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "a/b.model"})[0]
+    {'megatron_tokenizer': 'Llama2Tokenizer'}
+    """
+    kind = values.get("tokenizer_type")
+    if not isinstance(kind, str) or kind == TOKENIZER:
+        return {}, ()
+    flags = {
+        f"--{name.replace('_', '-')}": values.get(name) for name in ("tokenizer_model", "vocab_file", "merge_file")
+    }
+    words = [f"--tokenizer-type {kind}", *(f"{flag} {file}" for flag, file in flags.items() if isinstance(file, str))]
+    note = f"tokenizer: not in the checkpoint, which was trained with {' '.join(words)}"
+    spelled = entries()["tokenizer"].option.megatron["--tokenizer-type"]
+    names = {*TOKENIZERS, *(spelled.values if isinstance(spelled, Renamed) else ())}
+    advice = "give these to the runs that start from it" if kind in names else "mega has no such type"
+    return {"megatron_tokenizer": kind}, (f"{note}; {advice}",)
 
 
 def _size_arguments(model: Architecture, rope_fraction: float) -> dict[str, object]:

@@ -23,6 +23,7 @@ import torch
 from mega.core.checkpoint.forms.foreign import first_storage_at, inside, read_json, unpickled
 from mega.core.checkpoint.forms.form import FormOptions, OpenedForm
 from mega.core.checkpoint.forms.mapping import joined
+from mega.core.checkpoint.forms.megatron.arguments import tokenizer_of
 from mega.core.checkpoint.forms.megatron.state import check_counts, plain_state, state_note, values_of
 from mega.core.checkpoint.forms.megatron.torch_dist_state import state_of
 from mega.core.checkpoint.forms.megatron.trees import common_name, iteration_of, model_of_tree, table_of
@@ -373,10 +374,12 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
         values.get("consumed_valid_samples", 0),
     )
     iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
-    notes += (state_note(scalars, options.optimizer, "taken"),)
+    tokenizer, tokenizer_notes = tokenizer_of(values)
+    notes += (*tokenizer_notes, state_note(scalars, options.optimizer, "taken"))
     check_counts(scalars, counts[0], folder)
     plain_fields = plain_state(scalars, iteration, consumed, validated)
-    return OpenedForm(source, model, joined([weights, *states]), iteration, consumed, plain_fields, notes)
+    table = joined([weights, *states])
+    return OpenedForm(source, model, table, iteration, consumed, plain_fields | tokenizer, notes)
 
 
 def _common(folder: Path) -> dict[str, object]:

@@ -27,6 +27,7 @@ from mega.core.checkpoint.forms.megatron.arguments import (
     as_core_uses,
     check_vocabulary,
     model_from_arguments,
+    tokenizer_of,
     vocabulary,
 )
 from mega.core.checkpoint.forms.megatron.eras import (
@@ -112,8 +113,9 @@ def open_form(path: Path, options: FormOptions) -> OpenedForm:
     table = joined([weights, *(state_table(weights, kind) for kind in state.kinds)])
     check_counts(state.scalars, counts[0], folder)
     plain_fields = plain_state(state.scalars, iteration, consumed, validated)
-    notes += (state_note(state.scalars, options.optimizer, "taken"),)
-    return OpenedForm(source, model, table, iteration, consumed, plain_fields, notes)
+    tokenizer, tokenizer_notes = tokenizer_of(values)
+    notes += (*tokenizer_notes, state_note(state.scalars, options.optimizer, "taken"))
+    return OpenedForm(source, model, table, iteration, consumed, plain_fields | tokenizer, notes)
 
 
 def model_of_tree(

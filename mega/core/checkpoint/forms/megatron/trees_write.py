@@ -134,8 +134,9 @@ def _check_expert_ranks(experts: int | None, ranks: int, to: str, *, distributed
 
 
 def _tokenizer(meta: Mapping[str, object]) -> str | None:
-    """Return the kind of tokenizer that a mega checkpoint records, or None."""
-    kind = below(meta, "config", "tokenizer").get("tokenizer")
+    """Return the kind of tokenizer that a mega checkpoint records, or that the imported Megatron checkpoint recorded;
+    otherwise None."""
+    kind = below(meta, "config", "tokenizer").get("tokenizer") or meta.get("megatron_tokenizer")
     return kind if isinstance(kind, str) else None
 
 
