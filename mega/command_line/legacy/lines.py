@@ -105,8 +105,8 @@ def _with_defaults(settings: Sequence[Setting], program: Program, known: Mapping
 
 
 def _stated(row: Mapping[str, str], known: Mapping[str, Meaning]) -> list[Setting]:
-    """Return settings for flag -> value, where "" is the value of a switch. The switches may also be those of the
-    subcommand itself."""
+    """Return the settings that a row of the table of programs states. row: flag -> value, which is "" for a flag
+    without a value. Such a flag may also be a flag of the mega subcommand."""
     read_line = read([word for flag, value in row.items() for word in (flag, value) if word], known)
     return [*read_line.settings, *(Setting(flag, ["true"], True) for flag in read_line.others)]
 

@@ -37,7 +37,8 @@ tp = 2
 
 Each checkpoint contains the options of its run, as `run.toml`. `mega pretrain --config STEP/run.toml --save DIR`
 starts the same run again, with metrics in `DIR`. `run.toml` contains values that the run derived from others, such as
-`ffn` and `global_batch`. It does not contain options of one start of the run: `exit_interval` and `exit_minutes`.
+`ffn` and `global_batch`. It omits `exit_interval` and `exit_minutes`, because these limit one start of the run and not
+the run itself.
 
 Other subcommands have separate tables. `mega COMMAND --print-config` prints all keys of a subcommand and their
 defaults, ready for `mega COMMAND --config FILE.toml`. A file for `mega eval`, `bench` or `memory-estimate` may also

@@ -24,13 +24,13 @@ class Footprint:
     """The memory of one microbatch on one chunk, in bytes."""
 
     held: int
-    """Bytes stored from the forward pass to the backward pass."""
+    """Bytes saved by the forward pass for the backward pass."""
     forward: int
     """Peak of the forward pass, including `held`."""
     backward: int
     """Peak of the backward pass, including `held`."""
     deferred: int
-    """Bytes stored from the backward pass to a separate weight-gradient pass."""
+    """Bytes saved by the backward pass for a later, separate pass that computes the weight gradients."""
     in_flight: int
     """Bytes of sent blocks that exchanges keep allocated after a forward pass. All microbatches share these bytes,
     which are included in `forward` and `backward`."""

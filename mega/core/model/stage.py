@@ -1,4 +1,5 @@
-"""Options of a pipeline stage, for any model family. The model, the stage's units and the region are not included."""
+"""Options of a pipeline stage, for any model family. A stage receives its model, its units and its tensor-parallel
+region (parallel/region.py) separately."""
 
 from __future__ import annotations
 

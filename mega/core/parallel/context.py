@@ -173,9 +173,8 @@ class RingState(NamedTuple):
         return index, 2 * self.axis.size - 1 - index
 
     def _local_mask(self, source: int) -> AttentionMask:
-        """Return the mask with the documents and dropout for the queries of this rank and the keys of rank `source`.
-
-        Positions are still relative to the whole rows.
+        """Return the attention mask for the queries of this rank and the keys of rank `source`. Only the documents and
+        the dropout of the mask are cut to these queries and keys; positions still count from the start of whole rows.
         """
         axis, mask = self.axis, self.mask
         if mask.q_documents is not None and mask.k_documents is not None:

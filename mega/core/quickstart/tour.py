@@ -3,7 +3,8 @@ commands that it prints.
 
     corpus -> tokenizer -> token files -> training on 4 ranks -> plot -> one rank -> verdict
 
-Three of the steps are part of the quickstart, and can be run with `mega quickstart --only ...`.
+The corpus, the plot and the verdict are made by this package; `mega quickstart --only STEP` runs one of these steps.
+All other steps are other commands of mega.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class HubFamily:
 
     def table(self, options: ModelConfig, names: Collection[str] = ()) -> Table:
         """Return the table that produces `weights/<name>` for every logical tensor. names: names of the folder's
-        tensors, which may lack the prefix."""
+        tensors, which may be stored without `prefix`."""
         if self.fused is not None and any(name.endswith(FUSED) for name in names):
             return replace(self, names=self.fused, fused=None).table(options, names)
         prefixed = not names or any(name.startswith(self.prefix) for name in names)
