@@ -51,6 +51,8 @@ MANNERS: dict[str, tuple[str, str]] = {
     "granite": ("gpt2", "granite"),
     "olmo2": ("byte-level", "tulu"),
     "olmo3": ("byte-level", "chatml"),
+    "olmoe": ("byte-level", "tulu"),
+    "mixtral": ("metaspace", "mistral"),
     "gemma": ("metaspace", "gemma"),
     "gemma2": ("metaspace", "gemma"),
     "gemma3": ("metaspace", "gemma"),

@@ -16,6 +16,7 @@ from mega.core.checkpoint.forms.families.family import HubFamily
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.store import locate
 from mega.core.proof.logits import compare_logits, logits, their_logits
+from tests.support import hub_families as hub
 from tests.support.hugging_face import FAMILIES, hf_folder
 from tests.support.shared import shared
 
@@ -100,3 +101,24 @@ def test_the_trained_model_is_compared(tmp_path: Path) -> None:
         wanted = torch.tensor(case["last_prompt_position_logits"])
         assert (found[len(prompt) - 1] - wanted).abs().max() < 1e-4
         assert found[len(prompt) - 1 : -1].argmax(-1).tolist() == expected
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["alone", "stacked"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+def test_logits_of_mixtures(tmp_path: Path, case: str, stacked: bool) -> None:
+    """transformers has a layer's experts as stacks and Mixtral's router under another name than most folders do."""
+    model = hub.theirs(case).float()
+    model.save_pretrained(tmp_path / "hf", save_original_format=not stacked)
+    command = ["convert-llama", "--verify", "--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "run")]
+    assert main(command) == 0
+    ids = torch.randint(0, hub.VOCAB, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(their_logits(tmp_path / "hf", ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+    back = ["convert-llama", "--verify", "--load-dir", str(tmp_path / "run"), "--save-dir", str(tmp_path / "back")]
+    assert main(back) == 0
+    backbone = {name.removeprefix("model."): one for name, one in load_file(tmp_path / "hf/model.safetensors").items()}
+    headless = {name: one for name, one in backbone.items() if name != "lm_head.weight"}
+    save_file(headless, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert main([*command[:-1], str(tmp_path / "headless")]) == 0

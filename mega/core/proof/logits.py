@@ -14,6 +14,9 @@ import torch
 
 from mega.core.architecture import architecture, units
 from mega.core.checkpoint.forms.convert import opened_own
+from mega.core.checkpoint.forms.families.decoders import BY_TYPE
+from mega.core.checkpoint.forms.families.mixtures import read_parameter
+from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import OWN
 from mega.core.checkpoint.forms.huggingface import full_precision
 from mega.core.checkpoint.forms.mapping import Source
@@ -114,7 +117,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source = full_precision(folder)
+    source, names = full_precision(folder), BY_TYPE[str(read_json(folder / "config.json").get("model_type"))]
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
     distinct_kinds = [None] if kinds is None else list(dict.fromkeys(kinds))
@@ -135,7 +138,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
     def fill(module: torch.nn.Module, stored: Callable[[str], str]) -> None:
         for name, tensor in module.named_parameters():
-            tensor.copy_(source.read(stored(name), whole_box(source.tensors[stored(name)][0])))
+            tensor.copy_(read_parameter(source, names, stored(name)))
 
     class OneBlock(torch.nn.Module):
         def __init__(self, number: int) -> None:

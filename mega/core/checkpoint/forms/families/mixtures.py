@@ -21,7 +21,7 @@ from mega.core.checkpoint.forms.families.llama import ATTENTION_BIAS, LLAMA, VAL
 from mega.core.checkpoint.forms.families.rope import FULL, SLIDING, RopeKeys
 from mega.core.checkpoint.forms.keys import whole_in
 from mega.core.checkpoint.forms.mapping import Source
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole_box
 from mega.core.config.mixture import has_experts
 from mega.core.config.sections import ModelConfig
 
@@ -157,6 +157,33 @@ class Unstacked:
             return self._source.read(name, box)
         stack, number = self._within[name]
         return self._source.read(stack, Box((number, *box.start), (1, *box.size)))[0]
+
+
+def read_parameter(source: Source, family: HubFamily, name: str) -> torch.Tensor:
+    """Return a parameter of a model in transformers from a folder that stores it under the same name, or as matrices
+    of single experts, or as a router with the family's name.
+
+    name: the parameter's name in transformers, without the prefix "model." if the folder's names lack it.
+    """
+
+    def read(stored: str) -> torch.Tensor:
+        return source.read(stored, whole_box(source.tensors[stored][0]))
+
+    if name in source.tensors:
+        return read(name)
+    prefix = family.prefix if name.startswith(family.prefix) else ""
+    logical = f"model.{name.removeprefix(prefix)}"
+    stack = _STACK.fullmatch(logical)
+    if stack is None:
+        return read(family.stored(logical, prefix)[0])
+    projections = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else (stack[2],)
+    experts: list[torch.Tensor] = []
+    while True:
+        modules = [f"{stack[1]}{len(experts)}.{projection}.weight" for projection in projections]
+        names = [family.stored(module, prefix)[0] for module in modules]
+        if names[0] not in source.tensors:
+            return torch.stack(experts)
+        experts.append(torch.cat([read(each) for each in names]))
 
 
 # Families
