@@ -183,6 +183,28 @@ def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "stacked", tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_experts_per_tok": 5}, r"experts_chosen: 5 must be at most --experts 4"),
+        ({"num_local_experts": 10**9}, r"tensors of .* elements do not hold its 1,000,000,000 experts"),
+    ],
+)
+def test_numbers_of_experts_that_are_impossible(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    """Refused before names of a thousand million experts are listed."""
+    folder = edited(tmp_path, lambda tensors: None, config)
+    with pytest.raises(CheckpointError, match=words):
+        convert(folder, tmp_path / "run")
+
+
+def test_a_stack_of_countless_empty_experts(tmp_path: Path) -> None:
+    tensors = stack(shared("golden/moe/qwen3_moe"), tmp_path / "stacked")
+    empty = {"model.layers.0.mlp.experts.down_proj": torch.zeros(10**9, 0, 24)}
+    save_file({**tensors, **empty}, tmp_path / "stacked" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj\.weight: is missing"):
+        convert(tmp_path / "stacked", tmp_path / "run")
+
+
 @pytest.mark.parametrize(("family", "words"), [("deepseek_v3", r"latent attention \(MLA\)"), ("gpt_oss", "sinks")])
 def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, family: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=f"model_type '{family}' .*{words}"):

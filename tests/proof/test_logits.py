@@ -122,3 +122,15 @@ def test_logits_of_mixtures(tmp_path: Path, case: str, stacked: bool) -> None:
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert main([*command[:-1], str(tmp_path / "headless")]) == 0
+
+
+def test_what_transformers_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key that mega does not read."""
+    hub.theirs("mixtral").save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "router_aux_loss_coef": "much"}))
+    command = ["convert-llama", "--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "run"), "--verify"]
+    assert main(command) == 2
+    *before, line = capsys.readouterr().err.splitlines()  # transformers shows its progress while it saves
+    assert line.startswith("mega: --verify: transformers does not open ") and "router_aux_loss_coef" in line
+    assert not any("Traceback" in each for each in before)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from mega.core.config.mixture import BALANCES, has_experts
 from mega.core.config.resolve import divisors, gathers_experts
 from mega.core.config.run import RunConfig
+from mega.core.config.sections import ModelConfig
 
 Line = Callable[[str, str], str]
 """Function that takes an option's name and a rule, and returns a line of the error message."""
@@ -48,8 +49,8 @@ def _router(run: RunConfig, line: Line) -> Iterator[str]:
     experts, top_k = model.experts, model.experts_chosen
     if experts == 1:
         yield line("experts", "must be at least 2, or 0 for a dense network")
+    yield from (line(name, rule) for name, rule in choice(model))
     if top_k > experts:
-        yield line("experts_chosen", f"must be at most --experts {experts}")
         return
     if top_k == 1 and model.router_score == "softmax" and model.router_normalize and model.router_choice != "sinkhorn":
         yield line("experts_chosen", "needs --no-router-normalize (--moe-router-pre-softmax): one probability is 1")
@@ -73,23 +74,32 @@ def _router(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("router_scale", "excludes --router-choice sinkhorn, whose probabilities are those of the logits")
     if model.router_choice == "sinkhorn" and not model.router_normalize:
         yield line("router_normalize", "excludes --router-choice sinkhorn")
+
+
+def choice(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield (option, rule) for each mistake in the numbers of experts and groups. No computation is possible with such
+    a model, so these rules also apply to the model section of a checkpoint."""
+    experts, top_k = model.experts, model.experts_chosen
+    if top_k > experts:
+        yield "experts_chosen", f"must be at most --experts {experts}"
+        return
     groups = model.router_groups
     if groups is None:
         return
     groups_chosen = model.router_groups_chosen
     if groups_chosen is None:
-        yield line("router_groups", "needs --router-groups-chosen")
+        yield "router_groups", "needs --router-groups-chosen"
     elif experts % groups:
-        yield line("router_groups", f"must divide --experts {experts}; valid: {_list(divisors(experts))}")
+        yield "router_groups", f"must divide --experts {experts}; valid: {_list(divisors(experts))}"
     elif groups_chosen > groups:
-        yield line("router_groups_chosen", f"must be at most --router-groups {groups}")
+        yield "router_groups_chosen", f"must be at most --router-groups {groups}"
     elif top_k > groups_chosen * (experts // groups):
         rule = f"has {groups_chosen * (experts // groups)} experts in all, but a token chooses {top_k}"
-        yield line("router_groups_chosen", rule)
+        yield "router_groups_chosen", rule
     elif model.router_group_best is None and top_k % groups_chosen:
-        yield line("router_groups_chosen", f"must divide --experts-chosen {top_k}, or give --router-group-best")
+        yield "router_groups_chosen", f"must divide --experts-chosen {top_k}, or give --router-group-best"
     elif (model.router_group_best or 1) > experts // groups:
-        yield line("router_group_best", f"must be at most the {experts // groups} experts of a group")
+        yield "router_group_best", f"must be at most the {experts // groups} experts of a group"
 
 
 def _losses(run: RunConfig, line: Line) -> Iterator[str]:

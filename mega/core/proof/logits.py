@@ -118,14 +118,17 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source, names = full_precision(folder), BY_TYPE[str(read_json(folder / "config.json").get("model_type"))]
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
-    distinct_kinds = [None] if kinds is None else list(dict.fromkeys(kinds))
-    config.num_hidden_layers = len(distinct_kinds)
-    if kinds is not None:
-        config.layer_types = distinct_kinds
-    maker: Any = AutoModelForCausalLM
-    model = maker.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
+        distinct_kinds = [None] if kinds is None else list(dict.fromkeys(kinds))
+        config.num_hidden_layers = len(distinct_kinds)
+        if kinds is not None:
+            config.layer_types = distinct_kinds
+        maker: Any = AutoModelForCausalLM
+        model = maker.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+    except Exception as error:  # transformers raises exceptions of many kinds for values that it does not accept
+        raise ValueError(f"--verify: transformers does not open {folder}: {' '.join(str(error).split())}") from None
     backbone = model.base_model
     stem = "h" if hasattr(backbone, "h") else "layers"
     block: Any = type(getattr(backbone, stem)[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 from mega.core.architecture import parameters
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
+from mega.core.config.check_mixture import choice
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import entries
 from mega.core.config.sections import ModelConfig
@@ -54,6 +55,8 @@ def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
     if values.get("qkv_bias") is None:  # the same default as on the command line
         values["qkv_bias"] = values.get("bias", entries()["bias"].default)
     model = ModelConfig(**values)
+    for name, rule in choice(model) if model.experts else ():
+        raise CheckpointError(f"{where}: config.model.{name}: {getattr(model, name)} {rule}")
     stacks = FAMILY_DEFAULTS[model.family].stacks
     if len(model.stacks) < stacks:
         raise CheckpointError(f"{where}: config.model.decoder_layers: is missing")
@@ -67,7 +70,8 @@ def check_size(model: ModelConfig, tensors: Tensors, where: str) -> None:
     Errors: CheckpointError if the files contain far fewer elements than the model.
     """
     elements = sum(prod(shape) for shape, _ in tensors.values())
+    few = f"{where}: {len(tensors)} tensors of {elements:,} elements do not hold its"
+    if model.experts * (model.hidden or 1) > elements:  # a router has a row for each expert; before they are listed
+        raise CheckpointError(f"{few} {model.experts:,} experts")
     if model.layers > len(tensors) or parameters(model) > 4 * elements:
-        raise CheckpointError(
-            f"{where}: {len(tensors)} tensors of {elements:,} elements do not hold its {model.layers} layers"
-        )
+        raise CheckpointError(f"{few} {model.layers} layers")

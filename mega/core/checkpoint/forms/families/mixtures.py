@@ -130,7 +130,9 @@ def unstacked(source: Source) -> Source:
     """Return a source with a separate matrix for each expert. Errors: CheckpointError naming a matrix that is stored
     twice."""
     stacks = [
-        match for name, (shape, _) in source.tensors.items() if (match := _STACK.fullmatch(name)) and len(shape) == 3
+        match
+        for name, (shape, _) in source.tensors.items()
+        if (match := _STACK.fullmatch(name)) and len(shape) == 3 and 0 not in shape  # so a file bounds the number
     ]
     return Unstacked(source, stacks) if stacks else source
 
