@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,22 @@ def test_a_verb_that_trains_nothing_cuts_experts_by_tensor_ranks(values: dict[st
     mixture = resolve(updated(compose("tiny-gpt", flags=TRAINS), {"experts": 4, **values}), 2)
     (found,) = inference_ranks(mixture)
     assert found.startswith(line)
+
+
+ONE_OF = {"experts": 4, "experts_chosen": 1}
+LONG = {"experts": 3, "router_choice": "quantile", "experts_chosen": 1, "router_normalize": False}
+
+
+@pytest.mark.parametrize("values", [ONE_OF, LONG], ids=str)
+def test_what_only_a_new_model_must_not_be(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Weights of others may have one probability of 1, and evaluation has rows of any length."""
+    typed = updated(compose("tiny-gpt", flags=TRAINS), {**values, "skip_train": True})
+    check(typed, 1)
+    with pytest.raises(ValueError, match=r"--experts-chosen 1|--router-choice quantile"):
+        check(updated(typed, {"skip_train": False}), 1)
+    (tmp_path / "config.json").write_text("{}")
+    if "router_choice" not in values:
+        check(updated(typed, {"skip_train": False, "load": str(tmp_path)}), 1)
 
 
 def test_a_graph_of_a_mixture_is_not_chosen() -> None:

@@ -47,19 +47,22 @@ def mixture(run: RunConfig, line: Line) -> Iterator[str]:
 def _router(run: RunConfig, line: Line) -> Iterator[str]:
     model = run.model
     experts, top_k = model.experts, model.experts_chosen
+    new = run.checkpoint.load is None and not run.evaluation.skip_train  # weights of others may be of any kind
     if experts == 1:
         yield line("experts", "must be at least 2, or 0 for a dense network")
     yield from (line(name, rule) for name, rule in choice(model))
     if top_k > experts:
         return
-    if top_k == 1 and model.router_score == "softmax" and model.router_normalize and model.router_choice != "sinkhorn":
+    softmax_of_one = top_k == 1 and model.router_score == "softmax" and model.router_normalize
+    if new and softmax_of_one and model.router_choice != "sinkhorn":
         yield line("experts_chosen", "needs --no-router-normalize (--moe-router-pre-softmax): one probability is 1")
     if model.balance_bias and model.router_score == "softmax":
         yield line("balance_bias", "needs --router-score sigmoid or sqrt-softplus, not softmax")
     if model.balance_bias and model.router_choice != "largest":
         yield line("balance_bias", f"excludes --router-choice {model.router_choice}, which balances on its own")
     tokens = run.batch.micro_batch * run.batch.seq_length
-    if model.router_choice == "quantile" and tokens * top_k % experts:
+    trains = not run.evaluation.skip_train
+    if trains and model.router_choice == "quantile" and tokens * top_k % experts:
         rule = (
             f"needs --experts to divide the {tokens * top_k} choices of a microbatch's {tokens} tokens, not {experts}"
         )
