@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from mega.command_line.layer_frequency import layers_with_experts
 from mega.core.config.compose import nearest, nearest_flag
 from mega.core.config.families import Typed
 from mega.core.config.option import VALUE, Renamed, weak
@@ -21,6 +22,10 @@ from mega.core.config.schema import Entry
 
 MANY = -1
 """A number of values that means "all words up to the next flag"."""
+
+
+_LAYERS = "--moe-layer-freq"
+"""Megatron-core's flag for the layers with experts: a number, or an expression for a list."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ class Several:
 
     @property
     def values(self) -> int:
-        """The number of values that follow the flag, as in `Sets.values`, taken from the first of `parts` that needs a
-        value."""
-        return next((part.values for part in self.parts if part.values), 0)
+        """The number of values that follow the flag, as in `Sets.values`: several if any of `parts` takes several."""
+        numbers = [part.values for part in self.parts]
+        return MANY if MANY in numbers else max(numbers)
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -269,6 +274,10 @@ def _as_core_reads(settings: dict[str, Setting], line: _Line) -> list[Setting]:
     >>> read("--moe-router-pre-softmax --moe-router-score-function sigmoid".split(), known).settings[0].flag
     '--router-score'
     """
+    layers = settings.get("--layers")
+    if layers is not None and line.expected_layers not in (None, int(layers.values[-1])):
+        rule = f"must have as many numbers as --layers {layers.values[-1]}"
+        line.problems.append(f"{_LAYERS}: has {line.expected_layers} numbers; {rule}")
     kind, coefficient, before = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-router-pre-softmax"
     typed = {each.spelling: each.values for each in line.typed}
     score = settings.get("--router-score")
@@ -294,6 +303,8 @@ class _Line:
         self.problems: list[str] = []
         self._spelled: dict[str, dict[str, tuple[bool, list[str]]]] = {}
         """Flag -> spelling -> (whether other spellings override it, values)."""
+        self.expected_layers: int | None = None
+        """Number of layers in the expression of --moe-layer-freq."""
 
     def take(self, word: str, rest: list[str]) -> None:
         """Read a flag, and remove its values from the front of `rest`. Errors: ValueError."""
@@ -308,10 +319,13 @@ class _Line:
             self.note(spelling, meaning.reason)
         elif isinstance(meaning, Sets) and meaning.values == 0 and meaning.constant is None:
             self.others.append(meaning.flag)
+        elif spelling == _LAYERS and not _reads_as(int, values[0]):
+            self._set_layers(values[0])
         elif isinstance(meaning, Sets | Several):
             parts = meaning.parts if isinstance(meaning, Several) else (meaning,)
             if not any([self._set(spelling, part, values) for part in parts]):
-                self.note(" ".join((spelling, *values)), "the files say it")
+                files = "the files say it" if spelling.startswith("--tokenizer") else "it is the default"
+                self.note(" ".join((spelling, *values)), files)
 
     def note(self, what: str, reason: str) -> None:
         self.notes.append(f"{what} is accepted and changes nothing: {reason}")
@@ -331,6 +345,17 @@ class _Line:
         if renamed:
             by_spelling[spelling] = (gives_way, before + renamed)
         return bool(renamed)
+
+    def _set_layers(self, expression: str) -> None:
+        """Set the dense layers, which the expression marks by 0. Errors: ValueError if it is not a list of 0 and 1."""
+        try:
+            layers = layers_with_experts(expression)
+        except ValueError as error:
+            rule = "must be a whole number, or a list with 0 or 1 for each layer, such as ([0]*3+[1]*58)"
+            raise ValueError(f"{_LAYERS} {expression}: {error}; {rule}") from None
+        self._set(_LAYERS, Sets("--experts-every", 1), ["1"])
+        self._set(_LAYERS, Sets("--dense-layers", MANY), [str(layer) for layer, one in enumerate(layers) if not one])
+        self.expected_layers = len(layers)
 
     def settings(self) -> Iterator[Setting]:
         """Yield the settings, in the order in which they were first given."""
@@ -442,7 +467,8 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
         if value in meaning.choices:
             return value
         hint = meaning.refused.get(value, f"is not a choice{nearest(value, choices)}")
-        raise ValueError(f"{spelling} {value}: {hint}; valid: {', '.join(choices)}")
+        valid = choices if closed or spelling == meaning.flag else tuple(dict.fromkeys((*meaning.renames, *choices)))
+        raise ValueError(f"{spelling} {value}: {hint}; valid: {', '.join(valid)}")
     if meaning.kind in (int, float) and value not in meaning.renames and not _reads_as(meaning.kind, value):
         adjective = "whole " if meaning.kind is int else ""
         hint_of_many = ", or several with blanks between them" if meaning.values == MANY else ""

@@ -451,8 +451,33 @@ def test_the_null_tokenizer_counts_as_core_does() -> None:
             {"balance": ("sequence",), "balance_loss": (0.01,)},
         ),
         ("--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type none", {"balance_loss": (0.0,)}),
+        (
+            "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3",
+            {"balance": ("microbatch", "global"), "balance_loss": (0.01, 0.001), "router_choice": "largest"},
+        ),
+        ("--moe-layer-freq 2", {"experts_every": 2, "dense_layers": ()}),
+        ("--num-layers 4 --moe-layer-freq ([0]*1+[1]*3)", {"experts_every": 1, "dense_layers": (0,)}),
+        ("--moe-layer-freq=[0,1]*2", {"experts_every": 1, "dense_layers": (0, 2)}),
+        ("--moe_layer_freq '[1, 1]'", {"experts_every": 1, "dense_layers": ()}),
     ],
 )
 def test_flags_of_mixtures_mean_what_core_makes_of_them_together(words: str, values: dict[str, Any]) -> None:
     options = parsed(f"--num-experts 4 {words}")
     assert {name: value_of(options, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--num-layers 3 --moe-layer-freq [0,1]", "--moe-layer-freq: has 2 numbers; must have as many numbers as --la"),
+        ("--moe-layer-freq [2]", "--moe-layer-freq [2]: is not a list of 0 and 1; must be a whole number, or a list"),
+        ("--moe-layer-freq [1]*100000000000", "--moe-layer-freq [1]*100000000000: has more than 10000 layers; must be"),
+        ("--moe-layer-freq exit()", "--moe-layer-freq exit(): is not a list of 0 and 1; must be"),
+        ("--moe-layer-freq [1", "--moe-layer-freq [1: is not an expression; must be"),
+        ("--moe-router-load-balancing-type aux", "--moe-router-load-balancing-type aux: is not a choice; valid: aux_l"),
+    ],
+)
+def test_flags_of_mixtures_that_are_wrong(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The expression of core is not evaluated as Python."""
+    assert main(["pretrain", "--num-experts", "4", *shlex.split(words), "--print-config"]) == 2
+    assert capsys.readouterr().err.startswith(f"mega: {line}")
