@@ -230,6 +230,26 @@ def test_adapters_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(dropping) == 2 and "--lora-dropout 0.1: must be 0 where experts have" in capsys.readouterr().err
 
 
+def test_what_peft_does_not_load_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """peft takes the linears of a shared expert for those of experts, which transformers 5 stacks."""
+    base, tuned, folder, adapter = (tmp_path / name for name in ("base", "tuned", "hf", "adapter"))
+    shared = ["--shared-ffn", "16", "--shared-gate"]
+    assert (
+        main(["pretrain", *FAMILIES["llama"], *MIXTURE, *shared, *SHAPE, *RUN, "--steps", "2", *SAVE, str(base)]) == 0
+    )
+    assert main(["finetune", *RUN, *LORA, "--load", str(base), *SAVE, str(tuned), "--steps", "4"]) == 0
+    assert main(["convert-llama", "--load-dir", str(base), "--save-dir", str(folder)]) == 0
+    capsys.readouterr()
+    to_peft(tuned, adapter, folder)
+    assert "6 adapters outside the experts, such as that of model.layers.0.mlp.shared_" in capsys.readouterr().err
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    opened = peft.PeftModel.from_pretrained(whole, str(adapter)).eval()
+    with torch.no_grad():
+        different = (opened(torch.arange(24).view(3, 8) * 4).logits - of_run(tuned)).abs().max()
+    assert different > 1e-3  # else the report is no longer needed
+
+
 def _peft_of_experts(base: Path, tuned: Path, adapter: Path, wanted: torch.Tensor) -> None:
     """There and back; and what peft makes of it over transformers, which stacks experts."""
     folder, back = base.parent / "hf", base.parent / "back"

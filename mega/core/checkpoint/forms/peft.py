@@ -23,7 +23,7 @@ from mega.core.architecture.model import Adapters
 from mega.core.checkpoint.forms import chat_files
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.families.decoders import family_of
-from mega.core.checkpoint.forms.families.family import HubFamily, StoredModule
+from mega.core.checkpoint.forms.families.family import EXPERT, HubFamily, StoredModule
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
 from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, ExportSource, FormOptions, OpenedForm, SpecialTokens
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
@@ -131,9 +131,26 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
         copy_companions(own.checkpoint, folder, skip=(*BASES, *tokens.left_out, *files, *extra_files))
         return size
 
-    return Export(
-        _as_it_is(peft_tensors), fill, TorchSource(peft_tensors), losses=() if tokens.loss is None else (tokens.loss,)
-    )
+    losses = (*(() if tokens.loss is None else (tokens.loss,)), *_lost_by_peft(peft_tensors))
+    return Export(_as_it_is(peft_tensors), fill, TorchSource(peft_tensors), losses=losses)
+
+
+def _lost_by_peft(tensors: Tensors) -> Iterator[str]:
+    """Report what peft does not load on top of transformers 5, which stacks the experts of a layer. peft takes the last
+    word of a linear's name for that of an expert's linear in every layer, and joins gate and up projections. Source:
+    peft's transformers_weight_conversion.py, 0.21."""
+    modules = {_bare(name).rsplit(".", 2)[0] for name in tensors}
+    of_experts = {name.rpartition(".")[2] for name in modules if EXPERT.search(name)}
+    others = sorted(name for name in modules if not EXPERT.search(name) and name.rpartition(".")[2] in of_experts)
+    with_merged = "peft on transformers 5 does not load them; --to hf writes the merged weights"
+    if others:
+        yield (
+            f"{len(others)} adapters outside the experts, such as that of {others[0]}, are of linears with the names "
+            f"of experts' linears: {with_merged}"
+        )
+    for pair in (("gate_proj", "up_proj"), ("w1", "w3")):
+        if len(of_experts.intersection(pair)) == 1:
+            yield f"the adapters of experts are of only one of {' and '.join(pair)}: {with_merged}"
 
 
 BASES = ("config.json", "params.json")
