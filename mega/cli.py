@@ -151,6 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if broken.errno != errno.EPIPE
                 else 128 + signal.SIGPIPE
             )
+        from mega.core.processes.exit_reports import exit_at_once, names_failed_device
+
+        if names_failed_device(error):
+            exit_at_once(_report(error))  # before `error`, and with it the tensors of its frames, is deleted
         if os.environ.get("MEGA_DEBUG") == "1":
             raise
         return _report(error)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mega import cli
 from mega.core.activity import ACTIVITY, Activity
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.parallel.collectives import all_reduce
@@ -326,6 +327,40 @@ def test_what_ranks_are_forked_from_is_named_when_it_dies(outcomes: dict[str, tu
     code, (line,) = outcomes["_server_killed"]
     assert code == 1 and line.startswith("mega: the process that ranks are forked from (pid ")
     assert ") was killed by SIGKILL: " in line
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class _Pinned:
+    """A page-locked tensor after a failed kernel: its destructor ends the process."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
+def _failed_kernel(**_: object) -> int:
+    pinned = _Pinned()
+    raise RuntimeError(f"CUDA error: an illegal memory access was encountered (with {type(pinned).__name__} in use)")
+
+
+def _failed_command() -> int:
+    cli.app = _failed_kernel  # type: ignore[assignment]
+    return cli.main(["presets"])
+
+
+@pytest.mark.parametrize("entry", ["_failed_command()", "launcher.launch(1, _failed_kernel)"])
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_failed_kernel_is_reported_and_aborts_no_process(entry: str, debug: str) -> None:
+    """torch throws where a page-locked tensor is freed after a CUDA error, as when the error's frames are deleted."""
+    names = "_failed_command, _failed_kernel, launcher"
+    program = f"import sys; from {__name__} import {names}; sys.exit({entry})"
+    command, variables = [sys.executable, "-c", program], {**os.environ, "MEGA_DEBUG": debug}
+    done = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1, done
+    assert lines[-1].startswith("RuntimeError: CUDA error: an illegal memory access"), done.stderr
+    assert sum(line.startswith("Traceback") for line in lines) == 1, done.stderr
 
 
 def test_devices_that_are_full_are_reported_in_one_line() -> None:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from mega.core.activity import ACTIVITY
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World, world_from_env
@@ -112,6 +112,21 @@ def names_lost_peer(error: RuntimeError) -> bool:
     return any(sign in str(error) for sign in _PEER_IS_GONE)
 
 
+def names_failed_device(error: BaseException) -> bool:
+    """Whether the message of an error shows that CUDA failed. After a failed kernel, all later CUDA calls of the
+    process fail.
+
+    >>> names_failed_device(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    True
+    >>> names_failed_device(RuntimeError("CUDA out of memory")), names_failed_device(RuntimeError("shapes differ"))
+    (False, False)
+    """
+    return isinstance(error, RuntimeError) and _DEVICE_FAILED.search(str(error)) is not None
+
+
+_DEVICE_FAILED = re.compile(
+    r"CUDA (driver )?error|cuDNN error|Triton Error \[CUDA\]|unhandled cuda error", re.IGNORECASE
+)
 _CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out")
 
@@ -168,6 +183,18 @@ def report_exit(report: ExitReport, *, together: bool = True) -> int:
             return code
     write_error(format_exits({world.rank: report}, world.size))
     return report.code
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Flush stdout and stderr, and end this process without destroying its objects.
+
+    After a failed kernel, torch's destructor of page-locked tensors raises a C++ exception, which would abort the
+    process with SIGABRT and print C++ frames after the report.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _note(report: ExitReport, rank: int) -> None:

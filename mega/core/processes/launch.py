@@ -35,7 +35,7 @@ from typing import IO, TYPE_CHECKING, TypeVarTuple
 
 from mega.core.files import locked_alone
 from mega.core.processes.connect import disconnect
-from mega.core.processes.exit_reports import exit_notes, report_exit, report_of, write_error
+from mega.core.processes.exit_reports import exit_at_once, exit_notes, report_exit, report_of, write_error
 from mega.core.processes.roll_call import LOST
 from mega.core.processes.signals import STOPPING, RepeatedSignal, delayed_signals, handled_signals, restore_signals
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, MEMORY_FOLDER, world_from_env
@@ -272,12 +272,12 @@ def _rank(
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BaseException as error:
-        code = report_exit(report_of(error))
+        exit_at_once(report_exit(report_of(error)))  # before `error`, and with it the tensors of its frames, is deleted
+    if code:
+        exit_at_once(code)  # an orderly exit would wait for peers, which wait for this rank
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if code:
-        os._exit(code)  # an orderly exit would wait for peers, which wait for this rank
     disconnect()
 
 
