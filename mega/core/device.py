@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -268,19 +268,38 @@ def sent(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class _CaptureStream:
+    """A stream on which only one `Recorder` captures graphs, until the recorder and all its graphs are deleted.
+
+    A captured GEMM uses the cuBLAS workspace of its stream. New versions of torch free this workspace when any graph
+    that was captured on the stream is deleted, and other graphs of the stream would then write to freed memory
+    (pytorch/pytorch#193402). Streams are reused, because older versions keep the workspaces of all streams.
+    """
+
+    _unused: ClassVar[list[torch.cuda.Stream]] = []
+
+    def __init__(self) -> None:
+        unused = self._unused
+        self.stream = unused.pop() if unused else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        weakref.finalize(self, unused.append, self.stream)
+
+
 class Recording:
     """A CUDA graph of `work`, captured once and replayed with `play`.
 
     Nothing is computed during capture. A replay uses the addresses of the captured tensors; memory allocated during
-    capture stays allocated. memory: the memory pool of a `Recorder`.
+    capture stays allocated. memory, captured_on: the memory pool and the stream of a `Recorder`; None for its own.
     """
 
-    def __init__(self, work: Callable[[], None], memory: Any = None):
+    def __init__(self, work: Callable[[], None], memory: Any = None, captured_on: _CaptureStream | None = None):
         self._graph = torch.cuda.CUDAGraph()
+        self._captured_on = captured_on or _CaptureStream()  # deleted after the graph
         failed: Exception | None = None
         try:
             # thread_local: NCCL's watchdog thread queries events during the capture.
-            with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                self._graph, pool=memory, stream=self._captured_on.stream, capture_error_mode="thread_local"
+            ):
                 try:
                     work()
                 except Exception as error:
@@ -296,16 +315,17 @@ class Recording:
 
 
 class Recorder:
-    """Captures CUDA graphs that share a memory pool. The output of one graph must be used before another graph is
-    replayed."""
+    """Captures CUDA graphs that share a memory pool and a stream. The output of one graph must be used before another
+    graph is replayed. No graph may be replayed after any of the recorder's graphs has been deleted."""
 
     def __init__(self) -> None:
         self._memory: Any = None
+        self._stream: _CaptureStream | None = None
 
     def __call__(self, work: Callable[[], None]) -> Recording:
-        if self._memory is None:
-            self._memory = torch.cuda.graph_pool_handle()
-        return Recording(work, self._memory)
+        if self._stream is None:
+            self._memory, self._stream = torch.cuda.graph_pool_handle(), _CaptureStream()
+        return Recording(work, self._memory, self._stream)
 
 
 class HostCopy:

@@ -6,8 +6,10 @@ compared by `tests/gpu/graphs.py`.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,7 +20,7 @@ import torch
 from mega.core.config.check import check
 from mega.core.config.resolve import resolve
 from mega.core.config.run import Options, RunConfig, updated
-from mega.core.device import Device
+from mega.core.device import Device, Recorder
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.replay import ReplayedPipeline
@@ -107,6 +109,30 @@ def test_batches_with_other_tensors_have_a_graph_of_their_own() -> None:
     assert (Again.made, Again.played) == (2, 6)
     replayed.pipeline.close()
     assert Again.alive == 0
+
+
+def test_recorders_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch frees the memory that cuBLAS uses on a stream with any graph that was captured there."""
+    numbers, used = itertools.count(), list[int]()
+
+    @contextlib.contextmanager
+    def capture(graph: object, *, stream: int, **_: object) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    stand_ins = {"graph": capture, "Stream": lambda: next(numbers), "CUDAGraph": object, "graph_pool_handle": object}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr("mega.core.device._CaptureStream._unused", [])
+    recorder, other = Recorder(), Recorder()
+    graphs = [recorder(int), recorder(int), other(int)]
+    assert used == [0, 0, 1]
+    del recorder  # its graphs still use the stream
+    graphs.append(Recorder()(int))
+    assert used[3:] == [2]
+    graphs.clear()  # deletes the graphs of `recorder` first, and the last recorder's graph; `other` still exists
+    graphs = [Recorder()(int), Recorder()(int), other(int), Recorder()(int)]
+    assert sorted(used[4:6]) == [0, 2] and used[6:] == [1, 3]
 
 
 def test_on_a_cpu_nothing_is_recorded() -> None:
