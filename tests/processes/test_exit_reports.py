@@ -363,6 +363,12 @@ def test_a_failed_kernel_is_reported_and_aborts_no_process(entry: str, debug: st
     assert sum(line.startswith("Traceback") for line in lines) == 1, done.stderr
 
 
+def test_a_rank_that_a_library_aborts_names_its_line() -> None:
+    command = "import os; from mega.core.processes.connect import connect; connect('cpu'); os.abort()"
+    done = subprocess.run([sys.executable, "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGABRT and 'File "<string>", line 1 in <module>' in done.stderr, done
+
+
 def test_devices_that_are_full_are_reported_in_one_line() -> None:
     """Ranks run out of memory together, each with figures of its own, which torch prints after what they share."""
     own = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU {0} has a total capacity of 139.80 GiB of which {0} MiB"

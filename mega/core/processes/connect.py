@@ -6,6 +6,7 @@ This module does not depend on the work that ranks do.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import socket
 import sys
@@ -44,6 +45,8 @@ def connect(
     missing ranks, if some ranks do not join.
     """
     world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
+    if world.size == 1:  # with more ranks, the ranks that NCCL aborts after a failure would all print
+        _trace_fatal_signals()
     device = Device.choose(kind, world.local_rank, backend)
     if not device.is_cuda:
         torch.set_num_threads(threads(world.local_size))
@@ -67,6 +70,14 @@ def connect(
             )
     extra_minutes = timeout_minutes / 4 if phase_timeout_minutes is None else phase_timeout_minutes
     return world, device, Groups(device.backend, timeout + timedelta(minutes=extra_minutes))
+
+
+def _trace_fatal_signals() -> None:
+    """Print the Python stack of each thread if a library aborts or crashes this process, for example when a destructor
+    finds that a kernel has failed. Without this, only C++ frames would be printed."""
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr has no file descriptor
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
 
 
 def _check_interfaces() -> None:
