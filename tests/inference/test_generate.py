@@ -220,7 +220,7 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
         ("--prompt a --tp 3", "--tp 3: must divide the model's 4 key/value heads (valid: 1, 2, 4)"),
         ("--prompt a --pp 6", "--pp 6: must be at most the model's 5 blocks"),
         ("--prompt a --tp 2 --nproc 4", "--tp x --pp = 2: must be the number of ranks, 4"),
-        ("--prompt a --vocab-file v", "--vocab-file: needs --tokenizer, its kind"),
+        ("--prompt a --vocab-file v", "--vocab-file v: no such file"),
         ("--prompt a --min-p 2", "--min-p 2.0: must be from 0 to 1"),
         ("--prompt a --beams 2 --top-k 5", "--top-k: has no effect with --beams 2"),
         ("--prompt a --beams 2 --greedy", "--greedy: has no effect with --beams 2"),

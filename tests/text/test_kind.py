@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mega import cli
+from mega.core.inference.options import OtherTokenizer
 from mega.core.text.kind import kind_of_files
 from tests.support.shared import shared
 
@@ -54,3 +55,15 @@ def test_preprocess_records_the_kind(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert ("the given files are read as GPT2BPETokenizer" in said.out + said.err) == (not kind)
     notes = [json.loads((tmp_path / f"{name}_text_document.json").read_text()) for name in ("inferred", "given")]
     assert notes[0] == notes[1] and notes[0]["tokenizer_options"]["tokenizer"] == "GPT2BPETokenizer"
+
+
+def test_generate_and_eval_infer_the_kind_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"vocab_file": str(shared("gpt2/gpt2-vocab.json")), "merge_file": str(shared("gpt2/gpt2-merges.txt"))}
+    assert OtherTokenizer(**files).described()["tokenizer"] == "GPT2BPETokenizer"
+    folder = shared("stories260K_hf/config.json").parent
+    (tmp_path / "a.jsonl").write_text('{"text": "Once upon a time"}\n')
+    line = ["eval", "--task", "lambada", "--load", str(folder), "--valid-data", str(tmp_path / "a.jsonl")]
+    assert cli.main([*line, "--tokenizer-model", str(folder / "tokenizer.model"), "--device", "cpu"]) == 2
+    assert "tokenizer.model fits several kinds; give one of SentencePiece" in capsys.readouterr().err
+    assert cli.main([*line, "--vocab-file", files["vocab_file"], "--merge-file", files["merge_file"]]) == 2
+    assert "GPT2BPETokenizer" in capsys.readouterr().err  # not the model's tokenizer

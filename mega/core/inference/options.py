@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from mega.core.config.option import COUNT, FROM_0, VALUE, Range, VerbSection, like, option
 from mega.core.config.sections import ParallelConfig, RuntimeConfig, TokenizerConfig
+from mega.core.text.kind import kind_of_files
 from mega.core.untrusted import Json
 
 BLOCK = 16
@@ -232,18 +233,19 @@ class OtherTokenizer(VerbSection):
     def described(self) -> dict[str, Json]:
         """Return the arguments of `text.build`; empty for the tokenizer that came with the model.
 
-        Errors: ValueError if a file does not exist, the tokenizer type is missing, or an option does not belong to this
-        type.
+        Errors: ValueError if a file does not exist, the tokenizer type is missing and the files fit several types, or
+        an option does not belong to this type.
         """
         files = {"tokenizer_model": self.tokenizer_model, "vocab_file": self.vocab_file, "merge_file": self.merge_file}
         given_files = {name: value for name, value in files.items() if value is not None}
-        if given_files and self.tokenizer is None:
-            raise ValueError(f"--{next(iter(given_files)).replace('_', '-')}: needs --tokenizer, its kind")
         for name, value in given_files.items():
             if not Path(value).exists():
                 raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
         if self.tokenizer != "NullTokenizer" and (self.vocab_size is not None or self.null_eod_last):
             flag = "--null-eod-last" if self.vocab_size is None else "--vocab-size"
             raise ValueError(f"{flag}: needs --tokenizer NullTokenizer")
+        kind = self.tokenizer
+        if given_files and kind is None:
+            kind = kind_of_files(*files.values())
         of_null = {"vocab_size": self.vocab_size, "null_eod_last": self.null_eod_last}
-        return {} if self.tokenizer is None else {"tokenizer": self.tokenizer, **given_files, **of_null}
+        return {} if kind is None else {"tokenizer": kind, **given_files, **of_null}

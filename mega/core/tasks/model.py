@@ -35,6 +35,7 @@ from mega.core.processes.connect import connect, connected, disconnect
 from mega.core.tasks.labels import check_head
 from mega.core.tasks.score import RowScorer, TokenScorer
 from mega.core.text.build import build
+from mega.core.text.kind import kind_of_files
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.wire import build_mesh, chosen_ops
 from mega.core.untrusted import numbers_below
@@ -134,9 +135,9 @@ def check_model(
     load = options.checkpoint.load
     if load is None:
         raise ValueError("--load is missing: give a run's directory, one step in it, or a directory of others' weights")
-    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(options.tokenizer, name)]
-    if files and options.tokenizer.tokenizer is None:
-        raise ValueError(f"{flag_of(files[0])}: needs --tokenizer, its kind")
+    files = [getattr(options.tokenizer, name) for name in ("tokenizer_model", "vocab_file", "merge_file")]
+    if any(files) and options.tokenizer.tokenizer is None:
+        options = updated(options, {"tokenizer": kind_of_files(*files)})
     model_files = open_model(load)
     if task in LABELLED:
         check_head(model_files.path, model_files.model, task)

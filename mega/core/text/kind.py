@@ -13,15 +13,15 @@ _LLAMA3_RANKS = 128_000
 _SETTINGS_BYTES = 1 << 24
 
 
-def kind_of_files(model: Path | None, vocab: Path | None, merges: Path | None) -> str:
+def kind_of_files(model: str | Path | None, vocab: str | Path | None, merges: str | Path | None) -> str:
     """Return the kind of tokenizer that the files of --tokenizer-model, --vocab-file and --merge-file belong to.
 
     Errors: ValueError listing the kinds that are possible.
     """
     if model is not None and vocab is None and merges is None:
-        return _kind_of_model(model)
+        return _kind_of_model(Path(model))
     if model is None and vocab is not None:
-        return "GPT2BPETokenizer" if merges is not None else _kind_of_vocabulary(vocab)
+        return "GPT2BPETokenizer" if merges is not None else _kind_of_vocabulary(Path(vocab))
     raise ValueError(f"--tokenizer is missing: it must be one of {', '.join(entries()['tokenizer'].choices)}")
 
 
