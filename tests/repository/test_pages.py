@@ -53,10 +53,16 @@ def _inline() -> Iterator[tuple[str, str]]:
                 yield page, " ".join(code.split())
 
 
+HELP = ["-h", "--help"]
+"""As in `mega`: a command keeps the names with which its help was first asked for."""
+
+
 @pytest.mark.parametrize("line", list(_lines()))
 def test_the_line_parses(line: str) -> None:
     loaded, rest = _command(line)
-    loaded.make_context(line, rest)  # refuses unknown flags, missing ones and values that are no choice
+    loaded.make_context(
+        line, rest, help_option_names=HELP
+    )  # refuses unknown flags, missing ones and values that are no choice
 
 
 def _command(line: str) -> tuple[object, list[str]]:
@@ -65,7 +71,7 @@ def _command(line: str) -> tuple[object, list[str]]:
     assert cli.Verbs(name="mega").get_command(None, verb) is not None
     loaded = load(verb)
     while isinstance(loaded, TyperGroup) and rest:
-        context = loaded.make_context(verb, rest[:1])
+        context = loaded.make_context(verb, rest[:1], help_option_names=HELP)
         _, loaded, rest = loaded.resolve_command(context, rest)
     return loaded, rest
 
