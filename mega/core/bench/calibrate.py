@@ -161,7 +161,7 @@ class Machine:
 
     def launch(self, on: Hardware) -> float:
         """Return the microseconds between two operations on a CPU: the time per operation that small models' steps take
-        in addition to the operations. on: the calibrated device, without this time."""
+        in addition to the operations. on: the calibrated device, with a negligible time between two operations."""
         (few, few_units), (many, many_units) = self._small_steps()
         played = [[play_unit(unit, on) for units in each for unit in units] for each in (few_units, many_units)]
         busy, launches = (
