@@ -401,6 +401,8 @@ def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
     if not completions:
         for name, meaning in known.items():
             if name.endswith("*") and hyphened.startswith(name[:-1]):
+                if isinstance(meaning, Refuses):  # also the flags of this group that are misspelled
+                    meaning = replace(meaning, reason=meaning.reason + nearest_flag(typed, valid))
                 return typed, meaning
         every = "--help-all" if "--help-all" in known else "--help"
         raise ValueError(f"{typed}: is not an option{nearest_flag(typed, valid)}; {every} lists all")

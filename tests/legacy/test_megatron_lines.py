@@ -475,6 +475,7 @@ def test_flags_of_mixtures_mean_what_core_makes_of_them_together(words: str, val
         ("--moe-layer-freq exit()", "--moe-layer-freq exit(): is not a list of 0 and 1; must be"),
         ("--moe-layer-freq [1", "--moe-layer-freq [1: is not an expression; must be"),
         ("--moe-router-load-balancing-type aux", "--moe-router-load-balancing-type aux: is not a choice; valid: aux_l"),
+        ("--moe-router-topkk 2", "--moe-router-topkk: of mixtures of experts this is not built (nearest: --moe"),
     ],
 )
 def test_flags_of_mixtures_that_are_wrong(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
