@@ -14,6 +14,7 @@ from mega.cli import main
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.families.family import HubFamily
 from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
 from mega.core.proof.logits import compare_logits, logits, their_logits
 from tests.support import hub_families as hub
@@ -134,3 +135,10 @@ def test_what_transformers_refuses_is_one_line(tmp_path: Path, capsys: pytest.Ca
     *before, line = capsys.readouterr().err.splitlines()  # transformers shows its progress while it saves
     assert line.startswith("mega: --verify: transformers does not open ") and "router_aux_loss_coef" in line
     assert not any("Traceback" in each for each in before)
+
+
+def test_a_folder_of_an_unknown_family_is_refused_by_its_type(tmp_path: Path) -> None:
+    """transformers has more families than mega, which must know how the folder names the parameters."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "zebra"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: model_type 'zebra' \(valid: "):
+        their_logits(tmp_path, torch.zeros(1, 2, dtype=torch.int64))

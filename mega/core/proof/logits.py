@@ -14,7 +14,7 @@ import torch
 
 from mega.core.architecture import architecture, units
 from mega.core.checkpoint.forms.convert import opened_own
-from mega.core.checkpoint.forms.families.decoders import BY_TYPE
+from mega.core.checkpoint.forms.families.decoders import family_in
 from mega.core.checkpoint.forms.families.mixtures import read_parameter
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import OWN
@@ -117,7 +117,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source, names = full_precision(folder), BY_TYPE[str(read_json(folder / "config.json").get("model_type"))]
+    names, source = family_in(read_json(folder / "config.json"), str(folder / "config.json")), full_precision(folder)
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers

@@ -41,10 +41,15 @@ BY_TYPE: Mapping[str, HubFamily] = {family.model_type: family for family in DECO
 def model_from_config(config: Mapping[str, object], where: str, names: Collection[str] = ()) -> ModelConfig:
     """Return the model section that a config.json of any family describes. Errors: CheckpointError naming a key that is
     unknown, or whose value is not supported."""
+    return family_in(config, where).model_from_config(config, where, names)
+
+
+def family_in(config: Mapping[str, object], where: str) -> HubFamily:
+    """Return the family that a config.json names. Errors: CheckpointError if it names no family of this table."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
         raise CheckpointError(f"{where}: model_type {kind!r} (valid: {', '.join(BY_TYPE)})")
-    return BY_TYPE[kind].model_from_config(config, where, names)
+    return BY_TYPE[kind]
 
 
 def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
