@@ -18,7 +18,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,34 +35,42 @@ _TWISTS = 32
 Integers = NDArray[np.integer]
 
 
+class SampleRules(TypedDict):
+    """The arguments of `sentence_mapping` that do not depend on the corpus."""
+
+    max_length: int
+    """Maximum number of tokens in a sample without its control tokens."""
+    short_prob: float
+    """Probability that a sample has a shorter target length, rounded so that its inverse is a whole number."""
+    seed: int
+    min_sentences: int
+    """Minimum number of sentences in a sample."""
+
+
 def sentence_mapping(
     documents: NDArray[np.int64],
     lengths: NDArray[np.int32],
     *,
     samples: int,
-    max_length: int,
-    short_prob: float,
-    seed: int,
-    min_sentences: int,
+    **rules: Unpack[SampleRules],
 ) -> Integers:
     """Return uint32 [n, 3], the first sentence, end sentence (exclusive) and target length of each sample, in shuffled
     order.
 
     documents: int64 [documents + 1], first sentence of each document, and the total number of sentences. lengths:
-    number of tokens in each sentence of the corpus. max_length: maximum number of tokens in a sample without its
-    control tokens. The result contains whole passes, with at least `samples` samples in total. Documents are skipped if
-    they have too few sentences, or if they have several sentences, one of which has more than 512 tokens. Raises
-    ValueError if no document remains.
+    number of tokens in each sentence of the corpus. The result contains whole passes, with at least `samples` samples
+    in total. Documents are skipped if they have too few sentences, or if they have several sentences, one of which has
+    more than 512 tokens. Raises ValueError if no document remains.
     """
     dtype: type[np.integer] = np.uint64 if len(lengths) > 2**32 - 1 else np.uint32
     if not samples:
         return np.empty((0, 3), dtype)
-    starts = _Starts.of(documents, lengths, max_length, min_sentences)
+    starts, targets = _walked(documents, lengths, rules)
     entries = bytearray()
-    for rows in _passes(starts, _targets(max_length, short_prob, seed), samples):
+    for rows in _passes(starts, targets, samples):
         entries += rows.astype(dtype).tobytes()
     mapping = np.frombuffer(entries, dtype).reshape(-1, 3)
-    mapping = mapping[_shuffled(len(mapping), seed + 1)]
+    mapping = mapping[_shuffled(len(mapping), rules["seed"] + 1)]
     ACTIVITY.progress = ""
     return mapping
 
@@ -72,18 +80,23 @@ def passes_needed(
     lengths: NDArray[np.int32],
     *,
     samples: int,
-    max_length: int,
-    short_prob: float,
-    seed: int,
-    min_sentences: int,
+    **rules: Unpack[SampleRules],
 ) -> tuple[int, bool]:
     """Return the number of passes in a mapping, and whether it is exact: the number for many samples follows from the
     first passes. The arguments and errors are those of `sentence_mapping`."""
-    starts = _Starts.of(documents, lengths, max_length, min_sentences)
-    targets, least = _targets(max_length, short_prob, seed), min(samples, _COUNTED)
-    first = np.concatenate([rows[:, 0] for rows in _passes(starts, targets, least)])
+    starts, targets = _walked(documents, lengths, rules)
+    first = np.concatenate([rows[:, 0] for rows in _passes(starts, targets, min(samples, _COUNTED))])
     passes = passes_of(first)
     return (passes, True) if len(first) >= samples else (math.ceil(samples * passes / len(first)), False)
+
+
+def _walked(
+    documents: NDArray[np.int64], lengths: NDArray[np.int32], rules: SampleRules
+) -> tuple[_Starts, Iterator[NDArray[np.int64]]]:
+    """Return what `_passes` walks: the starts of samples, and the target lengths."""
+    longest = rules["max_length"]
+    starts = _Starts.of(documents, lengths, longest, rules["min_sentences"])
+    return starts, _targets(longest, rules["short_prob"], rules["seed"])
 
 
 def passes_of(first_sentences: Integers) -> int:

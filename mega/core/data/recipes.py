@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mega.core.config.sections import MaskingConfig
 from mega.core.data.cache import Arrays, cached
@@ -19,7 +19,7 @@ from mega.core.data.dataset import Dataset
 from mega.core.data.gpt import GPTDataset
 from mega.core.data.indexed import IndexedDataset
 from mega.core.data.infill import Infill, InfillDataset
-from mega.core.data.mapping import passes_needed, passes_of, sentence_mapping
+from mega.core.data.mapping import SampleRules, passes_needed, passes_of, sentence_mapping
 from mega.core.data.masked import BertDataset, T5Dataset
 from mega.core.data.masking import Vocabulary
 from mega.core.data.order import SampleOrder, epochs, sample_order
@@ -144,8 +144,7 @@ class Masked:
         first, last = part.corpus.document_index[[part.first, part.last]].tolist()
         return max(int(part.corpus.lengths[first:last].sum(dtype="int64")) // self._room, 1)
 
-    def _mapping_options(self) -> dict[str, Any]:
-        """Return the arguments of `sentence_mapping` that do not depend on the corpus and the number of samples."""
+    def _rules(self) -> SampleRules:
         return {
             "max_length": self._room,
             "short_prob": self.masking.short_seq_prob,
@@ -156,7 +155,7 @@ class Masked:
     def plan(self, part: CorpusPart, samples: int, note: Callable[[str], None]) -> None:
         documents = part.corpus.document_index[part.first : part.last + 1]
         try:
-            passes, exact = passes_needed(documents, part.corpus.lengths, samples=samples, **self._mapping_options())
+            passes, exact = passes_needed(documents, part.corpus.lengths, samples=samples, **self._rules())
         except ValueError as error:
             raise ValueError(f"{part.label}: {error}") from None
         self._note(note, part, samples, f"{passes}" if exact else f"about {passes}")
@@ -164,16 +163,17 @@ class Masked:
     def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
         corpus, masking = part.corpus, self.masking
         documents = corpus.document_index[part.first : part.last + 1]
-        mapping_options = {"samples": samples, **self._mapping_options()}
+        rules = self._rules()
         key = {
             "kind": "sentences",
             "corpus": corpus.fingerprint,
             "documents": hashlib.sha256(documents.tobytes()).hexdigest(),
-            **mapping_options,
+            "samples": samples,
+            **rules,
         }
 
         def compute() -> Arrays:
-            return {"mapping": sentence_mapping(documents, corpus.lengths, **mapping_options)}
+            return {"mapping": sentence_mapping(documents, corpus.lengths, samples=samples, **rules)}
 
         try:
             mapping = cached(cache, key, ("mapping",), compute)["mapping"]
