@@ -18,7 +18,7 @@ from mega.core.config.metrics_owner import metrics_owner
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import metrics_file
 from mega.core.config.run import Options, flag_of, value_of
-from mega.core.config.sections import LABELLED, SPLITS, TOKENIZERS, TokenizerConfig
+from mega.core.config.sections import LABELLED, SPLITS, TOKENIZER_FILES, TOKENIZERS, TokenizerConfig
 from mega.core.files import POINTER, check_folder, check_source, url_of
 
 Problems = Iterator[str]
@@ -186,7 +186,7 @@ def _split(options: Options) -> Problems:
 
 def _tokenizer(options: Options) -> Problems:
     tokenizer = options.tokenizer
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+    for name in TOKENIZER_FILES:
         path = value_of(options, name)
         # --tokenizer-model may be a directory that contains tokenizer.json.
         if path is not None and not os.path.exists(path):

@@ -1486,6 +1486,9 @@ TOKENIZERS: dict[str, tuple[str, ...]] = {
 }
 """Type of tokenizer -> the options that the tokenizer requires. `text/build.py` builds each tokenizer."""
 
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+"""The options that name files of a tokenizer, in the order of the arguments of `text.kind.kind_of_files`."""
+
 ALSO_READ: dict[str, tuple[str, ...]] = {"FairseqTokenizer": ("vocab_file", "merge_file")}
 """Type of tokenizer -> the optional files that the tokenizer reads."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from mega.core.config.option import Range
 from mega.core.config.run import Options, RunConfig, entries, flag_of, is_set_to, value_of
 from mega.core.config.schema import Entry
-from mega.core.config.sections import ALSO_READ, TOKENIZERS
+from mega.core.config.sections import ALSO_READ, TOKENIZER_FILES, TOKENIZERS
 
 
 def unread(options: Options, bench: str | None = None) -> Iterator[str]:
@@ -32,7 +32,9 @@ def unread(options: Options, bench: str | None = None) -> Iterator[str]:
             continue
         if not is_read(options, entry):
             yield f"{_shown(entry, value)}: changes nothing without {_listed(entry.option.read_with)}"
-        elif name in _FILES and kind is not None and name not in (*TOKENIZERS[kind], *ALSO_READ.get(kind, ())):
+        elif kind is None or name not in TOKENIZER_FILES:
+            continue
+        elif name not in (*TOKENIZERS[kind], *ALSO_READ.get(kind, ())):
             yield f"{_shown(entry, value)}: changes nothing, {kind} does not read it"
 
 
@@ -41,9 +43,6 @@ def is_read(options: Options | RunConfig, entry: Entry) -> bool:
     values listed there, or `Option.read_with` is empty."""
     readers = entry.option.read_with
     return not readers or any(is_set_to(options, other, valid) for other, valid in readers.items())
-
-
-_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def _shown(entry: Entry, value: object) -> str:

@@ -22,7 +22,7 @@ from mega.core.config.compose import GivenOptions
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve, variant
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
-from mega.core.config.sections import LABELLED, ModelConfig
+from mega.core.config.sections import LABELLED, TOKENIZER_FILES, ModelConfig
 from mega.core.device import DTYPE_NAMES, DTYPES, Device, restored_settings
 from mega.core.family import ModelStage, family
 from mega.core.inference.loading.identity import check_tokenizer_flags
@@ -135,7 +135,7 @@ def check_model(
     load = options.checkpoint.load
     if load is None:
         raise ValueError("--load is missing: give a run's directory, one step in it, or a directory of others' weights")
-    files = [getattr(options.tokenizer, name) for name in ("tokenizer_model", "vocab_file", "merge_file")]
+    files = [getattr(options.tokenizer, name) for name in TOKENIZER_FILES]
     if any(files) and options.tokenizer.tokenizer is None:
         options = updated(options, {"tokenizer": kind_of_files(*files)})
     model_files = open_model(load)

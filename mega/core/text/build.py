@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mega.core.config.run import entries
-from mega.core.config.sections import TOKENIZERS
+from mega.core.config.sections import TOKENIZER_FILES, TOKENIZERS
 from mega.core.text.kind import kind_of_files
 from mega.core.text.tokenizer import Tokenizer
 
@@ -81,9 +81,6 @@ def build(
     )
 
 
-_FILES = ("tokenizer_model", "vocab_file", "merge_file")
-
-
 def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
     """Return the arguments of `build` that are set, with absolute paths. Token files store these arguments, so that
     training can construct the tokenizer that encoded the files.
@@ -91,8 +88,11 @@ def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
     >>> located({"tokenizer": "NullTokenizer", "vocab_file": None, "vocab_size": 64, "vocab_extra_ids": 0})
     {'tokenizer': 'NullTokenizer', 'vocab_size': 64}
     """
-    options_set = {name: value for name, value in options.items() if value}
-    return {name: os.path.abspath(str(value)) if name in _FILES else value for name, value in options_set.items()}
+    return {
+        name: os.path.abspath(str(value)) if name in TOKENIZER_FILES else value
+        for name, value in options.items()
+        if value
+    }
 
 
 def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> dict[str, object]:
@@ -104,7 +104,7 @@ def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> di
 
 def missing_file(options: Mapping[str, object]) -> str | None:
     """Return the first file in the result of `located` that no longer exists, or None."""
-    files = (str(options[name]) for name in _FILES if name in options)
+    files = (str(options[name]) for name in TOKENIZER_FILES if name in options)
     return next((path for path in files if not os.path.exists(path)), None)
 
 

@@ -24,7 +24,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.option import Renamed
 from mega.core.config.retriever import RetrieverOptions
 from mega.core.config.run import entries
-from mega.core.config.sections import TOKENIZERS, ModelConfig
+from mega.core.config.sections import TOKENIZER_FILES, TOKENIZERS, ModelConfig
 from mega.core.untrusted import Json
 
 
@@ -323,9 +323,7 @@ def tokenizer_of(values: Mapping[str, object]) -> tuple[dict[str, Json], tuple[s
     kind = values.get("tokenizer_type")
     if not isinstance(kind, str) or kind == TOKENIZER:
         return {}, ()
-    flags = {
-        f"--{name.replace('_', '-')}": values.get(name) for name in ("tokenizer_model", "vocab_file", "merge_file")
-    }
+    flags = {f"--{name.replace('_', '-')}": values.get(name) for name in TOKENIZER_FILES}
     words = [f"--tokenizer-type {kind}", *(f"{flag} {file}" for flag, file in flags.items() if isinstance(file, str))]
     note = f"tokenizer: not in the checkpoint, which was trained with {' '.join(words)}"
     spelled = entries()["tokenizer"].option.megatron["--tokenizer-type"]
