@@ -124,6 +124,27 @@ def test_deliver_sums(parts: int, width: int) -> None:
     torch.testing.assert_close(found, tables[0].sum(0).to(loose.dtype))
 
 
+@pytest.mark.parametrize("rows, width, stride", [(1, 7, 7), (256, 128, 128), (600, 300, 320), (257, 40, 1000)])
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+def test_column_sums(rows: int, width: int, stride: int, dtype: torch.dtype) -> None:
+    from mega.core.ops.kernels.sums import column_sums, deliver_sums
+    from mega.core.parallel.weight import Weight
+
+    whole = random(rows, stride, dtype=dtype)
+    whole[:, width:] = math.nan  # not read
+    x = whole[:, :width]
+    sums, exact = column_sums(x), x.double().sum(0)
+    assert sums.dtype == torch.float32 and sums.shape == (1, -(-rows // 256), width)
+    torch.testing.assert_close(sums[0].double().sum(0), exact, rtol=0, atol=2e-6 * rows)
+    turned = x.t().contiguous().t()
+    assert torch.equal(column_sums(x), sums) and torch.equal(column_sums(turned), sums)
+    assert column_sums(x.to("meta")).shape == sums.shape
+    weight = Weight(random(width), ())
+    weight.main_grad = torch.zeros(width, device=DEVICE)
+    assert deliver_sums((weight,), sums) == [None]
+    torch.testing.assert_close(weight.main_grad.double(), exact, rtol=0, atol=2e-6 * rows)
+
+
 @pytest.mark.parametrize("width", [96, 1030])
 @pytest.mark.parametrize("residual, bias", [(False, False), (True, False), (True, True)])
 def test_added(width: int, residual: bool, bias: bool) -> None:

@@ -1,5 +1,6 @@
-"""Sums tables of partial gradients and adds the sums to the weights' main_grads, in one launch for all weights of an
-op."""
+"""Sums the columns of a gradient in two steps. `column_sums` writes partial sums to a table, as kernels that compute a
+gradient may do themselves. `deliver_sums` sums such tables and adds the sums to the weights' main_grads, in one launch
+for all weights of an op."""
 
 from __future__ import annotations
 
@@ -15,6 +16,40 @@ PARTS, COLUMNS, WARPS = 256, 16, 8
 """Number of partial sums read per step, columns per program, and warps per program."""
 MOST = 3
 """Maximum number of weights in one launch."""
+ROWS = 256
+"""Number of rows in one partial sum of `column_sums`."""
+TALL, WIDE, STAGES = 32, 128, 3
+"""Number of rows and columns per tile of `column_sums`, and number of tiles whose loads are in flight."""
+
+
+@jit
+def _column_sums(
+    x_at, sums_at, rows, width, stride,
+    ROWS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    inside = column < width
+    total = tl.zeros([TALL, WIDE], tl.float32)  # summed over rows only once, at the end, because this sum crosses warps
+    for step in tl.range(0, ROWS, TALL, num_stages=STAGES):
+        row = tl.program_id(1) * ROWS + step + tl.arange(0, TALL)
+        address = x_at + row.to(tl.int64)[:, None] * stride + column[None, :]
+        total += tl.load(address, (row < rows)[:, None] & inside[None, :], 0.0).to(tl.float32)
+    tl.store(sums_at + tl.program_id(1) * width + column, tl.sum(total, 0), inside)
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return partial sums of the columns of `x`, for `deliver_sums`. x: [rows, width], with any stride between rows.
+    Returns fp32 [1, parts, width]. The order of summation is fixed.
+    """
+    rows, width = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    parts = cdiv(rows, ROWS)
+    sums = torch.empty(1, parts, width, dtype=torch.float32, device=x.device)
+    launch(
+        _column_sums, (cdiv(width, WIDE), parts), x, sums, rows, width, x.stride(0),
+        ROWS=ROWS, TALL=TALL, WIDE=WIDE, STAGES=STAGES,
+    )  # fmt: skip
+    return sums
 
 
 @jit
