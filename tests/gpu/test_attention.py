@@ -10,8 +10,12 @@ import os
 import pytest
 import torch
 
+from mega.core.model.forward import padding_documents
+from mega.core.ops.counter import site_key, token_keys
+from mega.core.ops.dropout import AttentionDropout
+from mega.core.ops.mask import AttentionMask
 from mega.core.ops.partial_attention import PartialAttention
-from tests.support.attention_cases import check_kept, check_values
+from tests.support.attention_cases import check_kept, check_values, on_device, share_of_bound
 from tests.support.triton import CUDA, DEVICE, needs_kernels
 
 pytestmark = [
@@ -39,6 +43,21 @@ def test_every_mask(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(CASES))
 def test_dropout_is_that_of_a_cpu_bit_by_bit(seed: int) -> None:
     check_kept(kernels(), seed, 256 if CUDA else 80, DTYPES[seed % 2], DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_of_some_columns_in_any_order(dtype: torch.dtype) -> None:
+    """As in the last layer of BERT: the documents and dropout keys of queries are those of their columns."""
+    b, t, s, heads, width = (4, 500, 140, 3, 64) if CUDA else (2, 90, 70, 2, 16)
+    torch.manual_seed(0)
+    columns = torch.stack([torch.randperm(t)[:s] for _ in range(b)])
+    documents = padding_documents(torch.tensor([t, t - 20, t // 2, 7][:b]), t)
+    keys = token_keys(3, torch.arange(b), torch.arange(t)).gather(1, columns)
+    drop = AttentionDropout(keys, site_key(1, "attention"), 0, (range(t),), 0.1)
+    mask = AttentionMask("full", None, documents.gather(1, columns), documents, dropout=drop, covered=True)
+    shapes = (s, heads), (t, heads), (t, heads), (s, heads)
+    q, k, v, grad = (torch.randn(b, length, n, width, device=DEVICE).to(dtype) for length, n in shapes)
+    share_of_bound(kernels(), dtype, (q, k, v, grad), on_device(mask, DEVICE))
 
 
 def test_dropout_over_two_runs_of_columns() -> None:

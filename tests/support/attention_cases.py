@@ -54,6 +54,16 @@ def check_values(
     shapes = (s, 2 * heads), (t, kv_heads), (t, kv_heads), (s, heads)
     q, *rest = (torch.randn(b, length, n, width, device=device).to(dtype) for length, n in shapes)
     inputs = q[:, :, :heads], *rest  # query as a part of something, as a fused projection leaves it
+    return {
+        "shape": [b, s, t, heads, kv_heads, width],
+        "dtype": str(dtype).removeprefix("torch."),
+        "mask": words(mask),
+        "share": round(share_of_bound(op, dtype, inputs, mask), 3),
+    }
+
+
+def share_of_bound(op: PartialAttention, dtype: torch.dtype, inputs: Results, mask: AttentionMask) -> float:
+    """The largest error as a share of its bound, which it must not exceed. inputs: q, k, v, d(out)."""
     exact = results(PLAIN, torch.float64, inputs, mask)
     plain, found = results(PLAIN, dtype, inputs, mask), results(op, dtype, inputs, mask)
     slack, worst = SLACK[dtype], 0.0
@@ -70,12 +80,7 @@ def check_values(
         bound = 2 * float((one.double() - truth).norm()) + slack * norm + slack / 2 * left
         assert off <= bound, (off, bound)
         worst = max(worst, off / bound)
-    return {
-        "shape": [b, s, t, heads, kv_heads, width],
-        "dtype": str(dtype).removeprefix("torch."),
-        "mask": words(mask),
-        "share": round(worst, 3),
-    }
+    return worst
 
 
 def check_kept(
