@@ -205,6 +205,27 @@ class MaskedBatch(_Tensors):
             columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return columns.expand_as(self.tokens)
 
+    def read_columns(self, *, first: bool) -> torch.Tensor:
+        """Return the columns that losses read, int64 [b, k]: those of `predicted`, which must be known, and before them
+        the first column if `first`."""
+        predicted = self.predicted
+        assert predicted is not None
+        if not first:
+            return predicted
+        columns = predicted.new_zeros(predicted.shape[0], predicted.shape[1] + 1)
+        columns[:, 1:] = predicted
+        return columns
+
+    def read(self, *, first: bool) -> MaskedBatch:
+        """Return the batch of the columns that losses read (`read_columns`). `predicted` may include the first column,
+        so the loss weight of the column added by `first` is 0."""
+        columns = self.read_columns(first=first)
+        names = ("tokens", "labels", "loss_weights", "types")
+        tensors = {name: getattr(self, name).gather(1, columns) for name in names}
+        if first:
+            tensors["loss_weights"][:, 0].zero_()
+        return replace(self, **tensors, predicted=None)
+
     def split(self, index: int, size: int) -> MaskedBatch:
         if size == 1:
             return self

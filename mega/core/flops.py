@@ -42,7 +42,8 @@ def model_flops_per_token(run: RunConfig) -> float:
     L h: layers x heads x head_dim. s: number of keys of one token. Attention counts the full square, although half of
     the square is masked, as published utilisations do (Chowdhery et al. 2022, appendix B). For a layer with a window, s
     is the maximum number of keys that one token attends to. For an encoder-decoder model the result is the mean over
-    the tokens of both stacks.
+    the tokens of both stacks. If losses read only some tokens of a bidirectional model, the last layer counts only
+    these tokens, except in the projections to queries, keys and values (model/bert.py).
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -50,18 +51,22 @@ def model_flops_per_token(run: RunConfig) -> float:
     >>> round(model_flops_per_token(run) / 1e9, 2)
     46.09
     """
-    lengths = text_lengths(run)
-    matmuls = _matmul_flops(run.model, lengths, predicted_tokens(run))
-    return (matmuls + _attention_flops(architecture(run.model), lengths)) / sum(lengths)
+    lengths, predicted = text_lengths(run), predicted_tokens(run)
+    matmuls = _matmul_flops(run.model, lengths, predicted)
+    return (matmuls + _attention_flops(architecture(run.model), lengths, predicted)) / sum(lengths)
 
 
-def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
-    """Attention operations (scores, and scores times values) of one sample. lengths: number of tokens in each stack."""
+def _attention_flops(model: Architecture, lengths: tuple[int, ...], predicted: int) -> float:
+    """Attention operations (scores, and scores times values) of one sample. lengths: number of tokens in each stack.
+    predicted: number of tokens for which the head computes logits."""
     return (
         sum(
-            12.0 * attention.width * length * attention.most_keys(length if attention.source == "self" else lengths[0])
+            12.0
+            * attention.width
+            * (_read(model, lengths, predicted) if number == len(model.layers) - 1 else length)
+            * attention.most_keys(length if attention.source == "self" else lengths[0])
             for stack, length in zip(model.stacks, lengths, strict=True)
-            for layer in stack.layers
+            for number, layer in zip(stack.numbers, stack.layers, strict=True)
             for attention in layer.attentions
         )
         + sum(
@@ -71,6 +76,13 @@ def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
         )
         + sum(_neighbour_flops(layer.neighbours, lengths[0]) for layer in model.layers if layer.neighbours is not None)
     )
+
+
+def _read(model: Architecture, lengths: tuple[int, ...], predicted: int) -> int:
+    """Return the number of tokens of a sample for which the last layer computes its output."""
+    if not model.layers[-1].queries_alone:
+        return lengths[-1]
+    return min(lengths[-1], predicted + (model.output.rows is not None))
 
 
 def _neighbour_flops(mixer: NeighbourAttention, length: int) -> float:
@@ -113,6 +125,8 @@ def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predi
         return lengths[0]
     if f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name:  # multiply the encoder's output
         return lengths[0]
+    if unit == len(model.layers) - 1 and not any(f".{name}_proj." in tensor.name for name in "qkv"):
+        return _read(model, lengths, predicted)
     # A norm between two stacks belongs to the first unit of the second stack, but acts on the first stack's tokens.
     stack_lengths = (length for stack, length in zip(model.stacks, lengths, strict=True) if unit in stack.numbers)
     return next(stack_lengths, lengths[0])

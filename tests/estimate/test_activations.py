@@ -35,6 +35,7 @@ from mega.core.training.wire import build_grads, build_stages
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 96, "micro_batch": 2, "device": "cpu"}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+BERT = {"family": "bert", "sample_kind": "bert"}
 T5 = {"family": "t5", "decoder_seq_length": 40}
 FEW = {"vocab": 8, "vocab_multiple": 8}
 OVERLAP = {"dtype": "bf16", "tp": 2, "sequence_parallel": True, "tp_overlap": True}
@@ -400,6 +401,9 @@ REPEATED: dict[str, dict[str, Any]] = {
     "overlap": {**OVERLAP, **QUIET},
     "ring": {**RING, "dtype": "bf16"},
     "zero 3": {**QUIET, "zero": 3},
+    "a last layer of few tokens": {**BERT, "dtype": "bf16"},
+    "a last layer of few tokens, full": {**BERT, **FULL, "recompute_layers": 2},
+    "a last layer of few tokens, two of them": {**BERT, **BLOCK, "recompute_layers": 2},
 }
 MIXTURE = {"experts": 4, "experts_chosen": 2, "expert_ffn": 32, "family": "llama", "ffn": 96, "balance_loss": (0.01,)}
 
@@ -453,6 +457,8 @@ def test_a_few_blocks_stand_for_all(name: str) -> None:
                 assert getattr(made, what) == getattr(whole, what), (first, last, blocks, what)
             if run.parallel.schedule == "zb-h1":
                 assert made.deferred == whole.deferred
+            if run.model.family == "bert":
+                assert (made.forward_work, made.backward_work) == (whole.forward_work, whole.backward_work)
             for way in ("forward", "backward"):
                 # Where a part ends, two may count the last of the one and the first of the other.
                 assert peak(made, way) == pytest.approx(peak(whole, way), rel=1e-12), (first, last, blocks, way)

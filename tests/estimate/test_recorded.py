@@ -30,9 +30,9 @@ def rows(name: str) -> list[Judged]:
     ("name", "count", "median", "worst"),
     [
         ("h200", 108, 0.001, 0.034),
-        ("h200_families", 18, 0.003, 0.020),
-        ("h200_bench", 19, 0.001, 0.006),
-        ("h100", 15, 0.001, 0.010),
+        ("h200_families", 9, 0.005, 0.020),
+        ("h200_bench", 17, 0.001, 0.006),
+        ("h100", 13, 0.001, 0.010),
         ("h100_alone", 17, 0.002, 0.014),
     ],
 )
@@ -46,8 +46,8 @@ def test_peaks(name: str, count: int, median: float, worst: float) -> None:
     ("name", "count", "median", "ninth", "worst"),
     [
         ("h200", 74, 0.018, 0.044, 0.065),
-        ("h200_bench", 26, 0.015, 0.042, 0.058),
-        ("h100", 15, 0.015, 0.05, 0.058),
+        ("h200_bench", 24, 0.015, 0.042, 0.058),
+        ("h100", 13, 0.015, 0.05, 0.058),
         ("h100_alone", 17, 0.023, 0.048, 0.068),
     ],
 )
@@ -61,7 +61,7 @@ def test_step_times(name: str, count: int, median: float, ninth: float, worst: f
 def test_step_times_of_all_rows() -> None:
     """The goal of the page: half of them within 2.5 %, nine of ten within 6 %."""
     errors = second_errors([one for name in ("h200", "h200_bench", "h100") for one in rows(name)])
-    assert errors.count == 115 and errors.median <= 0.025 and errors.ninth <= 0.06, str(errors)
+    assert errors.count == 111 and errors.median <= 0.025 and errors.ninth <= 0.06, str(errors)
 
 
 def test_retired_rows_say_why() -> None:

@@ -81,6 +81,10 @@ LAYOUTS = [
     ("bert", 4, {"cp": 2, "cp_comm": "ring", "zero": 1}),
     ("bert", 8, {**EVERYTHING, "chunks": 2}),
     ("bert-post", 4, {"pp": 4, "schedule": "zb-h1"}),
+    # a last layer of only the tokens that losses read, as on one rank; rows with SP or cp run it on all tokens
+    ("bert", 4, {"tp": 2, "pp": 2, "zero": 1}),
+    ("bert", 4, {"tp": 2, "zero": 3, **RECOMPUTED, "distribute_saved": True}),
+    ("bert-post", 2, {"zero": 2}),
     ("bert-post", 4, {"tp": 2, "zero": 3, **SP, **RECOMPUTED}),
 ]
 

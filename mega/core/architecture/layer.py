@@ -355,6 +355,21 @@ class Layer:
         assert self.before is None or self.parallel, "only parallel branches read one norm"
 
     @property
+    def queries_alone(self) -> bool:
+        """Whether the layer can compute its output for some tokens only, from the keys and values of all tokens:
+        bidirectional attention to whole rows, then feed-forward networks, in branches that are added to the stream or
+        whose sum with the stream is normalized."""
+        first, *others = self.branches
+        return (
+            not self.parallel
+            and isinstance(first.mixer, Attention)
+            and (first.mixer.source, first.mixer.causal, first.mixer.window) == ("self", False, None)
+            and first.multiplier == 1.0
+            and (first.after is None or first.after_of == "sum")
+            and all(isinstance(branch.mixer, Dense) for branch in others)
+        )
+
+    @property
     def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
         """The losses of all mixers in the layer. A loss that several mixers compute is listed several times."""
         return tuple(loss for branch in self.branches for loss in branch.mixer.auxiliary_losses)

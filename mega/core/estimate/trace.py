@@ -23,7 +23,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mega.core.architecture import shape
+from mega.core.architecture import architecture, shape
 from mega.core.batch import Batch
 from mega.core.config.resolve import microbatch_rows, overlaps_exchanges, resolve, variant
 from mega.core.config.run import Options, RunConfig
@@ -419,7 +419,8 @@ def _traced_chunk(run: RunConfig, chunk: Chunk, composed: bool) -> Trace:
     if chunk.before is not None:
         return _traced(*reduced_run(run, chunk), microbatch_rows(run))
     regimes, rows = [list(_regimes(run, count)) for count in chunk.stacks], microbatch_rows(run)
-    if len(regimes) > 1 or chunk.blocks < 2 or regimes[0] != [(chunk.blocks, 1)] or not (composed or _composable(run)):
+    alike = len(regimes) == 1 and regimes[0] == [(chunk.blocks, 1)] and not _last_is_special(run)
+    if chunk.blocks < 2 or not alike or not (composed or _composable(run)):
         short = [[min(count, REPEATS * period + count % period) for count, period in stack] for stack in regimes]
         reduced, stage = reduced_run(run, chunk._replace(stacks=tuple(map(sum, short))))
         if run.memory.recompute_method == "block":
@@ -443,6 +444,11 @@ def _traced_chunk(run: RunConfig, chunk: Chunk, composed: bool) -> Trace:
         given=end.given,
     )
     return _repeated(combined, regimes, [[ENOUGH]])
+
+
+def _last_is_special(run: RunConfig) -> bool:
+    """Whether the model's last block may run on fewer tokens than the other blocks (model/bert.py)."""
+    return architecture(run.model).layers[-1].queries_alone
 
 
 def _composable(run: RunConfig) -> bool:

@@ -5,13 +5,16 @@
     pair   prediction, from a row's first token, of whether the row's two segments are swapped; the mean over
            labelled rows
 
-If the batch lists the masked positions and a rank holds whole rows, the word head runs only on the masked positions.
-Otherwise the word head runs on all tokens, as in Megatron-LM.
+If the batch lists the masked positions and a rank holds whole rows, the losses read only the masked positions and the
+first token of each row. The heads run only on these tokens. The last layer projects all tokens to queries, keys and
+values, and runs everything else only on these tokens. Otherwise the last layer and the word head run on all tokens, as
+in Megatron-LM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,16 +25,19 @@ from mega.core.architecture import Tensor, Unit
 from mega.core.architecture.model import Architecture, Output, Rows, Transform
 from mega.core.batch import MaskedBatch, Term
 from mega.core.config.sections import ModelConfig
+from mega.core.model.auxiliary import AuxiliarySums
 from mega.core.model.embedding import OUTSIDE, Embedding
-from mega.core.model.forward import ForwardContext, forward_context, padding_documents
+from mega.core.model.forward import ForwardContext, forward_context, numbers_at, padding_documents
 from mega.core.model.residual import Normalization, ResidualState, normalization
 from mega.core.model.stack import Losses, StackStage
 from mega.core.model.stage import StageOptions
 from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import Dropout
+from mega.core.ops.fp8 import NarrowMatmuls
 from mega.core.ops.norm import accurate
 from mega.core.parallel.collectives import reduce_from_region
 from mega.core.parallel.linear import ColumnLinear
+from mega.core.parallel.pipeline import StageOutput
 from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.vocab import logits, token_loss
 from mega.core.parallel.weight import ParameterFactory
@@ -62,10 +68,6 @@ class WordHead(nn.Module):
         """Return the loss for x [tokens, h], this rank's tokens under sequence parallelism. If `scale` is given, one
         pass over the logits also computes the gradient."""
         labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
-        if batch.predicted is not None and not self.region.sequence:
-            rows = torch.arange(len(batch.predicted), device=x.device) * batch.tokens.shape[1]
-            positions = (rows[:, None] + batch.predicted).flatten()
-            x, labels, weights = x[positions], labels[positions], weights[positions]
         return token_loss(self.transformed(x), labels, weights, self.weight, self.region, self.bias, scale)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -186,6 +188,43 @@ class BertStage(StackStage[MaskedBatch]):
         super().__init__(model, units, factory, region, options)
         terms, self.metrics = losses_of(self.architecture.output)
         self.head_terms = dict.fromkeys(terms, 1.0)
+        self.read_layer = self._read_layer()
+
+    def forward(
+        self, batch: MaskedBatch, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
+    ) -> StageOutput:
+        # Outputs are those of all tokens.
+        batch = replace(batch, predicted=None) if outputs else batch
+        return super().forward(batch, *cargo, outputs=outputs, scales=scales)
+
+    def _read_layer(self) -> int | None:
+        """Return the index of the last layer if it can run only on the tokens that the head of this stage reads, else
+        None."""
+        stack = self.architecture.stacks[-1]
+        here = stack.numbers[-1] in self.units and self.head is not None
+        # GEMMs in fp8 need multiples of 16 or 128 tokens.
+        narrow = isinstance(self.ops.matmuls, NarrowMatmuls)
+        return stack.numbers[-1] if here and stack.layers[-1].queries_alone and not narrow else None
+
+    def reads_some(self, batch: MaskedBatch) -> bool:
+        """Whether the head reads only some tokens of `batch`, and this rank has whole rows."""
+        words = self.architecture.output.words is not None
+        return self.head is not None and words and batch.predicted is not None and not self.region.sequence
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether the head reads the first token of each row."""
+        return self.architecture.output.rows is not None
+
+    def head_losses(
+        self, stream: ResidualState, batch: MaskedBatch, scales: torch.Tensor | None, auxiliary: AuxiliarySums | None
+    ) -> Losses:
+        if self.reads_some(batch):
+            if self.read_layer is None:
+                numbers = numbers_at(batch.read_columns(first=self.reads_first), batch.tokens.shape[1])
+                stream = ResidualState(stream.sum(self.ops).index_select(0, numbers))
+            batch = batch.read(first=self.reads_first)
+        return super().head_losses(stream, batch, scales, auxiliary)
 
     def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
         """Return the logits of words [b, s, ids of this rank], of classes [b, classes], or of choices [b / choices,
@@ -213,7 +252,7 @@ class BertStage(StackStage[MaskedBatch]):
 
     def context(self, batch: MaskedBatch) -> ForwardContext:
         width = batch.tokens.shape[1] * self.ops.row_shards
-        return forward_context(
+        context = forward_context(
             self.architecture,
             batch.samples,
             batch.positions,
@@ -226,6 +265,9 @@ class BertStage(StackStage[MaskedBatch]):
             dropout_rule=self.options.dropout_rule,
             row_shards=self.ops.row_shards,
         )
+        if self.read_layer is None or not self.reads_some(batch):
+            return context
+        return context.reading(self.read_layer, batch.read_columns(first=self.reads_first))
 
     def embed(self, embedding: nn.Module, batch: MaskedBatch, context: ForwardContext) -> torch.Tensor:
         return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context, batch.types))

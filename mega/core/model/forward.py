@@ -75,6 +75,27 @@ class NeighbourStates:
 
 
 @dataclass(frozen=True)
+class ReadTokens:
+    """The tokens whose outputs the head reads. One layer, the last, computes only keys and values for all tokens, and
+    everything else for these tokens."""
+
+    layer: int
+    """Index of the layer in the whole model."""
+    numbers: torch.Tensor
+    """int64 [b k]: indices of the tokens in the microbatch, row by row. The first token of a row may occur twice."""
+    context: ForwardContext
+    """The context of these tokens, k per row, after the layer's attention."""
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return these tokens of x [all tokens, ...].
+
+        The backward pass adds gradients in no fixed order, but a token occurs at most twice, and the order of two
+        summands does not change their sum.
+        """
+        return x.index_select(0, self.numbers)
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     """The context of one microbatch in a stage. Tokens are rows of [tokens, h], batch-major."""
 
@@ -107,6 +128,8 @@ class ForwardContext:
     """bool [this rank's tokens]: which tokens are padding; None without padding."""
     valid_tokens: torch.Tensor | None = field(default=None, kw_only=True)
     """float64 []: number of the tensor-parallel region's tokens that are not padding; None without padding."""
+    reads: ReadTokens | None = field(default=None, kw_only=True)
+    """The tokens whose outputs the head reads; None if every layer computes the outputs of all tokens."""
 
     def auxiliary_loss(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
@@ -155,6 +178,31 @@ class ForwardContext:
             return None
         return Dropout(self.region_keys, site_key(layer, site, self.rule), probability, self.rule)
 
+    def reading(self, layer: int, columns: torch.Tensor) -> ForwardContext:
+        """Return the context for a head that reads only `columns`, int64 [b, k], of the output of `layer`. A rank must
+        have whole rows."""
+        assert not self.sequence and self.seq_numbers is None and self.padding is None
+
+        def gathered(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.gather(1, columns)
+
+        row_keys = gathered(self.row_keys)
+        keys = None if row_keys is None else row_keys.flatten()
+        tokens = replace(
+            self,
+            seq=columns.shape[1],
+            documents=gathered(self.documents),
+            tables={},  # positions are applied before the tokens are selected
+            keys=keys,
+            row_keys=row_keys,
+            region_keys=keys,
+        )
+        return replace(self, reads=ReadTokens(layer, numbers_at(columns, self.seq), tokens))
+
+    def read_by(self, layer: int) -> ReadTokens | None:
+        """Return the tokens for which `layer` computes its output; None for all tokens."""
+        return None if self.reads is None or self.reads.layer != layer else self.reads
+
     def for_memory(self) -> ForwardContext:
         """Return the context for a linear layer that is applied to the memory."""
         assert self.memory is not None
@@ -170,32 +218,37 @@ class ForwardContext:
         layer: int,
         first_head: int,
     ) -> torch.Tensor:
-        """Compute self-attention over whole rows: q [b, s, heads, d]; k, v [b, s, kv_heads, d] -> [b, s, heads, d].
+        """Compute self-attention over whole rows: q [b, s, heads, d]; k, v [b, s, kv_heads, d] -> [b, s, heads, d]. If
+        only some outputs of the layer are read, q and the result have only the tokens that are read.
 
         first_head: index in the layer of the first head of `q`.
         """
         mask = self.attention_mask(attention, layer, first_head)
         if attention.padding == "masked":
             return operator(q, k, v, mask)
-        padding = self.documents
+        padding = mask.q_documents
         assert padding is not None
         if attention.padding == "zero":
-            return operator(q, k, v, replace(mask, q_documents=2 * padding))
+            return operator(q, k, v, replace(mask, q_documents=2 * padding, covered=False))
         # Queries of 0 result in equal attention weights for all keys. Dropout is applied to these weights as usual.
         even = operator(torch.zeros_like(q), k, v, replace(mask, q_documents=None, k_documents=None))
         return torch.where(padding[:, :, None, None].bool(), even, operator(q, k, v, mask))
 
     def attention_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
-        """Return the mask of self-attention over whole rows, with dropout. first_head: index of this rank's first
-        head."""
+        """Return the mask of self-attention over whole rows, with dropout, for all queries or the queries that `layer`
+        computes. first_head: index of this rank's first head."""
         length = 0 if self.row_keys is None else self.row_keys.shape[1]
+        reads = self.read_by(layer)
+        assert reads is None or not (attention.causal or attention.window), "a mask of positions needs all queries"
+        queries = self if reads is None else reads.context
         return AttentionMask(
             "causal" if attention.causal else "full",
             attention.window,
-            q_documents=self.documents,
+            q_documents=queries.documents,
             k_documents=self.documents,
-            dropout=self._attention_dropout(attention, layer, first_head, length),
+            dropout=queries._attention_dropout(attention, layer, first_head, length),
             softcap=attention.softcap,
+            covered=reads is not None,  # each query is one of the keys
         )
 
     def memory_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
@@ -277,6 +330,16 @@ def forward_context(
         padding=own_padding,
         valid_tokens=None if padding is None else (~padding).sum().double(),
     )
+
+
+def numbers_at(columns: torch.Tensor, seq: int) -> torch.Tensor:
+    """Return the indices in a microbatch of the tokens in `columns`, int64 [b, k] -> [b k]. seq: length of a row.
+
+    >>> numbers_at(torch.tensor([[0, 2], [0, 1]]), 4).tolist()
+    [0, 2, 4, 5]
+    """
+    first = torch.arange(0, columns.shape[0] * seq, seq, device=columns.device)
+    return (first[:, None] + columns).flatten()
 
 
 def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:

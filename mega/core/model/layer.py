@@ -167,6 +167,9 @@ class ResidualBranch(nn.Module):
         return output
 
     def add(self, x: torch.Tensor, mixed: torch.Tensor, context: ForwardContext) -> ResidualState:
+        reads = context.read_by(self.layer)
+        if reads is not None:  # `mixed` has only the tokens that the head reads
+            x, context = reads.of(x), reads.context
         drop = context.dropout(self.value.dropout, self.layer, self.value.site)
         return ResidualState(x, self.mixer.finish(mixed, context), self.mixer.bias, drop)
 
@@ -184,7 +187,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, factory: ParameterFactory, value: Layer, tensors: Tensors, place: LayerPlace):
         super().__init__()
-        self.value, self.ops = value, factory.ops
+        self.value, self.ops, self.layer = value, factory.ops, place.layer
         self.before = normalization(factory, value.before, tensors)
         later = [isinstance(each.mixer, Attention) and each.mixer.source != "self" for each in value.branches]
         order = sorted(range(len(later)), key=later.__getitem__)
@@ -206,6 +209,10 @@ class TransformerLayer(nn.Module):
     def forward(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
         if self.value.parallel:
             return run_parallel(self.branches, self.before, stream.sum(self.ops), context)
+        reads = context.read_by(self.layer)
+        assert reads is None or self.value.queries_alone, self.value
         for branch in self.branches:
             stream = branch_function(branch)(stream, context)
+            if reads is not None:  # attention, the first branch, returns only the tokens that the head reads
+                context = reads.context
         return stream

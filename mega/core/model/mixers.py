@@ -95,7 +95,7 @@ class SelfAttention(MixerModule):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the heads' outputs for x [tokens, h], with shape [all tokens of the tensor-parallel region, heads x
-        d]."""
+        d], or, if only some outputs of this layer are read, [tokens that are read, heads x d]."""
         rotary, drop = context.rotary(self.value.rope), self.adapter_dropout(context, "qkv_adapter")
         early_rotary = None if self.q_norm is not None else rotary
         q, k, v = self.ops.split_heads(self.qkv.biased(x, drop), self.qkv.bias, self.heads, self.kv_heads, early_rotary)
@@ -103,10 +103,11 @@ class SelfAttention(MixerModule):
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
             if rotary is not None:
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
-        q = self.scaled(q)
-        q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
+        reads = context.read_by(self.layer)
+        q = self.scaled(q if reads is None else reads.of(q))
+        q, k, v = (x.unflatten(0, (context.batch, -1)) for x in (q, k, v))
         outputs = context.attend(self.ops.attention, q, k, v, self.value, self.layer, self.first_head)
-        return outputs.reshape(context.batch * context.seq, -1)
+        return outputs.reshape(q.shape[0] * q.shape[1], -1)
 
 
 class CrossAttention(SelfAttention):
