@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mega.core.config.run import Options, RunConfig, entries, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import step_time
+from mega.core.ops.matmuls import WideMatmuls
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -111,7 +113,22 @@ def judged(rows: Sequence[Mapping[str, Any]], on: Hardware | None = None) -> Ite
     for row in rows:
         if row["outcome"] == "measured":
             world = int(row.get("ranks", row["world"]))
-            yield Judged(row, predicted(recorded_run(row["run"]), world, on or device_of(row)))
+            with kernels_of(row):
+                prediction = predicted(recorded_run(row["run"]), world, on or device_of(row))
+            yield Judged(row, prediction)
+
+
+@contextmanager
+def kernels_of(row: Mapping[str, Any]) -> Iterator[None]:
+    """The kernels that the code had when a row was measured. Rows without "slopes" are from when the slope of an
+    activation was a pass of its own."""
+    applies = WideMatmuls.applies_slope
+    if not row.get("slopes"):
+        WideMatmuls.applies_slope = lambda *_: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WideMatmuls.applies_slope = applies  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -356,7 +356,7 @@ class Bench:
                 self.note({**record, "outcome": "refused", "error": str(error)})
             return
         run = resolve(typed, world)
-        record |= {"run": as_recorded(run, world), "predicted": predicted(run, world, self.on)}
+        record |= {"slopes": True, "run": as_recorded(run, world), "predicted": predicted(run, world, self.on)}
         if rank == 0:
             self.note({**record, "outcome": "begun"})
         try:

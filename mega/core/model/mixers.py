@@ -16,8 +16,8 @@ from mega.core.architecture import Tensor
 from mega.core.architecture.layer import Attention, Dense, Norm
 from mega.core.model.forward import ForwardContext
 from mega.core.model.residual import Normalization, ProjectionNorm, ResidualState, Tensors, normalization
-from mega.core.ops.activation import gated_kind
-from mega.core.ops.autograd import with_recipe
+from mega.core.ops.activation import defer_slope, gated_kind
+from mega.core.ops.autograd import slope_of, with_recipe
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotate
 from mega.core.parallel.experts import NO_RANKS, ExpertAxes
@@ -157,12 +157,34 @@ class FeedForward(MixerModule):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the activations for x [tokens, h], with shape [all tokens of the tensor-parallel region, f]."""
-        hidden, bias = self.up.matmul(x, self.adapter_dropout(context, "up_adapter")), self.up.bias
+        drop, bias = self.adapter_dropout(context, "up_adapter"), self.up.bias
+        # A gated activation's input and output differ in shape, so the last linear layer cannot return its gradient.
+        if not self.value.gated and self.up.gemms.plain and self.out.applies_slope(x, self.activation):
+            return self._deferring_slope(self.up.biased(x, drop))
+        hidden = self.up.matmul(x, drop)
         active = self.ops.activate(hidden, bias, self.activation)
         if self.recompute:
             freed = hidden.detach()
             with_recipe(active, lambda: self.ops.activate(freed, bias, self.activation))
         return active
+
+    def _deferring_slope(self, before: torch.Tensor) -> torch.Tensor:
+        """Return the activations of `before` [tokens, f], which includes the bias. In the backward pass, the last
+        linear layer applies the slope."""
+
+        detached = before.detach()
+
+        def activate() -> torch.Tensor:
+            with torch.no_grad():
+                return self.ops.activate(detached, None, self.activation)
+
+        if not torch.is_grad_enabled():
+            return activate()
+        active = defer_slope(before, self.up.bias, activate, self.activation, self.ops.bias_gradient)
+        return with_recipe(active, activate) if self.recompute else active
+
+    def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return self.out.matmul(mixed, self.adapter_dropout(context, self.out_adapter), slope_of(mixed))
 
 
 def _head_norm(

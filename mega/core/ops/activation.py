@@ -3,8 +3,15 @@ first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
+
+from mega.core.ops.autograd import FunctionContext, Recipe, Slope, deliver, with_slope
+
+BiasGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""The type of `bias_gradient`."""
 
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu2": "relu2"}
 """Kind of gated activation -> activation of its gate (Shazeer 2020)."""
@@ -44,3 +51,45 @@ def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torc
     x."""
     active = activate(x, None, kind)
     return (active * weights[:, None]).to(active.dtype)
+
+
+class _Deferring(torch.autograd.Function):
+    """An activation whose backward pass leaves the slope to the GEMM after it."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionContext[tuple[torch.Tensor | None, Slope, BiasGradient]],
+        before: torch.Tensor,
+        bias: torch.Tensor | None,
+        recipe: Recipe,
+        slope: Slope,
+        bias_gradient: BiasGradient,
+    ) -> torch.Tensor:
+        ctx.state = bias, slope, bias_gradient
+        return recipe()
+
+    @staticmethod
+    def backward(
+        ctx: FunctionContext[tuple[torch.Tensor | None, Slope, BiasGradient]], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        bias, slope, bias_gradient = ctx.state
+        assert slope.before is None, "no GEMM applied the slope of an activation"
+        grad_bias = None if bias is None or not bias.requires_grad else bias_gradient(bias, grad)
+        return grad, grad_bias, None, None, None
+
+
+def bias_gradient(bias: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """Compute `deliver` for a bias that was added to every row of [n, f]. grad: [n, f]."""
+    return deliver(bias, grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)))
+
+
+def defer_slope(
+    before: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, kind: str, bias_gradient: BiasGradient
+) -> torch.Tensor:
+    """Return the activation of `before`, with a `Slope` that the next GEMM must apply.
+
+    recipe: computes the activation from `before`, without a gradient. bias: a bias that was already added to `before`;
+    only its gradient is computed here, by the function `bias_gradient`.
+    """
+    slope = Slope(before.detach(), kind)
+    return with_slope(_Deferring.apply(before, bias, recipe, slope, bias_gradient), slope)  # type: ignore[no-untyped-call]

@@ -3,12 +3,14 @@ backward pass.
 
 A weight may have a method `accumulate_grad(gradient)` that adds the gradient to a main_grad and returns None. Ops pass
 weight gradients to this method in full precision. A tensor may have a recipe, a function that recomputes the tensor. An
-op may save the recipe for the backward pass instead of the tensor.
+op may save the recipe for the backward pass instead of the tensor. The output of an activation may have a slope, which
+the next GEMM applies in the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -47,21 +49,49 @@ def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return x
 
 
-def keep(ctx: FunctionContext[State], x: torch.Tensor) -> None:
-    """Save `x`, or the recipe of `x`, so that `kept` can return `x` in `backward`. Call this function in `forward`."""
+def keep(ctx: FunctionContext[State], x: torch.Tensor | None, *others: torch.Tensor) -> None:
+    """Save `others`, and `x` or its recipe, so that `kept` can return them in `backward`. Call this function in
+    `forward`."""
     ctx.recipe = getattr(x, "recipe", None)
-    ctx.save_for_backward(*(() if ctx.recipe else (x,)))
+    ctx.save_for_backward(*others, *(() if x is None or ctx.recipe else (x,)))
 
 
-def kept(ctx: FunctionContext[State]) -> torch.Tensor:
-    """Return the tensor that was passed to `keep`. Call this function in `backward`, and only once."""
-    recipe = ctx.recipe
+def kept(ctx: FunctionContext[State]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that were passed to `keep`, with `x` last. Call this function in `backward`, and only once."""
+    saved, recipe = ctx.saved_tensors, ctx.recipe
     if recipe is None:
-        (x,) = ctx.saved_tensors
-        return x
+        return saved
     ctx.recipe = None  # frees the tensors that the recipe references
     with torch.no_grad():
-        return recipe()
+        return *saved, recipe()
+
+
+@dataclass(eq=False)
+class Slope:
+    """An activation whose slope the GEMM after the activation applies, in the epilogue of its dgrad.
+
+    The gradient that the GEMM returns for its input is then the gradient of the activation's input.
+    """
+
+    before: torch.Tensor | None
+    """The activation's input [n, f], including the bias; None once the GEMM has taken it."""
+    kind: str
+
+    def take(self) -> torch.Tensor:
+        """Return `before`, which the caller must save, and from then on must apply the slope."""
+        before, self.before = self.before, None
+        assert before is not None
+        return before
+
+
+def with_slope(active: torch.Tensor, slope: Slope) -> torch.Tensor:
+    """Attach a slope to the output of an activation."""
+    active.slope = slope  # type: ignore[attr-defined]
+    return active
+
+
+def slope_of(active: torch.Tensor) -> Slope | None:
+    return getattr(active, "slope", None)
 
 
 def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:

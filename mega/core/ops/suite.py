@@ -51,6 +51,7 @@ class Ops:
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm.add_norm
     added: Callable[..., torch.Tensor] = norm.added
     activate: Callable[..., torch.Tensor] = activation.activate
+    bias_gradient: activation.BiasGradient = activation.bias_gradient
     activate_weighted: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor] = activation.activate_weighted
     sum_rows: Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor] = rows.sum_rows
     split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads

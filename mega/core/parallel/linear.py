@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from mega.core.architecture import Tensor
-from mega.core.ops.autograd import FunctionContext, keep, kept
+from mega.core.ops.autograd import FunctionContext, Slope, keep, kept
 from mega.core.ops.dropout import Dropout, of_columns
 from mega.core.parallel.collectives import (
     all_gather,
@@ -82,7 +82,7 @@ class _ColumnMatmul(torch.autograd.Function):
     def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gemms, region, dtype, saved = ctx.state
         axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
-        x = kept(ctx) if trained(gemms) else None
+        x = kept(ctx)[0] if trained(gemms) else None
         if x is not None and sequence and transport is not None:
             gathered, summed = Gather(x, transport), Scatter(*x.shape, x, transport)  # type: ignore[call-arg]
             for rows, out in summed.parts():
@@ -109,22 +109,24 @@ class _RowMatmul(torch.autograd.Function):
     """Row-parallel GEMM: x [tokens, this rank's inputs] -> [tokens, out], summed over ranks; under sequence parallelism
     the result holds only the tokens of this rank.
 
-    weights: the weights of the GEMMs, which must be inputs so that autograd tracks them.
+    slope: the activation before the GEMM, if dgrad must multiply its result by the activation's slope. weights: the
+    weights of the GEMMs, which must be inputs so that autograd tracks them.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionContext[_MatmulState],
+        ctx: FunctionContext[tuple[_MatmulState, Slope | None]],
         x: torch.Tensor,
         gemms: LinearGemms,
         region: Region,
         drop: Dropout | None,
+        slope: Slope | None,
         *weights: Weight,
     ) -> torch.Tensor:
         axis, sequence = region.axis, region.sequence
-        ctx.state = gemms, region, x.dtype, None
-        if trained(gemms):
-            keep(ctx, x)
+        ctx.state = (gemms, region, x.dtype, None), slope
+        before = () if slope is None else (slope.take(),)
+        keep(ctx, x if trained(gemms) else None, *before)
         factor = gemms.cast(x.dtype)
         if sequence and region.transport is not None:
             summed = Scatter(x.shape[0] // axis.size, factor.shape[0], x, region.transport)
@@ -132,29 +134,35 @@ class _RowMatmul(torch.autograd.Function):
                 gemms.forward(x[rows], factor, out=out)
             return gemms.weights[0].ops.total(summed.blocks())
         y, saved = gemms.forward(x, factor, None, drop)
-        ctx.state = gemms, region, x.dtype, saved
+        ctx.state = (gemms, region, x.dtype, saved), slope
         if sequence:
             return reduce_scatter(y, axis)
         all_reduce(y, axis)
         return y
 
     @staticmethod
-    def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gemms, region, dtype, saved = ctx.state
+    def backward(
+        ctx: FunctionContext[tuple[_MatmulState, Slope | None]], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        (gemms, region, dtype, saved), slope = ctx.state
         axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
         # `kept` may recompute a whole block, so call it first, while no other tensor of this function is alive.
-        x = kept(ctx) if trained(gemms) else None
+        saved_tensors = kept(ctx)
+        x = saved_tensors[-1] if trained(gemms) else None
         if x is not None and sequence and transport is not None:
             gathered, grad_x = Gather(grad, transport), torch.empty_like(x)
             for rows, part in gathered.parts():
                 gemms.dgrad(part, factor, out=grad_x[rows])
             grads = gemms.wgrad(gathered.whole(keep=defers_wgrad(gemms)), x)
-            return grad_x, None, None, None, *grads
+            return grad_x, None, None, None, None, *grads
         # Keep no reference to the gathered gradient, because `prepared` is a separate tensor in fp8.
         prepared = gemms.prepare(all_gather(grad, axis) if sequence else grad, saved)
         del grad
-        grad_x = gemms.dgrad(prepared, factor)
-        return grad_x, None, None, None, *gemms.wgrad(prepared, x)
+        if slope is None:
+            grad_x = gemms.dgrad(prepared, factor)
+        else:
+            grad_x = gemms.weights[0].ops.matmuls.slope_dgrad(prepared, factor, saved_tensors[0], slope.kind)
+        return grad_x, None, None, None, None, *gemms.wgrad(prepared, x)
 
 
 def column_matmul(
@@ -226,10 +234,18 @@ class RowLinear(nn.Module):
     def biased(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.bias is None else y + self.bias
 
-    def matmul(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
+    def applies_slope(self, x: torch.Tensor, kind: str) -> bool:
+        """Whether `matmul` should apply the slope of the activation before this layer. x: a tensor with the dtype and
+        width of the layer's output."""
+        exchanges = self.region.sequence and self.region.transport is not None
+        matmuls = self.weight.ops.matmuls
+        return self.gemms.plain and not exchanges and matmuls.applies_slope(kind, x, self.weight.shape[1])
+
+    def matmul(self, x: torch.Tensor, drop: Dropout | None = None, slope: Slope | None = None) -> torch.Tensor:
+        """Multiply x [tokens, in]. slope: the activation that computed x, only if `applies_slope` returns True."""
         drop = of_columns(drop, self.region.axis.index, x.shape[1])
         if not self.region.sequence and not torch.is_grad_enabled():  # there is no backward pass to save tensors for
             y, _ = self.gemms.forward(x, self.gemms.cast(x.dtype), None, drop)
             all_reduce(y, self.region.axis)
             return y
-        return _RowMatmul.apply(x, self.gemms, self.region, drop, *self.gemms.weights)  # type: ignore[no-any-return, no-untyped-call]
+        return _RowMatmul.apply(x, self.gemms, self.region, drop, slope, *self.gemms.weights)  # type: ignore[no-any-return, no-untyped-call]

@@ -24,6 +24,7 @@ def table() -> dict[str, Any]:
         norm,
         paged_attention,
         rows,
+        sums,
         total,
     )
 
@@ -34,6 +35,7 @@ def table() -> dict[str, Any]:
         "partial_attention": attention.PARTIAL,
         "paged_attention": paged_attention.PAGED,
         "activate": activation.activate,
+        "bias_gradient": sums.bias_gradient,
         "activate_weighted": activation.activate_weighted,
         "sum_rows": rows.sum_rows,
         "split_heads": heads.split_heads,

@@ -96,3 +96,8 @@ def deliver_sums(weights: Sequence[Any], tables: torch.Tensor) -> list[torch.Ten
         for _, weight in trained:
             weight.grad_ready()
     return gradients
+
+
+def bias_gradient(bias: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """Implement `ops.activation.bias_gradient`."""
+    return deliver_sums((bias,), column_sums(grad))[0]

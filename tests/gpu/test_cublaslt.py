@@ -1,0 +1,81 @@
+"""The product whose epilogue applies GELU's slope, against float64, in a recorded graph, and when it is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mega.core.ops import cublaslt
+from mega.core.ops.matmuls import Matmuls, WideMatmuls
+from tests.support.triton import CUDA, DEVICE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="cuBLASLt needs a CUDA device")]
+DTYPES = torch.bfloat16, torch.float16
+# The row with 32,768 is one for which the heuristics may propose a single algorithm, so it is computed in halves.
+SHAPES = (16, 8, 24), (300, 64, 136), (1000, 96, 384), (513, 768, 3072), (4096, 1024, 4096), (32768, 1024, 4096)
+
+
+def operands(rows: int, width: int, wide: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rows)
+    grad, before = (torch.randn(rows, n, device=DEVICE).to(dtype) for n in (width, wide))
+    return grad, (torch.randn(width, wide, device=DEVICE) / width**0.5).to(dtype), before
+
+
+def exact(grad: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    leaf = before.double().requires_grad_()
+    (found,) = torch.autograd.grad(F.gelu(leaf, approximate="tanh"), leaf, grad.double() @ weight.double())
+    return found
+
+
+def error(found: torch.Tensor, true: torch.Tensor) -> float:
+    return float((found.double() - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_float64(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Less off than the plain product and slope, which round twice."""
+    given = operands(*shape, dtype)
+    found, true = cublaslt.slope_dgrad(*given), exact(*given)
+    plain = Matmuls().slope_dgrad(*given, cublaslt.KIND)
+    assert found is not None
+    assert error(found, true) <= 1.05 * error(plain, true)
+    assert torch.equal(found, cublaslt.slope_dgrad(*given))  # type: ignore[arg-type]  # bitwise the same again
+
+
+def test_operands_that_are_views() -> None:
+    grad, weight, before = operands(64, 32, 48, torch.bfloat16)
+    wide = torch.cat([before, before], 1)
+    found = cublaslt.slope_dgrad(grad.t().contiguous().t(), weight, wide[:, 48:])
+    assert torch.equal(found, cublaslt.slope_dgrad(grad, weight, before))  # type: ignore[arg-type]
+
+
+def test_in_a_recorded_graph_of_other_values() -> None:
+    given = operands(512, 256, 1024, torch.bfloat16)
+    cublaslt.slope_dgrad(*given)  # plans
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = cublaslt.slope_dgrad(*given)
+    other = operands(512, 256, 1024, torch.bfloat16)
+    for mine, theirs in zip(given, other, strict=True):
+        mine.copy_(theirs * 2)
+    graph.replay()
+    expected = cublaslt.slope_dgrad(*(x * 2 for x in other))
+    assert found is not None and torch.equal(found, expected)  # type: ignore[arg-type]
+
+
+def test_the_trial_is_passed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for dtype in DTYPES:
+            assert cublaslt.trusted(torch.device("cuda", 0), dtype)
+    assert not caplog.records
+
+
+def test_a_shape_without_a_plan_takes_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_planned", lambda *_: (None, 0))
+    given = operands(64, 32, 48, torch.bfloat16)
+    assert cublaslt.slope_dgrad(*given) is None
+    assert error(WideMatmuls().slope_dgrad(*given, cublaslt.KIND), exact(*given)) < 0.01
