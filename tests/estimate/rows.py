@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mega.core.config.resolve import overlaps_exchanges, records_graph, resolve
 from mega.core.config.run import Options, RunConfig, entries, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import step_time
+from mega.core.ops.kernels import attention, heads
 from mega.core.ops.matmuls import WideMatmuls
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -121,14 +124,13 @@ def judged(rows: Sequence[Mapping[str, Any]], on: Hardware | None = None) -> Ite
 @contextmanager
 def kernels_of(row: Mapping[str, Any]) -> Iterator[None]:
     """The kernels that the code had when a row was measured. Rows without "slopes" are from when the slope of an
-    activation was a pass of its own."""
-    applies = WideMatmuls.applies_slope
-    if not row.get("slopes"):
-        WideMatmuls.applies_slope = lambda *_: False  # type: ignore[method-assign]
-    try:
+    activation was a pass of its own, and the gradients of query, key and value were always copied."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not row.get("slopes"):
+            patch.setattr(WideMatmuls, "applies_slope", lambda *_: False)
+            for module in (attention, heads):
+                patch.setattr(module, "joined", lambda *_: None)
         yield
-    finally:
-        WideMatmuls.applies_slope = applies  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,19 @@ def test_a_block_is_its_matmuls_attention_and_passes() -> None:
         ]
         kernels = Counter(one.kernel for one in block if isinstance(one, ElementwiseWork))
         assert kernels["_norm_forward"] == kernels["_norm_backward"] == 2
-        assert kernels["_activation_forward"] == kernels["slope of an activation"] == 1
+        assert kernels["_activation_forward"] == kernels["slope of an activation"] == kernels["_gather"] == 1
+
+
+@pytest.mark.parametrize("preset", ["bert-345m", "gpt2-345m"])
+def test_gradients_of_heads_that_our_attention_writes_are_not_copied(preset: str) -> None:
+    """Only the gradient of the bias is left to sum: one pass over d(q), d(k), d(v), to one partial sum in 256 rows."""
+    run = run_of(1, preset, micro_batch=2, global_batch=2, attention_dropout=0.1)
+    passes = [one for one in listed(run).backward[2] if isinstance(one, ElementwiseWork)]
+    kernels = Counter(one.kernel for one in passes)
+    assert kernels["_column_sums"] == 2 and not kernels["_gather"]  # also of the MLP's first bias
+    tokens, columns = 2 * run.batch.seq_length, 3 * 1024
+    moved = tokens * columns * 2 + tokens // 256 * columns * 4
+    assert moved in [one.moved for one in passes if one.kernel == "_column_sums"]
 
 
 @pytest.mark.parametrize(

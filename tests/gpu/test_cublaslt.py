@@ -75,7 +75,7 @@ def test_the_trial_is_passed(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_shape_without_a_plan_takes_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "_planned", lambda *_: (None, 0))
+    monkeypatch.setattr(cublaslt, "_gemm_of", lambda *_: (None, 0))
     given = operands(64, 32, 48, torch.bfloat16)
     assert cublaslt.slope_dgrad(*given) is None
     assert error(WideMatmuls().slope_dgrad(*given, cublaslt.KIND), exact(*given)) < 0.01

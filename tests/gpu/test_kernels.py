@@ -137,7 +137,7 @@ def test_column_sums(rows: int, width: int, stride: int, dtype: torch.dtype) -> 
     assert sums.dtype == torch.float32 and sums.shape == (1, -(-rows // 256), width)
     torch.testing.assert_close(sums[0].double().sum(0), exact, rtol=0, atol=2e-6 * rows)
     turned = x.t().contiguous().t()
-    assert torch.equal(column_sums(x), sums) and torch.equal(column_sums(turned), sums)
+    assert torch.equal(column_sums(x), sums) and torch.equal(column_sums(turned), column_sums(x.contiguous()))
     assert column_sums(x.to("meta")).shape == sums.shape
     weight = Weight(random(width), ())
     weight.main_grad = torch.zeros(width, device=DEVICE)
@@ -191,6 +191,36 @@ def test_split_heads(heads_: int, kv_heads: int, width: int, turned: int, bias: 
     columns = (heads_ + 2 * kv_heads) * width
     bias_ = random(columns) if bias else None
     compare(run(fast), run(heads.split_heads), [random(tokens, columns), bias_])
+
+
+@pytest.mark.parametrize("heads_, kv_heads", [(4, 4), (6, 2), (2, 1)])
+@pytest.mark.parametrize("turned", [0, 32])
+def test_adjacent_gradients_of_heads_are_not_copied(heads_: int, kv_heads: int, turned: int) -> None:
+    """They are the projection's gradient, unless they have to be rotated. All others are copied, to the same bits."""
+    tokens, width, parts = TOKENS + 32, 32, [heads_, kv_heads, kv_heads]
+    columns = sum(parts) * width
+    rope = Rope(base=10000.0, width=turned)
+    rotary = rotary_table(torch.arange(tokens, device=DEVICE), rope, DTYPE) if turned else None
+    fused, bias, wide = random(tokens, columns), random(columns).requires_grad_(), random(tokens, columns + width)
+    buffer = wide[:, :columns].contiguous()
+    q, k, v = buffer.unflatten(1, (-1, width)).split(parts, 1)
+    q_, v_, k_ = torch.cat([q, v, k], 1).split(parts, 1)
+    of_others = buffer.clone().unflatten(1, (-1, width)).split(parts, 1)
+    q_wide, k_wide, v_wide, _ = wide.unflatten(1, (-1, width)).split([*parts, 1], 1)
+
+    def gradients(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = fused.clone().requires_grad_() * 1  # rotated in place
+        outs = kernels()["split_heads"](x, bias, heads_, kv_heads, rotary)
+        return torch.autograd.grad(outs, (x, bias), grads)
+
+    found, of_bias = gradients(q, k, v)
+    assert (found.data_ptr() == buffer.data_ptr()) is (not turned)
+    assert torch.equal(buffer, wide[:, :columns]), "somebody else may read the gradients of the heads"
+    copies = q.clone(), k.clone(), v.clone()
+    for grads in (copies, (q, of_others[1], v), (q, k, of_others[2]), (q_, k_, v_), (q_wide, k_wide, v_wide)):
+        copied, same = gradients(*grads)
+        assert torch.equal(copied, found) and copied.data_ptr() != grads[0].data_ptr()
+        torch.testing.assert_close(same, of_bias)
 
 
 @pytest.mark.parametrize("real", [5000, 4999, 17])

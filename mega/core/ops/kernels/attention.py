@@ -15,6 +15,7 @@ Scores are scaled by log2(e), because the device computes powers of 2 faster tha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from mega.core.ops.attention import fused_recomputing
 from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.counter import RULE
 from mega.core.ops.kernels.counter import kept, row_keys
+from mega.core.ops.kernels.heads import joined
 from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.partial_attention import FUSED, PartialAttention
@@ -608,6 +610,15 @@ def forward(
     return out, lse
 
 
+def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Allocate d(q), d(k), d(v). If q, k, v are adjacent views of one tensor, so are their gradients, and the backward
+    pass of `split_heads` need not concatenate them."""
+    whole = joined(q, k, v)
+    if whole is None:
+        return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    return torch.empty_like(whole).split_with_sizes([q.shape[2], k.shape[2], v.shape[2]], 2)
+
+
 def backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -622,7 +633,7 @@ def backward(
     b, s, heads, width = q.shape
     plan = PLANS[max(64, _block(width))]
     problem, scale = _problem(q, k, mask, plan), LOG2E / math.sqrt(width)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    grads = _empty_gradients(q, k, v)
     base, delta = (torch.empty(b, heads, s, dtype=torch.float32, device=q.device) for _ in range(2))
     rows = torch.empty(b, heads, s, dtype=torch.int64, device=q.device) if problem.dropped else None
     if q.is_meta:

@@ -1,17 +1,20 @@
 """Rotates queries and keys in place within the fused projection. The backward pass reverses the rotation while it
 concatenates the gradients of queries, keys and values, with one launch for heads that are rotated and one launch for
-all other heads."""
+all other heads. Without rotary positions, nothing is concatenated if the attention kernels wrote the three gradients to
+one tensor.
+"""
 
 from __future__ import annotations
 
 from itertools import accumulate
+from operator import mul
 
 import torch
 
 from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.heads import Rotary
 from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
-from mega.core.ops.kernels.sums import deliver_sums
+from mega.core.ops.kernels.sums import bias_gradient, deliver_sums
 
 TOKENS = 32
 """Number of tokens per program."""
@@ -107,6 +110,33 @@ def _split(
     return q, k, v
 
 
+def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """Return the contiguous tensor [..., heads + 2 kv_heads, d] whose heads are q [..., heads, d] and k, v [...,
+    kv_heads, d], in this order and without copying, or None if the three tensors are not adjacent views of one storage.
+
+    Addresses are not compared, because all tensors on the meta device have address 0.
+
+    >>> whole = torch.arange(12.0).view(1, 3, 4, 1)
+    >>> q, k, v = whole.split_with_sizes([2, 1, 1], 2)
+    >>> torch.equal(joined(q, k, v), whole), joined(q, v, k), joined(q, k, v.clone())
+    (True, None, None)
+    """
+    *outer, heads, width = q.shape
+    k_at = q.storage_offset() + heads * width
+    v_at = k_at + k.shape[-2] * width
+    same = q.stride() == k.stride() == v.stride() and q.dtype == k.dtype == v.dtype
+    if not same or (k.storage_offset(), v.storage_offset()) != (k_at, v_at):
+        return None
+    shape = (*outer, heads + k.shape[-2] + v.shape[-2], width)
+    stride = tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1]
+    if q.stride() != stride or not list(k.shape[:-2]) == list(v.shape[:-2]) == outer:
+        return None
+    storage = q.untyped_storage()._cdata
+    if k.untyped_storage()._cdata != storage or v.untyped_storage()._cdata != storage:
+        return None
+    return q.as_strided(shape, stride)
+
+
 _SplitState = tuple[torch.Tensor | None, int, int, int]
 """State for the backward pass: (bias, number of tokens, stride of a token, width of a head)."""
 
@@ -131,6 +161,11 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx: FunctionContext[_SplitState], *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         bias, tokens, stride, width = ctx.state
+        # With rotary positions, the gradients are always copied, because rotating them in place would also change the
+        # tensors that autograd may have given to hooks and other ops.
+        if cos is None and (whole := joined(*grads)) is not None:
+            out = whole.flatten(1)
+            return out, None if bias is None else bias_gradient(bias, out), None, None, None, None
         block = TOKENS if bias is None else SUMMED
         parts = cdiv(tokens, block)
         sums = None if bias is None else torch.empty(1, parts, stride, dtype=torch.float32, device=grads[0].device)
