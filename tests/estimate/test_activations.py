@@ -487,7 +487,9 @@ def peak(found: trace.Trace, way: str) -> int:
     return most
 
 
-def frugal_cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
+def frugal_cast(
+    x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False, into: Cast | None = None
+) -> Cast:
     """What a kernel's cast leaves, in nobody's numbers."""
     tall, wide = x.shape
     as_it_lies = torch.empty(tall, wide, dtype=dtype) if rows else None

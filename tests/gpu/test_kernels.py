@@ -375,6 +375,33 @@ def test_fp8_cast(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert fast.cast(x, dtype, rows=True).columns is None
 
 
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+def test_fp8_cast_of_a_weight_overwrites_the_earlier_cast(kind: str) -> None:
+    """A captured graph reads the same addresses. What is overwritten is what a cast of its own would hold."""
+    ops = suite.choose(torch.device("cuda"), torch.bfloat16, fp8=kind, shapes=True)  # type: ignore[arg-type]
+    gemms = ops.matmuls
+    assert isinstance(gemms, fp8.NarrowMatmuls)
+    first, second = random(200, 144), 3 * random(200, 144)
+    into = gemms.cast_weight(first, rows=True, columns=True)
+    addresses = [each.data_ptr() for each in flat(into)]
+    assert gemms.cast_weight(second, rows=True, columns=True, into=into) is into
+    assert [each.data_ptr() for each in flat(into)] == addresses
+    for forms in ({"rows": True, "columns": True}, {"rows": True}, {"columns": True}):
+        alone = gemms.cast_weight(second, **forms)
+        for form, one, other in zip(("rows", "columns"), into, alone, strict=False):
+            if form in forms:
+                assert all(torch.equal(a.float(), b.float()) for a, b in zip(flat(one), flat(other), strict=True))
+        if kind == "tensor":
+            assert torch.equal(into.inverse, alone.inverse)
+
+
+def flat(cast: Any) -> list[torch.Tensor]:
+    """The tensors of a cast."""
+    if isinstance(cast, torch.Tensor):
+        return [cast]
+    return [tensor for each in cast for tensor in flat(each)]
+
+
 @pytest.mark.skipif(not CUDA, reason="the interpreter knows no NaN of fp8")
 @pytest.mark.parametrize("dtype", list(fp8.LIMITS))
 def test_fp8_cast_of_zeros_and_of_what_is_not_finite(dtype: torch.dtype) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,31 @@ def test_the_three_products() -> None:
     main_grad = torch.ones(64, 48)
     FP8.accumulate_wgrad(main_grad, prepared, x)
     assert main_grad.dtype == torch.float32 and error(main_grad - 1, exact) < 0.08
+
+
+def test_an_input_is_cast_once() -> None:
+    """Both products of `operands` are those of x itself; a weight's shared cast takes the place of the weight."""
+    x, weight, grad = (t.bfloat16() for t in (X, WEIGHT, GRAD))
+    operands = FP8.operands(x)
+    assert operands is not None and operands[1].narrow.shape == (48, 32) and operands[1].narrow.is_contiguous()
+    prepared, totals = FP8.prepare(grad), [torch.ones(64, 48), torch.ones(64, 48)]
+    assert torch.equal(FP8.forward(operands[0], weight), FP8.forward(x, weight))
+    assert torch.equal(FP8.wgrad(prepared, operands[1]).bfloat16(), FP8.wgrad(prepared, x))
+    for total, given in zip(totals, (operands[1], x), strict=True):
+        FP8.accumulate_wgrad(total, prepared, given)
+    assert torch.equal(*totals)
+    assert replace(FP8, saves_narrow=False).operands(x) is None
+    exact = FP8.forward(x, weight), FP8.dgrad(prepared, weight)
+    found = FP8.cast_weight(weight, rows=True, columns=True)
+    weight.shared_cast = lambda: found  # type: ignore[attr-defined]
+    weight.zero_()
+    assert torch.equal(FP8.forward(x, weight), exact[0]) and torch.equal(FP8.dgrad(prepared, weight), exact[1])
+
+
+def test_a_cast_overwrites_an_earlier_one() -> None:
+    first, second = (FP8.cast_weight(x, rows=True, columns=True) for x in (WEIGHT, 2 * WEIGHT.flip(0)))
+    assert FP8.cast_weight(2 * WEIGHT.flip(0), rows=True, columns=True, into=first) is first
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(first, second, strict=True))
 
 
 def test_who_multiplies_how() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mega.core.ops.fp8 import Fp8Matmuls
-from mega.core.ops.fp8_blocks import BlockCast, BlockMatmuls, Operand, cast_blocks, cast_rows, multiply
+from mega.core.ops.fp8_blocks import BlockCast, BlockMatmuls, cast_blocks, cast_rows, multiply
 from mega.core.ops.matmuls import Matmuls
+from mega.core.ops.operand import Operand
 from mega.core.ops.suite import choose
 from tests.support.ranks import random
 
@@ -97,6 +98,19 @@ def test_outliers_take_nothing_from_other_blocks() -> None:
         gradient = matmuls.wgrad(matmuls.prepare(grad.bfloat16()), X.bfloat16())
         for found, exact in ((y[others], (X @ WEIGHT.t())[others]), (gradient[features], (GRAD.t() @ X)[features])):
             assert bounds[0] <= error(found, exact) < bounds[1]
+
+
+def test_an_input_is_cast_once() -> None:
+    """Both products of `operands` are those of x itself, and a cast may overwrite an earlier one."""
+    x, weight, prepared = X.bfloat16(), WEIGHT.bfloat16(), BLOCKS.prepare(GRAD.bfloat16())
+    operands = BLOCKS.operands(x)
+    assert operands is not None and torch.equal(BLOCKS.forward(operands[0], weight), BLOCKS.forward(x, weight))
+    assert torch.equal(BLOCKS.wgrad(prepared, operands[1]).bfloat16(), BLOCKS.wgrad(prepared, x))
+    first, second = (cast_blocks(each, rows=True, columns=True) for each in (weight, -2 * weight.flip(0)))
+    assert cast_blocks(-2 * weight.flip(0), rows=True, columns=True, into=first) is first
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(of(one).narrow.float(), of(other).narrow.float())
+        assert torch.equal(of(one).inverse, of(other).inverse)
 
 
 def test_who_multiplies_how() -> None:

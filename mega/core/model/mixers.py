@@ -21,6 +21,7 @@ from mega.core.ops.autograd import slope_of, with_recipe
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotate
 from mega.core.parallel.experts import NO_RANKS, ExpertAxes
+from mega.core.parallel.gemms import WeightGemms
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.parallel.region import Region
@@ -118,6 +119,7 @@ class CrossAttention(SelfAttention):
     def project(self, factory: ParameterFactory, tensors: Tensors, region: Region) -> None:
         self.q = self.column(factory, tensors, region, "q")
         self.kv = self.column(factory, tensors, region, "kv")
+        self.kv.gemms = WeightGemms(self.kv.weight, saves_input=False)  # all layers save the same memory
 
     def projected(
         self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext, memory_context: ForwardContext

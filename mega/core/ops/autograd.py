@@ -4,7 +4,7 @@ backward pass.
 A weight may have a method `accumulate_grad(gradient)` that adds the gradient to a main_grad and returns None. Ops pass
 weight gradients to this method in full precision. A tensor may have a recipe, a function that recomputes the tensor. An
 op may save the recipe for the backward pass instead of the tensor. The output of an activation may have a slope, which
-the next GEMM applies in the backward pass.
+the next GEMM applies in the backward pass. A linear layer in fp8 may save its input as an operand.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.autograd.function import FunctionCtx
 
+from mega.core.ops.operand import Input, Operand
+
 Recipe = Callable[[], torch.Tensor]
 State = TypeVar("State")
 
@@ -24,11 +26,12 @@ class FunctionContext(FunctionCtx, Generic[State]):
     """The type of the context `ctx` in an autograd function.
 
     state: the values other than tensors that `forward` passes to `backward`. recipe: the function that recomputes the
-    tensor passed to `keep`, or None.
+    tensor passed to `keep`, or None. others: the number of other tensors that were passed to `keep`.
     """
 
     state: State
     recipe: Recipe | None
+    others: int
     saved_tensors: tuple[torch.Tensor, ...]
 
     if TYPE_CHECKING:  # torch's type annotations do not allow None, although None works
@@ -49,21 +52,25 @@ def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return x
 
 
-def keep(ctx: FunctionContext[State], x: torch.Tensor | None, *others: torch.Tensor) -> None:
+def keep(ctx: FunctionContext[State], x: Input | None, *others: torch.Tensor) -> None:
     """Save `others`, and `x` or its recipe, so that `kept` can return them in `backward`. Call this function in
     `forward`."""
-    ctx.recipe = getattr(x, "recipe", None)
-    ctx.save_for_backward(*others, *(() if x is None or ctx.recipe else (x,)))
+    ctx.recipe, ctx.others = getattr(x, "recipe", None), len(others)
+    parts = () if x is None or ctx.recipe else x if isinstance(x, Operand) else (x,)
+    ctx.save_for_backward(*others, *parts)
 
 
-def kept(ctx: FunctionContext[State]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that were passed to `keep`, with `x` last. Call this function in `backward`, and only once."""
+def kept(ctx: FunctionContext[State]) -> tuple[Input | None, tuple[torch.Tensor, ...]]:
+    """Return `x` and `others` as they were passed to `keep`. Call this function in `backward`, and only once."""
     saved, recipe = ctx.saved_tensors, ctx.recipe
-    if recipe is None:
-        return saved
-    ctx.recipe = None  # frees the tensors that the recipe references
-    with torch.no_grad():
-        return *saved, recipe()
+    others, parts = saved[: ctx.others], saved[ctx.others :]
+    if recipe is not None:
+        ctx.recipe = None  # frees the tensors that the recipe references
+        with torch.no_grad():
+            return recipe(), others
+    if not parts:
+        return None, others
+    return Operand(*parts) if len(parts) > 1 else parts[0], others
 
 
 @dataclass(eq=False)

@@ -8,17 +8,22 @@ The scale of an operand maps its largest magnitude to the limit of the format. S
 tensor rather than from earlier steps, so checkpoints need no history. A scale is computed from the local tensor, so
 rounding depends on the parallel layout and the microbatch size. This module emulates fp8 in plain torch; kernels/fp8.py
 contains the fast implementation.
+
+Casts move many bytes, so they are shared where this is possible. An input is cast once, by rows for `forward` and by
+columns for `wgrad`, and only the columns are saved. A weight may have a function `shared_cast` that returns a cast by
+rows and columns, which the microbatches of a step share (parallel/weight_casts.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from mega.core.ops.matmuls import Factor, Matmuls
+from mega.core.ops.operand import Input, Operand
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """fp8 dtype -> the largest finite number of the format."""
@@ -34,9 +39,25 @@ class Cast(NamedTuple):
     columns: torch.Tensor | None  # [c, r]
     inverse: torch.Tensor  # fp32 scalar
 
+    @property
+    def by_rows(self) -> Operand:
+        """x, for a GEMM that sums over c."""
+        assert self.rows is not None
+        return Operand(self.rows, self.inverse)
 
-def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
+    @property
+    def by_columns(self) -> Operand:
+        """x^T, for a GEMM that sums over r."""
+        assert self.columns is not None
+        return Operand(self.columns, self.inverse)
+
+
+def cast(
+    x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False, into: Cast | None = None
+) -> Cast:
     """Cast x [r, c] to an fp8 `dtype`, as `rows`, transposed as `columns`, or both. Non-finite numbers become NaN.
+
+    into: an earlier cast with the same forms of a tensor of the same shape, to be overwritten and returned.
 
     >>> x = torch.tensor([[1.0, -2.0]])
     >>> found = cast(x, torch.float8_e4m3fn, rows=True)
@@ -45,7 +66,20 @@ def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bo
     """
     largest = x.abs().amax().float().clamp(min=TINY)
     narrow = (x.float() * (LIMITS[dtype] / largest)).to(dtype)
-    return Cast(narrow if rows else None, narrow.t().contiguous() if columns else None, largest / LIMITS[dtype])
+    result = Cast(narrow if rows else None, narrow.t().contiguous() if columns else None, largest / LIMITS[dtype])
+    if into is None:
+        return result
+    overwrite(into, result)
+    return into
+
+
+def overwrite(old: object, new: object) -> None:
+    """Copy a cast to an earlier cast with the same forms."""
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        for pair in zip(old, new, strict=True):
+            overwrite(*pair)
+    elif isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        old.copy_(new)
 
 
 def multiply(
@@ -67,12 +101,19 @@ def multiply(
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
+AnyCast = TypeVar("AnyCast")
+"""The type of the casts of an implementation."""
+
+
 @dataclass(frozen=True)
-class NarrowMatmuls(Matmuls):
+class NarrowMatmuls(Matmuls, Generic[AnyCast]):
     """Base class of a linear layer's GEMMs in fp8, with scales per tensor or per block."""
 
     wide: Matmuls
     """The GEMMs of layers in which fp8 would cost too much accuracy."""
+    saves_narrow: bool = True
+    """Whether a layer saves its input in fp8. If norms and activations are recomputed, other ops save the remaining
+    inputs, so a copy in fp8 would need additional memory."""
 
     def exact(self) -> Matmuls:
         return self.wide
@@ -80,9 +121,29 @@ class NarrowMatmuls(Matmuls):
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: self.forward(x, factor.weight, factor.bias)
 
+    def cast_weight(
+        self, weight: torch.Tensor, *, rows: bool = False, columns: bool = False, into: AnyCast | None = None
+    ) -> AnyCast:
+        """Cast a weight, with the arguments of `cast`."""
+        raise NotImplementedError
+
+    def _weight(self, weight: torch.Tensor, *, rows: bool = False, columns: bool = False) -> AnyCast:
+        """Return the shared cast of a weight, or cast the weight if it has none."""
+        shared: Callable[[], AnyCast] | None = getattr(weight, "shared_cast", None)
+        return self.cast_weight(weight, rows=rows, columns=columns) if shared is None else shared()
+
+    def wgrad(self, grad: AnyCast, x: Input) -> torch.Tensor:
+        return self._gradient(grad, x, torch.float32 if isinstance(x, Operand) else x.dtype)
+
+    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: AnyCast, x: Input) -> None:
+        main_grad.add_(self._gradient(grad, x, torch.float32))
+
+    def _gradient(self, grad: AnyCast, x: Input, dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
-class Fp8Matmuls(NarrowMatmuls):
+class Fp8Matmuls(NarrowMatmuls[Cast]):
     """The GEMMs of a linear layer in fp8."""
 
     cast: Callable[..., Cast] = cast
@@ -94,32 +155,38 @@ class Fp8Matmuls(NarrowMatmuls):
     def words(self) -> str:  # type: ignore[override]
         return "fp8, emulated" if self.multiply is multiply else "cuBLAS in fp8"
 
+    def operands(self, x: torch.Tensor) -> tuple[Operand, Operand] | None:
+        if not self.saves_narrow:
+            return None
+        cast = self.cast(x.detach(), FORWARD, rows=True, columns=True)
+        return cast.by_rows, cast.by_columns
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: Input,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert out is None, "--fp8 excludes --tp-overlap"
-        a, b = (self.cast(factor.detach(), FORWARD, rows=True) for factor in (x, weight))
-        return self.multiply(a.rows, b.rows, a.inverse, b.inverse, x.dtype, bias, fast=True)
+        a = x if isinstance(x, Operand) else self.cast(x.detach(), FORWARD, rows=True).by_rows
+        b = self._weight(weight, rows=True)
+        return self.multiply(a.narrow, b.rows, a.inverse, b.inverse, weight.dtype, bias, fast=True)
 
     def prepare(self, grad: torch.Tensor) -> Cast:
         return self.cast(grad, BACKWARD, rows=True, columns=True)
 
     def dgrad(self, grad: Cast, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         assert out is None, "--fp8 excludes --tp-overlap"
-        b = self.cast(weight.detach(), FORWARD, columns=True)
+        b = self._weight(weight, columns=True)
         return self.multiply(grad.rows, b.columns, grad.inverse, b.inverse, weight.dtype)
 
-    def wgrad(self, grad: Cast, x: torch.Tensor) -> torch.Tensor:
-        return self._gradient(grad, x, x.dtype)
+    def cast_weight(
+        self, weight: torch.Tensor, *, rows: bool = False, columns: bool = False, into: Cast | None = None
+    ) -> Cast:
+        return self.cast(weight.detach(), FORWARD, rows=rows, columns=columns, into=into)
 
-    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Cast, x: torch.Tensor) -> None:
-        main_grad.add_(self._gradient(grad, x, torch.float32))
-
-    def _gradient(self, grad: Cast, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        b = self.cast(x.detach(), FORWARD, columns=True)
-        return self.multiply(grad.columns, b.columns, grad.inverse, b.inverse, dtype)
+    def _gradient(self, grad: Cast, x: Input, dtype: torch.dtype) -> torch.Tensor:
+        b = x if isinstance(x, Operand) else self.cast(x.detach(), FORWARD, columns=True).by_columns
+        return self.multiply(grad.columns, b.narrow, grad.inverse, b.inverse, dtype)

@@ -20,21 +20,16 @@ import torch
 
 from mega.core.config.sections import FP8_BLOCK
 from mega.core.ops.block_scales import WEIGHT_BLOCK, dequantise, quantise
-from mega.core.ops.fp8 import NarrowMatmuls
+from mega.core.ops.fp8 import NarrowMatmuls, overwrite
+from mega.core.ops.operand import Input, Operand
 
 ROW_BLOCK = (1, FP8_BLOCK)
 """Shape of a block of an activation or of a gradient. The columns lie along the dim that the GEMM sums over."""
 
 
-class Operand(NamedTuple):
-    """An operand [r, k] of a GEMM that sums over k."""
-
-    narrow: torch.Tensor  # [r, k] in e4m3, contiguous
-    inverse: torch.Tensor  # fp32 [r, k / 128] or [r / 128, k / 128], with any strides
-
-
 class BlockCast(NamedTuple):
-    """A tensor x [r, c] as operands of GEMMs."""
+    """A tensor x [r, c] as operands [r, k] of GEMMs, in e4m3. Scales have the shape [r, k / 128] or [r / 128, k / 128]
+    and any strides."""
 
     rows: Operand | None  # x, for a GEMM that sums over c
     columns: Operand | None  # x^T, for a GEMM that sums over r
@@ -49,14 +44,20 @@ def cast_rows(x: torch.Tensor, *, rows: bool = False, columns: bool = False) -> 
     )
 
 
-def cast_blocks(weight: torch.Tensor, *, rows: bool = False, columns: bool = False) -> BlockCast:
+def cast_blocks(
+    weight: torch.Tensor, *, rows: bool = False, columns: bool = False, into: BlockCast | None = None
+) -> BlockCast:
     """Cast a weight [out, in] in blocks of 128 x 128: as `rows`, transposed as `columns`, or both. Both have the same
-    elements and scales."""
+    elements and scales. into: as in `fp8.cast`."""
     narrow, inverse = quantise(weight, WEIGHT_BLOCK)
-    return BlockCast(
+    result = BlockCast(
         Operand(narrow, inverse) if rows else None,
         Operand(narrow.t().contiguous(), inverse.t()) if columns else None,
     )
+    if into is None:
+        return result
+    overwrite(into, result)
+    return into
 
 
 def multiply(
@@ -73,7 +74,7 @@ def multiply(
 
 
 @dataclass(frozen=True)
-class BlockMatmuls(NarrowMatmuls):
+class BlockMatmuls(NarrowMatmuls[BlockCast]):
     """The GEMMs of a linear layer in fp8 with one scale per block."""
 
     cast_rows: Callable[..., BlockCast] = cast_rows
@@ -87,31 +88,37 @@ class BlockMatmuls(NarrowMatmuls):
     def words(self) -> str:  # type: ignore[override]
         return "fp8 in blocks, emulated" if self.multiply is multiply else "fp8 with scales of blocks"
 
+    def operands(self, x: torch.Tensor) -> tuple[Operand, Operand] | None:
+        if not self.saves_narrow:
+            return None
+        rows, columns = self.cast_rows(x.detach(), rows=True, columns=True)
+        assert rows is not None and columns is not None
+        return rows, columns
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: Input,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert out is None, "--fp8 excludes --tp-overlap"
-        a = self.cast_rows(x.detach(), rows=True).rows
-        return self.multiply(a, self.cast_blocks(weight.detach(), rows=True).rows, x.dtype, bias)
+        a = x if isinstance(x, Operand) else self.cast_rows(x.detach(), rows=True).rows
+        return self.multiply(a, self._weight(weight, rows=True).rows, weight.dtype, bias)
 
     def prepare(self, grad: torch.Tensor) -> BlockCast:
         return self.cast_rows(grad, rows=True, columns=True)
 
     def dgrad(self, grad: BlockCast, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         assert out is None, "--fp8 excludes --tp-overlap"
-        return self.multiply(grad.rows, self.cast_blocks(weight.detach(), columns=True).columns, weight.dtype)
+        return self.multiply(grad.rows, self._weight(weight, columns=True).columns, weight.dtype)
 
-    def wgrad(self, grad: BlockCast, x: torch.Tensor) -> torch.Tensor:
-        return self._gradient(grad, x, x.dtype)
+    def cast_weight(
+        self, weight: torch.Tensor, *, rows: bool = False, columns: bool = False, into: BlockCast | None = None
+    ) -> BlockCast:
+        return self.cast_blocks(weight.detach(), rows=rows, columns=columns, into=into)
 
-    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: BlockCast, x: torch.Tensor) -> None:
-        main_grad.add_(self._gradient(grad, x, torch.float32))
-
-    def _gradient(self, grad: BlockCast, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        b = self.cast_rows(x.detach(), columns=True).columns
+    def _gradient(self, grad: BlockCast, x: Input, dtype: torch.dtype) -> torch.Tensor:
+        b = x if isinstance(x, Operand) else self.cast_rows(x.detach(), columns=True).columns
         return self.multiply(grad.columns, b, dtype, blocks=False)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from mega.core.ops import total
 from mega.core.ops.matmuls import Matmuls
+from mega.core.ops.operand import Input
 
 
 class GroupedRows(NamedTuple):
@@ -63,7 +64,8 @@ class GroupedMatmuls(Matmuls):
             torch.mm(grad.rows[rows], matrix, out=out[rows])
         return out
 
-    def wgrad(self, grad: GroupedRows, x: torch.Tensor) -> torch.Tensor:
+    def wgrad(self, grad: GroupedRows, x: Input) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         shape = (len(grad.ends), grad.rows.shape[1], x.shape[1])
         if fast(x, grad.rows):
             return torch._grouped_mm(grad.rows.t(), x, offs=grad.ends).flatten(0, 1)
@@ -71,7 +73,8 @@ class GroupedMatmuls(Matmuls):
         self._accumulate(out, grad, x)
         return out.flatten(0, 1)
 
-    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: GroupedRows, x: torch.Tensor) -> None:
+    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: GroupedRows, x: Input) -> None:
+        assert isinstance(x, torch.Tensor)
         if fast(x, grad.rows) or x.is_meta:
             self._add(main_grad, self.wgrad(grad, x))
         else:

@@ -4,9 +4,10 @@
     dgrad     dx = dy W [n, in], or the gradient of `before` if x = activation(before)
     wgrad     dW = dy^T x [out, in], in a separate tensor or added to main_grad
 
-`prepare` converts dy once into the format that dgrad and wgrad need. If an argument `out` is given, the result is
-written to this tensor. The GEMMs in this module compute in the dtype of their operands; the GEMMs in fp8.py compute in
-fp8. This module does not depend on ranks or layers.
+`prepare` converts dy once into the format that dgrad and wgrad need. `operands` converts x into the formats that
+forward and wgrad need. If an argument `out` is given, the result is written to this tensor. The GEMMs in this module
+compute in the dtype of their operands; the GEMMs in fp8.py compute in fp8. This module does not depend on ranks or
+layers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from mega.core.ops import cublaslt, observe
 from mega.core.ops.activation import activate
+from mega.core.ops.operand import Input, Operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +42,20 @@ class Matmuls:
         """Return the GEMMs for layers in which fp8 would cost too much accuracy, such as the head."""
         return self
 
+    def operands(self, x: torch.Tensor) -> tuple[Operand, Operand] | None:
+        """Convert x [n, in] to the operands that `forward` and `wgrad` need, x and x^T. Return None if both need x
+        itself."""
+        return None
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: Input,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -81,10 +89,12 @@ class Matmuls:
             (grad_before,) = torch.autograd.grad(activate(leaf, None, kind), leaf, self.dgrad(grad, weight))
         return grad_before
 
-    def wgrad(self, grad: Any, x: torch.Tensor) -> torch.Tensor:
+    def wgrad(self, grad: Any, x: Input) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         return grad.t() @ x  # type: ignore[no-any-return]
 
-    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: torch.Tensor) -> None:
+    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: Input) -> None:
+        assert isinstance(x, torch.Tensor)
         if main_grad.dtype == x.dtype:
             main_grad.addmm_(grad.t(), x)
         else:
@@ -106,7 +116,8 @@ class WideMatmuls(Matmuls):
         grad_before = cublaslt.slope_dgrad(grad, weight, before)
         return super().slope_dgrad(grad, weight, before, kind) if grad_before is None else grad_before
 
-    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: torch.Tensor) -> None:
+    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: Input) -> None:
+        assert isinstance(x, torch.Tensor)
         if main_grad.dtype != torch.float32 or x.element_size() != 2:
             return super().accumulate_wgrad(main_grad, grad, x)
         torch.ops.aten.addmm.dtype_out(main_grad, grad.t(), x, torch.float32, out=main_grad)

@@ -113,9 +113,10 @@ def choose(
     they were chosen.
 
     fp8: whether the blocks' GEMMs in fp8 have one scale per tensor or per block of elements; None for GEMMs in `dtype`.
-    recompute: whether attention recomputes its weights in the backward pass instead of saving them. package: a name
-    that `packages.package` accepts; ops of this package replace the default ops. shapes: whether to choose for meta
-    tensors that represent tensors on `device`, in which case the device need not exist.
+    recompute: whether attention recomputes its weights in the backward pass instead of saving them, and norms and
+    activations are recomputed. package: a name that `packages.package` accepts; ops of this package replace the default
+    ops. shapes: whether to choose for meta tensors that represent tensors on `device`, in which case the device need
+    not exist.
     """
     ops = _base_ops(device, dtype, reference, shapes)
     if recompute:
@@ -127,7 +128,7 @@ def choose(
         return ops
     kind, kernels, on_device = _FP8[fp8]
     fast = kernels() if ops.name == "triton" and (shapes or on_device(device)) else {}
-    return replace(ops, matmuls=kind(ops.matmuls, **fast))
+    return replace(ops, matmuls=kind(ops.matmuls, saves_narrow=not recompute, **fast))
 
 
 def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str:

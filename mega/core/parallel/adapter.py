@@ -22,6 +22,7 @@ from torch import nn
 from mega.core.architecture.adapters import AdapterSpec
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.matmuls import Factor
+from mega.core.ops.operand import Input
 from mega.core.parallel.gemms import Grads, LinearGemms
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.weight import ParameterFactory, Weight
@@ -137,16 +138,19 @@ class AdaptedGemms(nn.Module):
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
         return self.gemms.cast(dtype)
 
+    def operands(self, x: torch.Tensor) -> None:
+        """Return None, because the adapter needs x itself."""
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: Input,
         factor: torch.Tensor,
         bias: torch.Tensor | None = None,
         drop: Dropout | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        assert out is None, "--lora-rank excludes --tp-overlap"
+        assert out is None and isinstance(x, torch.Tensor), "--lora-rank excludes --tp-overlap"
         y, saved = self.gemms.forward(x, factor, bias, drop)
         return y, (saved, self.adapter.add(x, y, drop), drop)
 
@@ -160,8 +164,8 @@ class AdaptedGemms(nn.Module):
         grad.grad_h = self.adapter.dgrad(grad.grad, grad_x, grad.drop)
         return grad_x
 
-    def wgrad(self, grad: _AdaptedGrad, x: torch.Tensor | None) -> Grads:
-        assert x is not None and grad.grad_h is not None
+    def wgrad(self, grad: _AdaptedGrad, x: Input | None) -> Grads:
+        assert isinstance(x, torch.Tensor) and grad.grad_h is not None
         layer_grads = self.gemms.wgrad(grad.prepared, x)
         return *layer_grads, *self.adapter.wgrad(x, grad.h, grad.grad, grad.grad_h, grad.drop)
 

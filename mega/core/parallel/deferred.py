@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from mega.core.ops.operand import Input
 from mega.core.parallel.weight import Weight
 
-DeferredWgrad = tuple[Weight, Any, torch.Tensor]
-"""The operands of a wgrad GEMM that has not run yet: the weight, the prepared output gradient, and the input."""
+DeferredWgrad = tuple[Weight, Any, Input]
+"""The arguments of a wgrad GEMM that has not run yet: the weight, and `grad` and `x` of `Weight.add_wgrad`."""
 
 
 class WgradQueue:
@@ -38,7 +39,7 @@ class WgradQueue:
         deferred, self._deferred = self._deferred, []
         return deferred
 
-    def _add(self, weight: Weight, grad: Any, x: torch.Tensor) -> None:
+    def _add(self, weight: Weight, grad: Any, x: Input) -> None:
         self._deferred.append((weight, grad, x))
 
 

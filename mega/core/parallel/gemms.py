@@ -18,6 +18,7 @@ import torch
 
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.matmuls import Factor
+from mega.core.ops.operand import Input, Operand
 from mega.core.parallel.weight import Weight
 
 Grads = tuple[torch.Tensor | None, ...]
@@ -38,17 +39,20 @@ class LinearGemms(Protocol):
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
         """Return W in the dtype of the input, for use as the `factor` of the GEMMs."""
 
+    def operands(self, x: torch.Tensor) -> tuple[Operand, Operand] | None:
+        """Convert x [n, in] to the operands that `forward` and `wgrad` need, as in `Matmuls.operands`."""
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: Input,
         factor: torch.Tensor,
         bias: torch.Tensor | None = None,
         drop: Dropout | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Return y [n, out] for x [n, in], and the state that `prepare` needs. drop: dropout for the input of an
-        adapter."""
+        """Return y [n, out] for x [n, in], and the state that `prepare` needs. x may be the first result of `operands`.
+        drop: dropout for the input of an adapter."""
 
     def prepare(self, grad: torch.Tensor, saved: Any) -> Any:
         """Return dy [n, out] in the format that `dgrad` and `wgrad` need. Call `dgrad` before `wgrad`."""
@@ -56,8 +60,9 @@ class LinearGemms(Protocol):
     def dgrad(self, grad: Any, factor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dx [n, in] for a prepared dy."""
 
-    def wgrad(self, grad: Any, x: torch.Tensor | None) -> Grads:
-        """Return the gradients of `weights` for a prepared dy and x. x may be None if no weight is trained."""
+    def wgrad(self, grad: Any, x: Input | None) -> Grads:
+        """Return the gradients of `weights` for a prepared dy and x. x may be the second result of `operands`, and None
+        if no weight is trained."""
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that computes `forward` for inference, without a gradient and with a constant weight, in as
@@ -69,8 +74,9 @@ class WeightGemms:
 
     plain = True
 
-    def __init__(self, weight: Weight):
-        self.weight = weight
+    def __init__(self, weight: Weight, *, saves_input: bool = True):
+        """saves_input: whether the input is saved for this layer alone, so that saving it in fp8 needs less memory."""
+        self.weight, self._saves_input = weight, saves_input
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -79,9 +85,12 @@ class WeightGemms:
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
         return self.weight.to(dtype)
 
+    def operands(self, x: torch.Tensor) -> tuple[Operand, Operand] | None:
+        return self.weight.ops.matmuls.operands(x) if self._saves_input else None
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: Input,
         factor: torch.Tensor,
         bias: torch.Tensor | None = None,
         drop: Dropout | None = None,
@@ -96,7 +105,7 @@ class WeightGemms:
     def dgrad(self, grad: Any, factor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.weight.ops.matmuls.dgrad(grad, factor, out=out)
 
-    def wgrad(self, grad: Any, x: torch.Tensor | None) -> Grads:
+    def wgrad(self, grad: Any, x: Input | None) -> Grads:
         return (None if x is None else self.weight.add_wgrad(grad, x),)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -15,7 +15,7 @@ Under sequence parallelism, each rank holds only some of the tokens between regi
 tokens, and leaving a region reduce-scatters the sum. The gathered input is not saved. The backward pass gathers the
 input again while it computes the input gradient (Korthikanti et al. 2022, section 4.2). If the region has a transport,
 these exchanges overlap with the GEMMs that use their tokens, block by block. No wgrad is computed for a weight that is
-not trained.
+not trained. If the GEMMs are in fp8, an input that is neither gathered nor recomputed is saved in fp8.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import nn
 from mega.core.architecture import Tensor
 from mega.core.ops.autograd import FunctionContext, Slope, keep, kept
 from mega.core.ops.dropout import Dropout, of_columns
+from mega.core.ops.operand import Input
 from mega.core.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -44,6 +45,16 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 _MatmulState = tuple[LinearGemms, Region, torch.dtype, Any]
 """The state for the backward pass: the GEMMs, their region, the input's dtype, and the state from
 `LinearGemms.forward`."""
+
+
+def _operands(x: torch.Tensor, gemms: LinearGemms, *, gathered: bool = False) -> tuple[Input, Input | None]:
+    """Return x in the formats that `gemms.forward` and `gemms.wgrad` need, with None for the latter if no weight is
+    trained. gathered: whether the GEMMs need the x of all ranks."""
+    if not trained(gemms):
+        return x, None
+    # A recipe costs no memory, and blocks of a gathered x have scales of their own.
+    operands = None if gathered or hasattr(x, "recipe") else gemms.operands(x)
+    return (x, x) if operands is None else operands
 
 
 class _ColumnMatmul(torch.autograd.Function):
@@ -65,15 +76,15 @@ class _ColumnMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         axis, sequence = region.axis, region.sequence
         ctx.state = gemms, region, x.dtype, None
-        if trained(gemms):
-            keep(ctx, x)
+        operand, saved_input = _operands(x, gemms, gathered=sequence)
+        keep(ctx, saved_input)
         factor = gemms.cast(x.dtype)
         if sequence and region.transport is not None:
             y = x.new_empty((x.shape[0] * axis.size, factor.shape[0]))
             for rows, part in Gather(x, region.transport).parts():
                 gemms.forward(part, factor, bias, out=y[rows])
             return y
-        whole = all_gather(x, axis) if sequence else x
+        whole = all_gather(x, axis) if sequence else operand
         y, saved = gemms.forward(whole, factor, bias, drop)
         ctx.state = gemms, region, x.dtype, saved
         return y
@@ -82,15 +93,15 @@ class _ColumnMatmul(torch.autograd.Function):
     def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gemms, region, dtype, saved = ctx.state
         axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
-        x = kept(ctx)[0] if trained(gemms) else None
-        if x is not None and sequence and transport is not None:
+        x, _ = kept(ctx)
+        if isinstance(x, torch.Tensor) and sequence and transport is not None:
             gathered, summed = Gather(x, transport), Scatter(*x.shape, x, transport)  # type: ignore[call-arg]
             for rows, out in summed.parts():
                 gemms.dgrad(grad[rows], factor, out=out)
             grads = gemms.wgrad(grad, gathered.whole(keep=defers_wgrad(gemms)))
             return gemms.weights[0].ops.total(summed.blocks()), None, None, None, None, *grads
         # 1 gather the whole input again, if wgrad needs it, while dgrad runs
-        whole, gathering = start_all_gather(x, axis) if sequence and x is not None else (x, None)
+        whole, gathering = start_all_gather(x, axis) if sequence and isinstance(x, torch.Tensor) else (x, None)
         prepared = gemms.prepare(grad, saved)
         grad_x = gemms.dgrad(prepared, factor)
         # 2 sum the input's gradient over ranks while wgrad runs
@@ -126,14 +137,15 @@ class _RowMatmul(torch.autograd.Function):
         axis, sequence = region.axis, region.sequence
         ctx.state = (gemms, region, x.dtype, None), slope
         before = () if slope is None else (slope.take(),)
-        keep(ctx, x if trained(gemms) else None, *before)
+        operand, saved_input = _operands(x, gemms)
+        keep(ctx, saved_input, *before)
         factor = gemms.cast(x.dtype)
         if sequence and region.transport is not None:
             summed = Scatter(x.shape[0] // axis.size, factor.shape[0], x, region.transport)
             for rows, out in summed.parts():
                 gemms.forward(x[rows], factor, out=out)
             return gemms.weights[0].ops.total(summed.blocks())
-        y, saved = gemms.forward(x, factor, None, drop)
+        y, saved = gemms.forward(operand, factor, None, drop)
         ctx.state = (gemms, region, x.dtype, saved), slope
         if sequence:
             return reduce_scatter(y, axis)
@@ -147,9 +159,8 @@ class _RowMatmul(torch.autograd.Function):
         (gemms, region, dtype, saved), slope = ctx.state
         axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
         # `kept` may recompute a whole block, so call it first, while no other tensor of this function is alive.
-        saved_tensors = kept(ctx)
-        x = saved_tensors[-1] if trained(gemms) else None
-        if x is not None and sequence and transport is not None:
+        x, before = kept(ctx)
+        if isinstance(x, torch.Tensor) and sequence and transport is not None:
             gathered, grad_x = Gather(grad, transport), torch.empty_like(x)
             for rows, part in gathered.parts():
                 gemms.dgrad(part, factor, out=grad_x[rows])
@@ -161,7 +172,7 @@ class _RowMatmul(torch.autograd.Function):
         if slope is None:
             grad_x = gemms.dgrad(prepared, factor)
         else:
-            grad_x = gemms.weights[0].ops.matmuls.slope_dgrad(prepared, factor, saved_tensors[0], slope.kind)
+            grad_x = gemms.weights[0].ops.matmuls.slope_dgrad(prepared, factor, before[0], slope.kind)
         return grad_x, None, None, None, None, *gemms.wgrad(prepared, x)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from mega.core.architecture import Tensor
 from mega.core.ops.counter import key, normal_
+from mega.core.ops.operand import Input
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.shard import Shard, shard
 
@@ -49,26 +50,30 @@ class Weight(nn.Parameter):
     """Function that is called before a gradient is added while `main_grad` is not set. It may allocate `main_grad`."""
     on_grad_ready: Callable[[Weight], None] | None
     """Function that is called each time a gradient has been added to `main_grad`."""
-    on_wgrad: Callable[[Weight, Any, torch.Tensor], None] | None
+    on_wgrad: Callable[[Weight, Any, Input], None] | None
     """Function that defers a wgrad GEMM; None if GEMMs run immediately."""
+    shared_cast: Callable[[], object] | None
+    """Function that returns the fp8 cast of the weight, which the microbatches of a step share; None if GEMMs cast the
+    weight."""
 
     def __new__(cls, data: torch.Tensor, segments: tuple[Segment, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
         weight.segments, weight.ops, weight.uses = segments, ops, 1
         weight.requires_grad_(all(segment.shard.tensor.learned for segment in segments))
         weight.main_grad = weight.on_main_grad = weight.on_grad_ready = weight.on_wgrad = None
+        weight.shared_cast = None
         return weight
 
-    def add_wgrad(self, grad: Any, x: torch.Tensor) -> torch.Tensor | None:
+    def add_wgrad(self, grad: Any, x: Input) -> torch.Tensor | None:
         """Add the gradient of y = x W^T to `main_grad`, or return the gradient if `main_grad` is not set.
 
-        grad: [n, out], as prepared by `ops.matmuls`. x: [n, in].
+        grad: [n, out], as prepared by `ops.matmuls`. x: [n, in], or the second result of `ops.matmuls.operands`.
         """
         if not self.requires_grad:
             return None
         main_grad = self.open_main_grad()
         if main_grad is None:
-            return self.ops.matmuls.wgrad(grad, x)
+            return self.ops.matmuls.wgrad(grad, x).to(self.dtype)
         if self.on_wgrad is not None:
             self.on_wgrad(self, grad, x)
             return None

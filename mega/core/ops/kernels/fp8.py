@@ -19,25 +19,25 @@ index 0."""
 
 
 @jit
-def _largest(x_at, scales_at, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _largest(x_at, largest_at, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     top = tl.zeros([BLOCK], tl.float32)
     for step in range(BLOCKS):
         offset = begin + step * BLOCK + tl.arange(0, BLOCK)
         top = tl.maximum(top, tl.abs(tl.load(x_at + offset, offset < size, 0.0).to(tl.float32)))
-    tl.atomic_max(scales_at, tl.max(top, 0), sem="relaxed")
+    tl.atomic_max(largest_at, tl.max(top, 0), sem="relaxed")
 
 
 @jit
 def _cast(
-    x_at, rows_at, columns_at, scales_at, tall, wide, limit, tiny,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INVERSE: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    x_at, rows_at, columns_at, largest_at, inverse_at, tall, wide, limit, tiny,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * TALL + tl.arange(0, TALL)
     column = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     mask = (row < tall)[:, None] & (column < wide)[None, :]
     offset = row[:, None] * wide + column[None, :]
-    largest = tl.maximum(tl.load(scales_at), tiny)
+    largest = tl.maximum(tl.load(largest_at), tiny)
     x = tl.load(x_at + offset, mask, 0.0).to(tl.float32) * (limit / largest)
     if ROWS:
         tl.store(rows_at + offset, x.to(rows_at.dtype.element_ty), mask)
@@ -45,23 +45,29 @@ def _cast(
         transposed = column[:, None] * tall + row[None, :]
         tl.store(columns_at + transposed, tl.trans(x.to(columns_at.dtype.element_ty)), tl.trans(mask))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scales_at + INVERSE, largest / limit)
+        tl.store(inverse_at, largest / limit)
 
 
-def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
+def cast(
+    x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False, into: Cast | None = None
+) -> Cast:
     """Implement `ops.fp8.cast`."""
     x = x.contiguous()
     height, width = x.shape
     scales = torch.zeros(2 * INVERSE, dtype=torch.float32, device=x.device)
     launch(_largest, (cdiv(x.numel(), BLOCK * BLOCKS),), x, scales, x.numel(), BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
-    by_rows = torch.empty(height, width, dtype=dtype, device=x.device) if rows else None
-    by_columns = torch.empty(width, height, dtype=dtype, device=x.device) if columns else None
+    if into is None:
+        into = Cast(
+            torch.empty(height, width, dtype=dtype, device=x.device) if rows else None,
+            torch.empty(width, height, dtype=dtype, device=x.device) if columns else None,
+            scales[INVERSE],
+        )
     launch(
         _cast, (cdiv(width, WIDE), cdiv(height, TALL)),
-        x, by_rows, by_columns, scales, height, width, LIMITS[dtype], TINY,
-        ROWS=rows, COLUMNS=columns, INVERSE=INVERSE, TALL=TALL, WIDE=WIDE, num_warps=WARPS,
+        x, into.rows, into.columns, scales, into.inverse, height, width, LIMITS[dtype], TINY,
+        ROWS=rows, COLUMNS=columns, TALL=TALL, WIDE=WIDE, num_warps=WARPS,
     )  # fmt: skip
-    return Cast(by_rows, by_columns, scales[INVERSE])
+    return into
 
 
 def multiply(

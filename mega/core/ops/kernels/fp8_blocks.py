@@ -16,8 +16,9 @@ from mega.core.config.sections import FP8_BLOCK as BLOCK
 from mega.core.device import block_scaled_matmuls
 from mega.core.ops.block_scales import LIMIT
 from mega.core.ops.fp8 import FORWARD, TINY
-from mega.core.ops.fp8_blocks import BlockCast, Operand
+from mega.core.ops.fp8_blocks import BlockCast
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
+from mega.core.ops.operand import Operand
 
 WARPS = 8
 """Warps of a program, for a tile of BLOCK x BLOCK."""
@@ -109,14 +110,19 @@ def cast_rows(x: torch.Tensor, *, rows: bool = False, columns: bool = False) -> 
     return cast
 
 
-def cast_blocks(weight: torch.Tensor, *, rows: bool = False, columns: bool = False) -> BlockCast:
+def cast_blocks(
+    weight: torch.Tensor, *, rows: bool = False, columns: bool = False, into: BlockCast | None = None
+) -> BlockCast:
     """Implement `ops.fp8_blocks.cast_blocks`."""
     weight = weight.contiguous()
     tall, wide = weight.shape
-    cast = BlockCast(_blocks(weight, tall, wide) if rows else None, _blocks(weight, wide, tall) if columns else None)
-    strides = tuple(0 if each is None else each.inverse.stride(0) for each in cast)
-    _launch(_cast_blocks, weight, cast, *strides)
-    return cast
+    if into is None:
+        into = BlockCast(
+            _blocks(weight, tall, wide) if rows else None, _blocks(weight, wide, tall) if columns else None
+        )
+    strides = tuple(0 if each is None else each.inverse.stride(0) for each in into)
+    _launch(_cast_blocks, weight, into, *strides)
+    return into
 
 
 def _rows(x: torch.Tensor, tall: int, wide: int) -> Operand:
