@@ -30,6 +30,7 @@ from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.peers import MappedPeers
 from mega.core.parallel.pipeline import StageOutput
+from mega.core.parallel.weight_casts import WeightCasts
 from mega.core.training import wire
 from mega.core.training.wire import build_grads, build_stages
 
@@ -303,8 +304,9 @@ class Coming:
         forget()
 
 
-def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
-    """Bytes held after the forward, and peaks of forward and backward, of one rank of a stage."""
+def measured(run: RunConfig, stage: int, dp: int = 1, *, shared: bool = False) -> tuple[int, int, int]:
+    """Bytes held after the forward, and peaks of forward and backward, of one rank of a stage. shared: whether casts of
+    weights exist already, which are none of these bytes."""
     parallel = run.parallel
     cells = parallel.tp * parallel.cp
     mesh = Mesh.at(stage * cells * dp + cells - 1, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=dp)
@@ -322,7 +324,10 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
         chunk.with_full_params = grads.with_full_params
         passes(chunk, mesh, grads, batch, Live())  # shows in which order weights are wanted
         grads.finish()
-    return passes(chunk, mesh, grads, batch, live)
+    casts = WeightCasts([chunk] if shared else ())
+    with casts.shared():
+        casts.renew()
+        return passes(chunk, mesh, grads, batch, live)
 
 
 def passes(chunk: Any, mesh: Mesh, grads: GradBuffer, batch: Any, live: Live) -> tuple[int, int, int]:
@@ -364,6 +369,18 @@ def test_against_autograd(name: str, alone: Callable[[], None]) -> None:
         found = counted(run, stage)
         held, forward, backward = measured(run, stage)
         assert found.held + found.in_flight == pytest.approx(held, rel=0.002)
+        assert found.forward == pytest.approx(forward, rel=0.05)
+        assert found.backward == pytest.approx(backward, rel=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "fp8" in name and not CASES[name].get("recompute")])
+def test_microbatches_that_share_casts(name: str, alone: Callable[[], None]) -> None:
+    run = run_of(CASES[name])
+    for stage in range(run.parallel.pp):
+        (chunk,) = stage_chunks(run)[stage]
+        found = footprint(run, chunk, repeats=True)
+        held, forward, backward = measured(run, stage, shared=True)
+        assert found.held == pytest.approx(held, rel=0.002)
         assert found.forward == pytest.approx(forward, rel=0.05)
         assert found.backward == pytest.approx(backward, rel=0.05)
 
@@ -451,7 +468,7 @@ def test_a_few_blocks_stand_for_all(name: str) -> None:
                 continue
             chunk = Chunk(("embedding",) * first + ("head",) * last, (blocks,))
             made = trace.trace(run, chunk)
-            whole = trace._traced(*trace.reduced_run(run, chunk), 2)
+            whole = trace._traced(*trace.reduced_run(run, chunk), 2, False)
             assert len(made.forward) == len(made.backward) == blocks + 2
             for what in ("held", "before", "in_flight", "cargo", "batch", "mapped"):
                 assert getattr(made, what) == getattr(whole, what), (first, last, blocks, what)
@@ -470,7 +487,7 @@ def test_a_few_blocks_of_each_stack_stand_for_all(more: dict[str, Any]) -> None:
     for names, stacks in STACKS:
         chunk = Chunk(names, stacks)
         made = trace.trace(run, chunk)
-        whole = trace._traced(*trace.reduced_run(run, chunk), 2)
+        whole = trace._traced(*trace.reduced_run(run, chunk), 2, False)
         assert len(made.forward) == len(made.backward) == chunk.blocks + 3
         for what in ("held", "before", "cargo", "batch"):
             assert getattr(made, what) == getattr(whole, what), (chunk, what)
@@ -557,7 +574,7 @@ def test_layers_that_differ_are_each_what_they_are(name: str) -> None:
         numbers = range(6) if "embedding" in chunk.names else range(6, 12)
         assert list(chunk.kinds) == [chunks._kinds(run.model)[number] for number in numbers]
         if "embedding" in chunk.names:  # whose layers are the first ones, so that a reduced run has them
-            whole = trace._traced(*trace.reduced_run(run, chunk._replace(kinds=())), 2)
+            whole = trace._traced(*trace.reduced_run(run, chunk._replace(kinds=())), 2, False)
             assert made.forward_work[1:-1] == whole.forward_work[1:-1]
             assert made.backward_work[1:-1] == whole.backward_work[1:-1]
             table = 2 * 2 * 96 * 8 * 4  # fp32 cosines and sines of 2 rows of 96 tokens, of the other positions

@@ -21,6 +21,8 @@ from mega.core.config.check import check
 from mega.core.config.resolve import resolve
 from mega.core.config.run import Options, RunConfig, updated
 from mega.core.device import Device, Recorder
+from mega.core.ops.fp8 import Fp8Matmuls
+from mega.core.ops.fp8_blocks import BlockMatmuls
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.replay import ReplayedPipeline
@@ -33,12 +35,16 @@ TINY: dict[str, Any] = {
     "layers": 2, "hidden": 16, "heads": 2, "vocab": 64, "seq_length": 8, "micro_batch": 1, "global_batch": 6,
     "lr": 1e-2, "hidden_dropout": 0.1, "attention_dropout": 0.1, "reset_attention": True,
 }  # fmt: skip
+FP8: dict[str, Any] = {"dtype": "bf16", "fp8": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "one, fp16": (1, {"dtype": "fp16", "initial_loss_scale": 1024.0}),
+    "one, fp8": (1, FP8),
+    "one, fp8 in blocks": (1, {**FP8, "fp8_scaling": "block", "hidden": 128, "seq_length": 128}),
     "one, again": (1, {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}),
     "two of data": (2, {}),
     "two of data, zero 1": (2, {"zero": 1}),
+    "two of data, fp8, zero 1": (2, {**FP8, "zero": 1}),
     "two of data, one microbatch": (2, {"global_batch": 2}),
     "two of tensors": (2, {"tp": 2, "sequence_parallel": True, "tp_overlap": True}),
     "two of context": (2, {"cp": 2, "reset_attention": False, "attention_dropout": 0.0}),
@@ -46,7 +52,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Again:
-    """Asks once more for everything, as often as it is played."""
+    """Asks once more for everything, as often as it is played. A graph reads casts of weights, and makes none."""
 
     made = played = alive = 0
 
@@ -59,7 +65,8 @@ class Again:
         Again.alive -= 1
 
     def play(self) -> None:
-        self._work()
+        with mock.patch.object(Fp8Matmuls, "cast_weight", None), mock.patch.object(BlockMatmuls, "cast_weight", None):
+            self._work()
         Again.played += 1
 
 
@@ -67,9 +74,9 @@ def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
     """Three steps each way, in turns."""
     mesh, device = build_mesh(run, rank, world, groups), Device.choose("cpu")
     plain, replayed = build_state(run, mesh, device), build_state(run, mesh, device)
-    replayed.pipeline = ReplayedPipeline(
-        replayed.stages, mesh, device.torch, replayed.stages[0].region.transport, Again
-    )
+    transport, casts = replayed.stages[0].region.transport, replayed.pipeline.casts
+    replayed.pipeline = ReplayedPipeline(replayed.stages, mesh, device.torch, transport, Again, casts)
+    addresses = set()
     Again.made = Again.played = 0
     for step in range(3):
         batches = [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 6 * step)]
@@ -77,6 +84,8 @@ def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
         assert torch.equal(one.loss, other.loss) and torch.equal(one.grad_norm, other.grad_norm)
         for a, b in zip(plain.grads.buckets, replayed.grads.buckets, strict=True):
             assert torch.equal(a.weights, b.weights)
+        addresses.add(tuple(cast._buffers.rows[0].data_ptr() for cast in casts._casts))
+    assert len(addresses) == 1 and len(addresses.pop()) == (8 if run.precision.fp8 else 0)
     asked = mesh.tokens.size > 1 and len(batches) > 1
     assert (Again.made, Again.played) == (1, 2 * (len(batches) - asked))
     for state in (plain, replayed):

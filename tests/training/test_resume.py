@@ -96,6 +96,18 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(corpus: str, straight: P
     assert not list(diff(first, second))
 
 
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+def test_fp8_resumes_bit_for_bit(corpus: str, tmp_path: Path, scaling: str) -> None:
+    """The microbatches of a step share casts of weights, which no checkpoint holds."""
+    sizes = ["--hidden", "128", "--heads", "1", "--seq-length", "128"] if scaling == "block" else []
+    flags = ["--bf16", "--fp8", "--fp8-scaling", scaling, *sizes, "--layers", "2"]
+    straight, again = tmp_path / "straight", tmp_path / "again"
+    assert run_here(corpus, straight, *flags) == 0
+    assert run_here(corpus, again, *flags, "--load", str(CheckpointStore(straight).path(4))) == 0
+    assert min(losses(again)) == 5 and losses(again).items() <= losses(straight).items()
+    assert not list(diff(CheckpointStore(straight).open(8), CheckpointStore(again).open(8)))
+
+
 @pytest.mark.parametrize(
     "layout",
     ["--nproc 4 --tp 4", "--nproc 4 --pp 4 --schedule gpipe", "--nproc 4 --zero 1", "--nproc 1"],

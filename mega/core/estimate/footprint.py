@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mega.core.config.resolve import shares_casts
 from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk
 from mega.core.estimate.weights import TransientBucket
@@ -54,7 +55,7 @@ def footprint(
     """
     from mega.core.estimate.trace import trace
 
-    chunk_trace = trace(run, chunk)
+    chunk_trace = trace(run, chunk, shared=shares_casts(run, 2 if repeats else 1))
     walk = _Walk(buckets, len(chunk_trace.forward))
     backward = walk.backward(chunk_trace.backward, chunk_trace.held + chunk_trace.in_flight)
     if repeats and buckets:

@@ -16,7 +16,7 @@ from operator import mul
 from typing import NamedTuple
 
 from mega.core.architecture import architecture, inventory, parameters
-from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph
+from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph, shares_casts
 from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
@@ -103,7 +103,8 @@ def memory(run: RunConfig, world: int) -> Memory:
     parallel, count = run.parallel, microbatches(run, world)
     timelines = timelines_of(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
     dp, chunks = data_parallel(run, world), stage_chunks(run)
-    weights = {stage_chunk: stage_weights(run, dp, stage_chunk) for stage_chunk in set(chunks)}
+    shared = shares_casts(run, count)
+    weights = {stage_chunk: stage_weights(run, dp, stage_chunk, shared=shared) for stage_chunk in set(chunks)}
     prints = footprints(run, set(chain(*chunks)), dp, count)
     libraries = 0 if run.runtime.device == "cpu" else LIBRARIES
     stages = []
@@ -147,8 +148,9 @@ def memory(run: RunConfig, world: int) -> Memory:
 def minimum_gib(run: RunConfig, world: int, communicator: float) -> float:
     """A lower bound of `memory(run, world).needed(communicator)`, in GiB: the constant memory of the first stage and
     the memory of process groups."""
-    dp = data_parallel(run, world)
-    return stage_weights(run, dp, stage_chunks(run)[0]).total / GIB + communicators(run, dp) * communicator
+    dp, shared = data_parallel(run, world), shares_casts(run, microbatches(run, world))
+    weights = stage_weights(run, dp, stage_chunks(run)[0], shared=shared)
+    return weights.total / GIB + communicators(run, dp) * communicator
 
 
 def communicators(run: RunConfig, dp: int) -> int:

@@ -32,28 +32,28 @@ def with_overlap(run: RunConfig, device: Hardware) -> RunConfig:
     return run if overlaps == overlaps_exchanges(run) else variant(run, {"tp_overlap": overlaps})
 
 
-def operations(run: RunConfig, chunk: Chunk, *, composed: bool = False) -> ChunkOperations:
-    """Return the operations of a chunk of a resolved run. composed: as in `trace`. If True, chunks of several lengths
-    need fewer traces, but these traces are not shared with those that measure memory."""
+def operations(run: RunConfig, chunk: Chunk, *, composed: bool = False, shared: bool = False) -> ChunkOperations:
+    """Return the operations of a chunk of a resolved run. composed, shared: as in `trace`. If `composed` is True,
+    chunks of several lengths need fewer traces, but these traces are not used to measure memory."""
     from mega.core.estimate.trace import trace
 
-    chunk_trace = trace(run, chunk, composed=composed)
+    chunk_trace = trace(run, chunk, composed=composed, shared=shared)
     return ChunkOperations(
         chunk_trace.forward_work, chunk_trace.backward_work, chunk_trace.weight_work, chunk_trace.cargo
     )
 
 
-def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
+def rough_operations(run: RunConfig, chunk: Chunk, *, shared: bool = False) -> ChunkOperations:
     """Extrapolate the operations of a chunk from microbatches of 1 and 2 samples, assuming that sizes are linear in the
-    number of samples. Deferred weight gradients are counted as part of the backward pass."""
+    number of samples. Deferred weight gradients are counted as part of the backward pass. shared: as in `trace`."""
     run, size = variant(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
     if overlaps_exchanges(run):  # sizes of blocks are not linear in the number of samples
-        return operations(run, chunk, composed=True)
+        return operations(run, chunk, composed=True, shared=shared)
     if size <= 2:
-        return operations(run, chunk)
-    one, two = (operations(variant(run, {"micro_batch": few}), chunk) for few in (1, 2))
+        return operations(run, chunk, shared=shared)
+    one, two = (operations(variant(run, {"micro_batch": few}), chunk, shared=shared) for few in (1, 2))
     if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:
-        return operations(run, chunk)
+        return operations(run, chunk, shared=shared)
     parts = [tuple(map(_extrapolated, a, b, repeat(size))) for a, b in zip(one[:3], two[:3], strict=True)]
     return ChunkOperations(parts[0], parts[1], parts[2], one.cargo + (size - 1) * (two.cargo - one.cargo))
 

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph, text_lengths
+from mega.core.config.resolve import (
+    data_parallel,
+    eager_microbatches,
+    microbatches,
+    records_graph,
+    shares_casts,
+    text_lengths,
+)
 from mega.core.config.run import RunConfig
 from mega.core.estimate import cost
 from mega.core.estimate.chunks import Chunk, stage_chunks
@@ -63,14 +70,15 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     recorded = records_graph(run, world)
-    times = Times(run, device, recorded=recorded, rough=not play)
+    shared = shares_casts(run, count)
+    times = Times(run, device, recorded=recorded, rough=not play, shared=shared)
     stages = stage_chunks(run)
     chunks, hop_seconds = times.pipeline(), times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop_seconds) if play else _bound(run, chunks, count)
-    device_only = Times(run, device, recorded=True, rough=not play)
+    device_only = Times(run, device, recorded=True, rough=not play, shared=shared)
     waited = busy - count * sum(chunk.all for chunk in device_only.pipeline())
     # The stages reduce and update in parallel, but the gradient norm and the next step wait for the slowest stage.
-    stage_weights_of = {stage: stage_weights(run, dp, stage) for stage in set(stages)}
+    stage_weights_of = {stage: stage_weights(run, dp, stage, shared=shared) for stage in set(stages)}
     reductions = [times.reduction(dp, stage_weights_of[stage]) for stage in stages]
     reduction = max(reductions)
     if parallel.zero >= 2:
@@ -80,7 +88,7 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
         reduction = max(exposed(summed, backward) for summed, backward in zip(reductions, passes, strict=True))
     if recorded and dp * parallel.cp > 1:
         if eager_microbatches(dp * parallel.cp, count):
-            eager_chunk = Times(run, device, recorded=False, rough=not play).chunk(stages[0][0])
+            eager_chunk = Times(run, device, recorded=False, rough=not play, shared=shared).chunk(stages[0][0])
             pipeline += eager_chunk.all - chunks[0].all
             waited += eager_chunk.all - chunks[0].all
         else:
@@ -108,7 +116,8 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
 
 def plan_costs(run: RunConfig, world: int, device: Hardware) -> Costs:
     """Return the durations of the pipeline plan's steps, in seconds, as `step_time` uses them."""
-    parallel, times = run.parallel, Times(run, device, recorded=records_graph(run, world))
+    shared = shares_casts(run, microbatches(run, world))
+    parallel, times = run.parallel, Times(run, device, recorded=records_graph(run, world), shared=shared)
     return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)))
 
 
@@ -204,10 +213,13 @@ class Times:
     """Computes how long each component of a step takes, in seconds, for a resolved `run` on a device.
 
     recorded: whether microbatches are replayed as CUDA graphs. rough: compute the times faster but less exactly.
+    shared: whether the microbatches of a step share fp8 casts of weights.
     """
 
-    def __init__(self, run: RunConfig, device: Hardware, *, recorded: bool, rough: bool = False) -> None:
-        self.run, self.on, self.card, self.recorded = run, device, Card(device), recorded
+    def __init__(
+        self, run: RunConfig, device: Hardware, *, recorded: bool, rough: bool = False, shared: bool = False
+    ) -> None:
+        self.run, self.on, self.card, self.recorded, self.shared = run, device, Card(device), recorded, shared
         self._operations = rough_operations if rough else operations
 
     def pipeline(self) -> list[Pass]:
@@ -218,14 +230,14 @@ class Times:
         return [passes[stage[number]] for number in range(self.run.parallel.chunks) for stage in stages]
 
     def chunk(self, chunk: Chunk) -> Pass:
-        return chunk_pass(self._operations(self.run, chunk), self.on, recorded=self.recorded)
+        return chunk_pass(self._operations(self.run, chunk, shared=self.shared), self.on, recorded=self.recorded)
 
     def hop(self, distance: int) -> float:
         """Seconds to send the tensors of a microbatch to the next stage, whose ranks are `distance` ranks away."""
         parallel = self.run.parallel
         if parallel.pp == 1:
             return 0.0
-        size = self._operations(self.run, stage_chunks(self.run)[0][0]).cargo
+        size = self._operations(self.run, stage_chunks(self.run)[0][0], shared=self.shared).cargo
         # Without sequence parallelism, all tensor ranks hold the same tensor, and each rank sends 1 / tp of this
         # tensor.
         split = parallel.sequence_parallel and parallel.tp > 1
@@ -278,6 +290,9 @@ class Times:
         shards = data_shards(parallel, dp)
         owned_elements = sum(elements / (ranks if parallel.zero else 1) for elements, ranks in weights.by_axis(shards))
         seconds = update_bytes(run) * owned_elements / (on.bandwidth * 1e12 * on.elementwise)
+        # The casts that follow an update: two reads of a weight (one with scales of blocks), and two writes in fp8.
+        reads = 1 if run.precision.fp8_scaling == "block" else 2
+        seconds += self.card.elementwise((2 * reads + 2) * weights.casts / 2) if weights.casts else 0.0
         if run.optimizer.optimizer_offload:
             seconds += self.offloaded(owned_elements, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if max(shards.values()) > 1 and 0 < parallel.zero < 3:

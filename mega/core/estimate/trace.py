@@ -49,6 +49,7 @@ from mega.core.parallel.layout import ParameterSpec
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import MetaPeers
 from mega.core.parallel.weight import Weight, weights
+from mega.core.parallel.weight_casts import WeightCasts
 from mega.core.plan.kinds import splits_backward
 from mega.core.training.wire import build_grads, build_stages
 
@@ -361,20 +362,24 @@ class _Recorder:
         return tuple(map(tuple, self._parts)), tuple(map(tuple, self._work))
 
 
-def trace(run: RunConfig, chunk: Chunk, *, composed: bool = False) -> Trace:
-    """Trace one microbatch of a resolved `run` on a chunk. composed: assemble chunks of all lengths from the same two
-    traces, even if blocks share memory, in which case the operations are exact but the peaks are not."""
+def trace(run: RunConfig, chunk: Chunk, *, composed: bool = False, shared: bool = False) -> Trace:
+    """Trace one microbatch of a resolved `run` on a chunk.
+
+    composed: assemble chunks of all lengths from the same two traces, even if blocks share memory, in which case the
+    operations are exact but the peaks are not. shared: whether the microbatches of a step share fp8 casts of weights.
+    The trace does not include these casts.
+    """
     if chunk.kinds:
-        return _mixed_kinds(run, chunk, composed)
+        return _mixed_kinds(run, chunk, composed, shared)
     parallel = run.parallel
     key = (
         *(run.model, run.precision, run.memory, run.masking.decoder_seq_length, run.data.reset_attention),
         *(run.runtime.device, run.runtime.ops, run.batch.seq_length, microbatch_rows(run), chunk),
         *(parallel.tp, parallel.cp, parallel.cp_comm, parallel.sequence_parallel, overlaps_exchanges(run)),
-        *(parallel.zero if parallel.zero > 1 else 0, _splits(run), composed),
+        *(parallel.zero if parallel.zero > 1 else 0, _splits(run), composed, shared),
     )
     if key not in _TRACES:
-        _TRACES[key] = _traced_chunk(run, chunk, composed)
+        _TRACES[key] = _traced_chunk(run, chunk, composed, shared)
     return _TRACES[key]
 
 
@@ -387,13 +392,15 @@ PerUnit = TypeVar("PerUnit")
 """The type of a value that each unit of a pass has."""
 
 
-def _mixed_kinds(run: RunConfig, chunk: Chunk, composed: bool) -> Trace:
+def _mixed_kinds(run: RunConfig, chunk: Chunk, composed: bool, shared: bool) -> Trace:
     """Assemble the trace of a chunk with several kinds of blocks. Each block comes from the trace of a chunk that has
     only this kind of block. The first and last unit come from the trace for the kind of the neighbouring block."""
     # Overlap is chosen for the whole model, not for each kind of block.
     run = variant(run, {"tp_overlap": overlaps_exchanges(run)})
     traces = {
-        kind: trace(replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()), composed=composed)
+        kind: trace(
+            replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()), composed=composed, shared=shared
+        )
         for kind in dict.fromkeys(chunk.kinds)
     }
     units = [traces[kind] for kind in (chunk.kinds[0], *chunk.kinds, chunk.kinds[-1])]
@@ -415,9 +422,9 @@ def _splits(run: RunConfig) -> bool:
     return bool(run.parallel.schedule and splits_backward(run.parallel.schedule))
 
 
-def _traced_chunk(run: RunConfig, chunk: Chunk, composed: bool) -> Trace:
+def _traced_chunk(run: RunConfig, chunk: Chunk, composed: bool, shared: bool) -> Trace:
     if chunk.before is not None:
-        return _traced(*reduced_run(run, chunk), microbatch_rows(run))
+        return _traced(*reduced_run(run, chunk), microbatch_rows(run), shared)
     regimes, rows = [list(_regimes(run, count)) for count in chunk.stacks], microbatch_rows(run)
     alike = len(regimes) == 1 and regimes[0] == [(chunk.blocks, 1)] and not _last_is_special(run)
     if chunk.blocks < 2 or not alike or not (composed or _composable(run)):
@@ -426,13 +433,13 @@ def _traced_chunk(run: RunConfig, chunk: Chunk, composed: bool) -> Trace:
         if run.memory.recompute_method == "block":
             singly = max(counts[0] for counts in short)
             reduced = variant(reduced, {"recompute_layers": singly})
-        return _repeated(_traced(reduced, stage, rows), regimes, short)
+        return _repeated(_traced(reduced, stage, rows, shared), regimes, short)
     # Any chunk can be assembled from two traces: one with both ends of the model, and one with neither end.
     with_ends, without_ends = (
         chunk._replace(names=names, stacks=(ENOUGH,)) for names in (tuple(shape(run.model).after), ())
     )
     begin, end = (
-        _traced(*reduced_run(run, with_ends if name in chunk.names else without_ends), rows)
+        _traced(*reduced_run(run, with_ends if name in chunk.names else without_ends), rows, shared)
         for name in (with_ends.names[0], with_ends.names[-1])
     )
     combined = begin._replace(
@@ -579,9 +586,14 @@ def _repeated(traced: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short
 
 
 @lru_cache(maxsize=1024)
-def _traced(run: RunConfig, stage: int, rows: int) -> Trace:
-    """Trace a microbatch of `rows` samples on a stage of a run that `reduced_run` returned."""
-    return _rank(run, stage).trace(rows)
+def _traced(run: RunConfig, stage: int, rows: int, shared: bool) -> Trace:
+    """Trace a microbatch of `rows` samples on a stage of a run that `reduced_run` returned. shared: as in `trace`."""
+    rank = _rank(run, stage)
+    casts = WeightCasts([rank.chunk] if shared else ())
+    with casts.shared():
+        with Live(None):  # a mode that nobody reads, so that these buffers are not counted
+            casts.renew()
+        return rank.trace(rows)
 
 
 @lru_cache(maxsize=128)

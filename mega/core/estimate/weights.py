@@ -61,6 +61,7 @@ class Weights:
     frozen: int = 0  # Bytes of weights that are not trained
     frozen_parameters: int = 0  # Number of elements of weights that are not trained
     experts: int = 0  # Number of elements of expert weights, which only some of the data ranks share
+    casts: int = 0  # Bytes, included in `weights`, of fp8 casts that the microbatches of a step share
 
     @property
     def trained(self) -> int:
@@ -83,21 +84,21 @@ def wide_bytes(dtype: str) -> int:
     return max(4, BYTES[dtype])
 
 
-def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights:
+def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...], *, shared: bool = False) -> Weights:
     """The constant memory of each rank with these `chunks`, for a resolved `run` on `dp` data-parallel ranks.
 
-    All tensor ranks of a stage have equal sizes.
+    All tensor ranks of a stage have equal sizes. shared: whether the microbatches of a step share fp8 casts.
     """
     # Keep only the options that affect the result, so that layouts that differ only in other options share the cached
     # result.
     holding = Options(
         model=run.model, precision=run.precision, parallel=run.parallel, optimizer=run.optimizer, batch=SMALLEST
     )
-    return _stage_weights(resolve(updated(holding, {"schedule": None}), 1), dp, chunks)
+    return _stage_weights(resolve(updated(holding, {"schedule": None}), 1), dp, chunks, shared)
 
 
 @lru_cache(maxsize=64)
-def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights:
+def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...], shared: bool) -> Weights:
     parallel, precision = run.parallel, run.precision
     buckets = list(stage_buckets(run, dp, chunks))
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
@@ -106,12 +107,16 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     offloaded = run.optimizer.optimizer_offload  # with offload, the host stores masters even if weights are fp32
     masters = sum(one.span * high for one in buckets if offloaded or (precision.masters and one.width != high))
     moments = sum(_moments(run, bucket) for bucket in buckets) * high
-    frozen = [one for chunk in chunks for part in _parameters(run, chunk) for one in part if not trained(one)]
+    specs = [one for chunk in chunks for part in _parameters(run, chunk) for one in part]
+    frozen = [one for one in specs if not trained(one)]
+    casts = 2 * sum(one.elements for one in specs if _linear(run, one)) if shared else 0
     frozen_bytes = sum(one.elements * BYTES[one.dtype] for one in frozen)
     frozen_parameters = sum(one.elements for one in frozen)
     return Weights(
         parameters=sum(bucket.parameters for bucket in buckets) + frozen_parameters,
-        weights=sum((one.span if parallel.zero >= 3 else one.length) * one.width for one in buckets) + frozen_bytes,
+        weights=sum((one.span if parallel.zero >= 3 else one.length) * one.width for one in buckets)
+        + frozen_bytes
+        + casts,
         grads=grads,
         masters=0 if offloaded else masters,
         moments=0 if offloaded else moments,
@@ -121,6 +126,7 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
         host=masters + moments if offloaded else 0,
         frozen=frozen_bytes,
         frozen_parameters=frozen_parameters,
+        casts=casts,
     )
 
 
@@ -221,6 +227,13 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
 def trained(parameter: ParameterSpec) -> bool:
     """Whether a parameter has gradients and therefore belongs to a bucket."""
     return parameter.tensors[0].learned
+
+
+def _linear(run: RunConfig, parameter: ParameterSpec) -> bool:
+    """Whether a parameter is a linear layer's weight in a block, whose GEMMs are in fp8 with --fp8. Adapters, which are
+    the only trained matrices of a run that has them, are not in fp8."""
+    tensor = parameter.tensors[0]
+    return tensor.hidden_matrix and not (run.model.lora_rank and tensor.trainable)
 
 
 def _trained_parts(parts: Sequence[list[ParameterSpec]]) -> list[list[ParameterSpec]]:

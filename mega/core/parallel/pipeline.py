@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from mega.core.parallel.collectives import CollectiveHandle, wait_for
 from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.weight_casts import WeightCasts
 from mega.core.plan import Compute, Exchange, Plan, Transfer
 
 MAX_SENDS = 4
@@ -82,10 +84,16 @@ class Stage(Protocol):
 
 
 class Pipeline:
-    """The chunks of this rank and the links to its neighbours. A pipeline of one stage has no links."""
+    """The chunks of this rank and the links to its neighbours. A pipeline of one stage has no links.
 
-    def __init__(self, chunks: Sequence[Stage], mesh: Mesh, device: torch.device):
+    casts: the casts of weights that the microbatches of a training step share.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Stage], mesh: Mesh, device: torch.device, casts: WeightCasts | None = None
+    ) -> None:
         self.chunks, self.mesh, self.device = list(chunks), mesh, device
+        self.casts = casts or WeightCasts()
         self.names = (*self.chunks[0].terms, *self.chunks[0].metrics)
         assert len(set(self.names)) == len(self.names), f"losses and metrics share a name: {self.names}"
 
@@ -102,7 +110,8 @@ class Pipeline:
         scales: for each microbatch, float64 [terms], the factors of its totals in the backward pass; None for a forward
         plan.
         """
-        return _Step(self, plan, batches, scales, grads).play()
+        with nullcontext() if grads is None else self.casts.shared():
+            return _Step(self, plan, batches, scales, grads).play()
 
     def outputs(self, plan: Plan, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Execute a forward plan. Return the outputs of every microbatch on the last stage, and an empty list on other

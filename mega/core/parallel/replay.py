@@ -29,6 +29,7 @@ from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Peers
 from mega.core.parallel.pipeline import Pipeline, Stage, backward, stacked
+from mega.core.parallel.weight_casts import WeightCasts
 from mega.core.plan import Plan, plan
 
 ALONE = plan("1f1b", 1)
@@ -45,7 +46,7 @@ class ReplayedPipeline(Pipeline):
     Batches with different optional tensors have separate graphs, which share their memory.
 
     peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: function that captures a
-    graph; None for a `Recorder`.
+    graph; None for a `Recorder`. casts: as in `Pipeline`.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class ReplayedPipeline(Pipeline):
         device: torch.device,
         peers: Peers | None = None,
         record: Callable[[Callable[[], None]], Replayable] | None = None,
+        casts: WeightCasts | None = None,
     ):
-        super().__init__(chunks, mesh, device)
+        super().__init__(chunks, mesh, device, casts)
         assert mesh.pp.size == len(self.chunks) == 1
         self._peers, self._record = peers, record or Recorder()
         self._compiled: set[tuple[str, ...]] = set()
@@ -74,8 +76,20 @@ class ReplayedPipeline(Pipeline):
             if grads is not None:
                 self._compiled.update(names)
             return super().run(plan, batches, scales, grads)
+        with self.casts.shared():
+            return self._replay(batches, scales, grads, names)
+
+    def _replay(
+        self,
+        batches: Sequence[Batch],
+        scales: Sequence[torch.Tensor],
+        grads: GradBuffer,
+        names: Sequence[tuple[str, ...]],
+    ) -> torch.Tensor:
+        """Run a training step whose batches have the optional tensors `names`, each of which has run before."""
         # Hooks do not run in a replay, so first wait for all weights, and finally mark all gradients as complete.
         grads.wait_param_gather()
+        self.casts.renew()
         sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
         eager = eager_microbatches(grads.data_ranks, len(batches))
         replayed = len(batches) - eager

@@ -17,10 +17,12 @@ from mega.core.config.resolve import (
     MEASURED_TFLOPS,
     data_parallel,
     gathers_experts,
+    microbatches,
     no_overlap_reason,
     overlap_resumes,
     overlaps_exchanges,
     records_graph,
+    shares_casts,
 )
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES, Device
@@ -41,6 +43,7 @@ from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.region import Region
 from mega.core.parallel.replay import ReplayedPipeline
 from mega.core.parallel.weight import ParameterFactory, initialise, weights
+from mega.core.parallel.weight_casts import WeightCasts
 from mega.core.training.kinds import kind_of
 from mega.core.training.policy import decides
 from mega.core.training.state import StepOptions, TrainState
@@ -73,9 +76,10 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device, overlapped: bool | N
         offload=run.optimizer.optimizer_offload,
         decays_all=run.optimizer.decay_all,
     )
-    pipeline = Pipeline(stages, mesh, device.torch)
+    casts = WeightCasts(stages if shares_casts(run, microbatches(run, mesh.world)) else ())
+    pipeline = Pipeline(stages, mesh, device.torch, casts)
     if device.is_cuda and records_graph(run, mesh.world):
-        pipeline = ReplayedPipeline(stages, mesh, device.torch, stages[0].region.transport)
+        pipeline = ReplayedPipeline(stages, mesh, device.torch, stages[0].region.transport, casts=casts)
     model = architecture(run.model)
     options = StepOptions(
         parallel.schedule,
