@@ -121,7 +121,7 @@ def transformers_bert(small: bool) -> Row:
     size = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     if small:
         size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    length, micro, count = (512, 32, GLOBAL["bert"]) if not small else (64, 1, 2)
+    length, micro, count = (512, 64, GLOBAL["bert"]) if not small else (64, 1, 2)
     device = Device.choose("auto").torch
     config = transformers.BertConfig(vocab_size=30592, attn_implementation="sdpa", **size)
     network = transformers.BertForPreTraining(config).to(device).train()

@@ -44,7 +44,7 @@ _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 def _bert(world: int) -> Mapping[str, object]:
     """Options of the row `bert`, with the dropout of BERT's training."""
-    return {"micro_batch": max(1, min(64, 256 // world)), "global_batch": 256, **_DROPOUT}
+    return {"micro_batch": max(1, min(128, 256 // world)), "global_batch": 256, **_DROPOUT}
 
 
 def _t5(world: int) -> Mapping[str, object]:
