@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega.core.config.sections import DataConfig, MaskingConfig
 from mega.core.data.batches import Batches
 from mega.core.data.build import build_datasets
+from mega.core.data.masked import BertSample
 from mega.core.data.tfrecords import TFRecordDataset, crc32c, read, record_dataset
 from mega.core.text.build import build
 from tests.support.shared import shared
@@ -74,6 +76,20 @@ def test_real_records(tmp_path: Path) -> None:
         assert batch.labels[row, places].tolist() == np.array(features["masked_lm_ids"])[weighed].tolist()
         assert batch.types[row].tolist() == features["segment_ids"]
         assert [batch.pairs[row]] == features["next_sentence_labels"]
+    assert batch.predicted is not None and batch.predicted.shape == (4, 20), "the records' --max_predictions_per_seq"
+    listed = torch.zeros_like(batch.tokens).scatter(1, batch.predicted, 1)
+    assert bool((listed.bool() | (batch.loss_weights == 0)).all()) and bool((listed.sum(1) == 20).all())
+
+
+def test_more_masked_tokens_than_the_first_record_lists(tmp_path: Path) -> None:
+    """As in files that were written with several limits: such a batch predicts at any column, with the same losses."""
+    found = dataset(shared(RECORDS), tmp_path)
+    rows = [found[i] for i in range(4)]
+    many = rows[0].rows.copy()
+    many[2, 1:22] = many[0, 1:22]
+    batch = found.collate([BertSample(many, *rows[0][1:]), *rows[1:]], 0)
+    assert batch.predicted is None and int(batch.loss_weights[0].sum()) >= 21
+    assert found.collate(rows, 0).predicted is not None
 
 
 def by_text(path: Path, text: Any) -> dict[str, Any]:

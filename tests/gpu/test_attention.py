@@ -71,7 +71,7 @@ def test_dropout_over_two_runs_of_columns() -> None:
 
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 BATCH, LENGTH, WIDTH = (2, 300, 64) if CUDA else (2, 35, 16)
-SIZES = [(2, 2), (4, 2), (3, 1)]
+SIZES = [(2, 2), (4, 2), (3, 1)] if CUDA else [(4, 2)]
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -19,7 +19,7 @@ from mega.core.proof import parity
 from mega.core.proof.parity import Snapshot, assemble, compare, train_layout, within
 from tests.support.runs import small_run
 
-STEPS = 1, 3
+STEPS = (2,)
 
 
 @contextmanager
@@ -59,13 +59,10 @@ LAYOUTS: list[dict[str, Any]] = [
     {},
     {"activation": "gelu"},
     {"activation": "relu2", "bias": False},
-    {"tp": 2},
     {"tp": 2, "sequence_parallel": True},
-    {"pp": 2},
     {"zero": 3},
     {"recompute": "selective"},
     {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1},
-    {"model": "bert"},
     {"model": "t5"},
 ]
 

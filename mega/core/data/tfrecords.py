@@ -11,6 +11,7 @@ import functools
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ from mega.core.data.mapped import mapped
 from mega.core.data.masked import BertSample, bert_batch
 from mega.core.data.sources import find
 from mega.core.text.protobuf import fields, packed_floats, packed_integers
+
+if TYPE_CHECKING:
+    from mega.core.batch import MaskedBatch
 
 Features = dict[str, list[int] | list[float]]
 
@@ -34,8 +38,6 @@ class TFRecordDataset:
     ValueError naming file and byte of a record that is damaged, or that does not match seq_length and vocab.
     """
 
-    collate = staticmethod(bert_batch)
-
     def __init__(
         self, paths: Sequence[Path], records: NDArray[np.int64], *, samples: int, seq_length: int, vocab: int, seed: int
     ) -> None:
@@ -47,6 +49,20 @@ class TFRecordDataset:
 
     def __len__(self) -> int:
         return self._samples
+
+    def collate(self, rows: Sequence[BertSample], first_sample: int) -> MaskedBatch:
+        """See `bert_batch`. Rows with more masked tokens than the first record lists may come from a file that was
+        written with other limits; the batch then lists no predicted columns."""
+        masked = max(int(row.loss_mask.sum()) for row in rows)
+        return bert_batch(rows, first_sample, self._most_masked if masked <= self._most_masked else None)
+
+    @functools.cached_property
+    def _most_masked(self) -> int:
+        """The length of the first record's list of masked tokens, which google-research/bert fills up to
+        --max_predictions_per_seq."""
+        file, first, size = self._records[0].tolist()
+        positions = _checked(self._paths[file], self._files[file], first, size)["masked_lm_positions"]
+        return min(max(1, len(positions)), self._seq_length)
 
     def __getitem__(self, sample: int) -> BertSample:
         if not 0 <= sample < len(self):
