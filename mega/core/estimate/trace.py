@@ -591,7 +591,7 @@ def _traced(run: RunConfig, stage: int, rows: int, shared: bool) -> Trace:
     rank = _rank(run, stage)
     casts = WeightCasts([rank.chunk] if shared else ())
     with casts.shared():
-        with Live(None):  # a mode that nobody reads, so that these buffers are not counted
+        with Live(None):  # this mode's result is not used, so these buffers are not counted
             casts.renew()
         return rank.trace(rows)
 

@@ -22,8 +22,9 @@ from mega.core.ops.trial import error_of, passes
 KIND = "gelu_tanh"
 """The activation whose slope the epilogue computes."""
 WIDEST = 2048
-"""Maximum number of the GEMM's summands. For more summands, cuBLASLt's algorithms with the epilogue are slower
-than those without it by about as much as a separate pass takes (measured on an H100)."""
+"""Maximum number of the GEMM's summands. With 4,096 summands and 8,192 to 32,768 rows, the GEMM with the epilogue took
+0.96 to 1.29 of the time of the GEMM alone on an H100. A separate pass takes about 0.18 of that time, and may be faster.
+"""
 ALIGNED = 8
 """Rows of all operands must start at a multiple of this number of elements."""
 MOST = 64

@@ -73,7 +73,7 @@ class _Cast(Generic[AnyCast]):
         self._weight.shared_cast = None
 
     def current(self) -> AnyCast:
-        """Return the cast, which is made anew if it is out of date."""
+        """Return the cast. If it is out of date, the weight is cast again."""
         if self._buffers is None or not self._fresh:
             self._buffers = self._matmuls.cast_weight(self._weight, rows=True, columns=True, into=self._buffers)
             self._fresh = True
