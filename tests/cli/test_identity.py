@@ -248,7 +248,7 @@ def test_what_an_earlier_version_noted_is_taken(place: Place, capsys: pytest.Cap
     path = note_path(str(place.tokens))
     kept = Path(path).read_bytes()
     note = json.loads(kept)
-    for tokenizer in (made.identity()._asdict() | {"fingerprint": made._hash(512, whole=True)}, {"kind": 3}):
+    for tokenizer in (made.identity()._asdict() | {"fingerprint": made._hash(512, "whole files")}, {"kind": 3}):
         Path(path).write_text(json.dumps({**note, "tokenizer": tokenizer}))
         assert ours(*trains("finetune", "text")(place)) == 0
         assert MADE not in capsys.readouterr().err

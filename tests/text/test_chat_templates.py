@@ -175,5 +175,5 @@ def test_a_chat_template_is_no_part_of_a_tokenizers_identity(tmp_path: Path) -> 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": HOUSE["chatml"]}, indent=2))
     second = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path)
     assert second.identity() == noted and second.made(noted)
-    whole = second._hash(second.vocab_size, whole=True)
+    whole = second._hash(second.vocab_size, "whole files")
     assert second.made(noted._replace(fingerprint=whole)), "as earlier versions noted it"

@@ -13,19 +13,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mega.core.text import neighbours
 from mega.core.text.gpt2 import byte_letters
 from mega.core.text.neighbours import AddedToken, prepend_scheme
 from mega.core.text.normalization import losses_of
 from mega.core.text.probe import check, hugging_face
-from mega.core.text.sentencepiece_json import unreachable
+from mega.core.text.sentencepiece_json import hidden, unreachable
 from mega.core.text.special import Parsed, Span, sections
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
 from mega.core.untrusted import Json
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken as LibraryToken
     from tokenizers import Tokenizer as Library
 
 # Names of the tokens for the end and the beginning of a text, used if no file next to tokenizer.json specifies these
@@ -38,6 +39,12 @@ _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
 """Classes in transformers that apply SentencePiece's rules for spaces even to a BPE tokenizer.json."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
 """Placeholder characters for tokens, one for each combination of lstrip and rstrip."""
+
+
+def _plain(token: LibraryToken) -> AddedToken:
+    """Convert an added token of the library."""
+    flags = {key: bool(getattr(token, key)) for key in AddedToken._fields[1:]}
+    return AddedToken(str(token.content), **flags)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -55,30 +62,32 @@ class HuggingFaceTokenizer(Tokenizer):
         files_beside = neighbours.paths(path)
         self._said = neighbours.read(files_beside)
         self._files = {name: files_beside[name] for name in _NEIGHBOURS if name in files_beside}
-        if self._add_missing():
+        self._changed, self._new_ids = self._add_missing()
+        if self._new_ids:
             self._files |= files_beside
         self._files["tokenizer.json"] = path
         self.eod = self._named("eos_token", _ENDS)
         self.bos = self._named("bos_token", _STARTS)
         self.pad = self._named("pad_token", ())
 
-    def _add_missing(self) -> bool:
-        """Add the tokens that are defined only in the files next to tokenizer.json, as transformers does. Return
-        whether any of these tokens has a new id."""
+    def _add_missing(self) -> tuple[list[AddedToken], int]:
+        """Add the tokens of the files next to tokenizer.json, with the flags in these files, as transformers does.
+        Return (the tokens that were added or changed, the number of new ids)."""
         from tokenizers import AddedToken as Added
 
-        library_names = {added_token.content for added_token in self._library.get_added_tokens_decoder().values()}
-        file_tokens = [token for _, token in sorted(self._said.added.items())]
-        file_tokens += [AddedToken(name, special=True) for name in self._said.named.values()]
-        missing = [token for token in dict.fromkeys(file_tokens) if token.name not in library_names]
-        size = self._library.get_vocab_size()
-        for token in {each.name: each for each in reversed(missing)}.values():
-            if self._library.token_to_id(token.name) is None and token not in self._said.added.values():
+        known = {each.content: _plain(each) for each in self._library.get_added_tokens_decoder().values()}
+        size, listed = self._library.get_vocab_size(), {each.name for each in self._said.added.values()}
+        changed: list[AddedToken] = []
+        for token in self._said.tokens(dict(known)):
+            if self._library.token_to_id(token.name) is None and token.name not in listed:
                 continue  # neither the vocabulary nor a file contains an id for the token
-            flags = token._asdict() | {"content": token.name}
-            del flags["name"]
-            self._library.add_tokens([Added(**flags)])
-        return bool(self._library.get_vocab_size() > size)
+            if known.get(token.name) != token:
+                known[token.name] = token
+                changed.append(token)
+                flags = token._asdict() | {"content": token.name}
+                del flags["name"]
+                self._library.add_tokens([Added(**flags)])
+        return changed, int(self._library.get_vocab_size()) - size
 
     def _named(self, key: str, well_known: Sequence[str]) -> int | None:
         """Return the id of the token under `key` in a file next to the vocabulary, else the id of the first well-known
@@ -88,8 +97,11 @@ class HuggingFaceTokenizer(Tokenizer):
             for name in _NEIGHBOURS
             if name in self._files
         ]
-        names = [name for name in names_in_files if name] or well_known
-        ids = [self._library.token_to_id(name) for name in names]
+        return self._first([name for name in names_in_files if name] or well_known)
+
+    def _first(self, names: Sequence[str]) -> int | None:
+        """Return the id of the first of `names` that is in the vocabulary."""
+        ids = (self._library.token_to_id(name) for name in names)
         return next((token for token in ids if token is not None), None)
 
     @property
@@ -118,14 +130,22 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Library
 
         whole["model"]["vocab"] = unreachable(whole["model"]["vocab"], self._special)
-        whole["added_tokens"] = [each for each in whole["added_tokens"] if not each["special"]]
+        for added_token in whole["added_tokens"]:  # none is left out, because the library numbers them in order
+            if added_token["special"]:
+                added_token["content"] = hidden(added_token["content"])
         library = Library.from_str(json.dumps(whole))
         library.encode_special_tokens = True
         return library
 
     def decode(self, ids: Iterable[int]) -> str:
         with library_errors(self._refused):
-            return str(self._library.decode([int(token) for token in ids], skip_special_tokens=False))
+            return str(self._decoder.decode([int(token) for token in ids], skip_special_tokens=False))
+
+    @cached_property
+    def _decoder(self) -> Library:
+        """The library's tokenizer that decodes. The library normalises added tokens that it decodes, and transformers'
+        class may have another normalizer than the file."""
+        return self._parser if self._said.kind in _METASPACE else self._library
 
     def control(self, name: str) -> int | None:
         token_id: int | None = self._library.token_to_id(name)
@@ -146,7 +166,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return {token for token, added_token in self._added.items() if added_token.special}
 
     @cached_property
-    def _added(self) -> dict[int, Any]:
+    def _added(self) -> dict[int, LibraryToken]:
         return dict(self._library.get_added_tokens_decoder())
 
     @cached_property
@@ -213,14 +233,31 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Library
 
         whole = json.loads(self._library.to_str())
-        steps = json.dumps([whole.get("pre_tokenizer"), whole.get("decoder")])
-        if self._said.kind in _METASPACE and whole["model"].get("type") == "BPE" and '"ByteLevel"' not in steps:
-            scheme = prepend_scheme(self._said.config)
+        if (scheme := self._metaspace_scheme()) is not None:
             whole["normalizer"] = None
             whole["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "split": False}
             whole["pre_tokenizer"]["prepend_scheme"] = scheme
             whole["model"] |= {"unk_token": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
         return Library.from_str(json.dumps(whole))
+
+    def as_earlier(self) -> bool:
+        """Earlier versions numbered several new tokens in the wrong order, and the added tokens of a unigram model
+        without its special ones."""
+        after_special = [token for token, added_token in sorted(self._added.items()) if not added_token.special]
+        pieces = self._library.get_vocab_size(with_added_tokens=False)
+        shifted = any(pieces <= token < last for token in self._special for last in after_special)
+        return self._new_ids < 2 and not (shifted and self._ordinary is not self._library)
+
+    def _metaspace_scheme(self) -> str | None:
+        """Return where transformers' class prepends a space to the text between control tokens, instead of following
+        tokenizer.json; None if it follows tokenizer.json."""
+        if self._said.kind not in _METASPACE:
+            return None
+        whole = json.loads(self._library.to_str())
+        steps = json.dumps([whole.get("pre_tokenizer"), whole.get("decoder")])
+        if whole["model"].get("type") != "BPE" or '"ByteLevel"' in steps:
+            return None
+        return prepend_scheme(self._said.config)
 
     @cached_property
     def _nameless(self) -> Library:
@@ -274,8 +311,24 @@ class HuggingFaceTokenizer(Tokenizer):
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
 
+    def vocabulary_files(self) -> Mapping[str, Path]:
+        return {"tokenizer.json": self._path}
+
     def part_for_ids(self, name: str, content: bytes) -> bytes:
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
+
+    def behaviour(self) -> Mapping[str, object]:
+        """Return what the files next to tokenizer.json change: the tokens that begin, end and pad a text, added tokens,
+        and the rule for spaces between control tokens."""
+        ends = {"bos": (self.bos, _STARTS), "eos": (self.eod, _ENDS), "pad": (self.pad, ())}
+        changes: dict[str, object] = {
+            name: token for name, (token, well_known) in ends.items() if token != self._first(well_known)
+        }
+        if self._changed:
+            changes["added"] = [list(token) for token in self._changed]
+        if (scheme := self._metaspace_scheme()) is not None:
+            changes["metaspace"] = scheme
+        return changes
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}

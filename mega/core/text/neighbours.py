@@ -17,7 +17,11 @@ from mega.core.untrusted import Json, parse_json, read_limited
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Names of the tokens that are passed to chat templates as variables, if the tokenizer has them."""
+"""Names of the tokens that any model may have. They are passed to chat templates as variables."""
+_NAME_ENDS = "_token"
+"""End of the names of tokens that only some models have, such as image_token. They are variables of templates too."""
+DECODER = "added_tokens_decoder"
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 _END = "<|endoftext|>"
 DEFAULTS: Mapping[str, Mapping[str, str]] = {
@@ -50,9 +54,23 @@ class Neighbours:
     """The tokens and settings in Hugging Face's small files next to a vocabulary."""
 
     kind: str | None  # `tokenizer_class` without the suffix Fast; None if no file contains it
-    named: Mapping[str, str]  # name in NAMES -> the token's text
+    named: Mapping[str, str]  # name, such as "bos_token" -> the token's text
     added: Mapping[int, AddedToken]  # by id
+    special: tuple[AddedToken, ...]  # tokens that are special, if the vocabulary has them
     config: Mapping[str, object]  # the whole tokenizer_config.json
+
+    def tokens(self, known: Mapping[str, AddedToken]) -> Iterator[AddedToken]:
+        """Yield the tokens that transformers adds to a tokenizer.json, or whose flags it changes, in order. known: the
+        added tokens of the tokenizer.json, by name."""
+        names = set(self.named.values())
+        if isinstance(self.config.get(DECODER), dict):
+            listed = [token for _, token in sorted(self.added.items())]
+        else:  # the flags in tokenizer.json take precedence over an added_tokens.json
+            listed = [token for _, token in sorted(self.added.items()) if token.name not in known]
+            listed += [token._replace(special=True) for token in known.values() if token.name in names]
+        yield from listed
+        old = {*known, *(token.name for token in listed)}
+        yield from (token for token in self.special if token.name not in old)
 
 
 def paths(vocabulary: Path) -> dict[str, Path]:
@@ -66,16 +84,32 @@ def read(files: Mapping[str, Path]) -> Neighbours:
     config, mapped, older = (read_object(files[name]) if name in files else {} for name in (CONFIG, SPECIAL_MAP, ADDED))
     kind = config.get("tokenizer_class")
     kind = kind.removesuffix("Fast") if isinstance(kind, str) else None
-    decoder = config.get("added_tokens_decoder")
+    decoder = config.get(DECODER)
     whole = config if isinstance(decoder, dict) else {**config, **mapped}
-    named_tokens = {key: text for key, text in DEFAULTS.get(kind or "", {}).items() if key not in whole}
-    named_tokens |= {key: text for key in NAMES if (text := content(whole.get(key))) is not None}
-    if isinstance(decoder, dict):
-        return Neighbours(kind, named_tokens, dict(_listed(decoder, named_tokens, files[CONFIG])), config)
+    named = {key: AddedToken(text, True) for key, text in DEFAULTS.get(kind or "", {}).items() if key not in whole}
+    named |= {key: token for key in NAMES if (token := _special(whole.get(key))) is not None}
     extra = whole.get("additional_special_tokens") or whole.get("extra_special_tokens") or []
-    extra = list(extra.values()) if isinstance(extra, dict) else extra if isinstance(extra, list) else []
-    special = {*named_tokens.values(), *filter(None, map(content, extra))}
-    return Neighbours(kind, named_tokens, dict(_older(older, special, files.get(ADDED))), config)
+    own = extra if isinstance(extra, dict) else {}  # names that only this model has -> tokens
+    own = {key: token for key, token in whole.items() if key.endswith(_NAME_ENDS) and key not in NAMES} | own
+    named_by_model = {key: token for key, each in own.items() if (token := _special(each)) is not None}
+    extra_tokens = [token for each in extra if (token := _special(each))] if isinstance(extra, list) else []
+    texts = {key: token.name for key, token in (named | named_by_model).items()}
+    if isinstance(decoder, dict):
+        added = dict(_listed(decoder, texts, files[CONFIG]))
+    else:
+        special_names = {*texts.values(), *(token.name for token in extra_tokens)}
+        added = dict(_older(older, special_names, files.get(ADDED)))
+    special = (*named.values(), *named_by_model.values(), *extra_tokens)
+    return Neighbours(kind, texts, added, special, config)
+
+
+def _special(token: object) -> AddedToken | None:
+    """Parse a special token, which is stored as a string or as an object with flags."""
+    text = content(token)
+    if text is None:
+        return None
+    flags = {key: bool(token.get(key)) for key in _FLAGS} if isinstance(token, dict) else {}
+    return AddedToken(text, True, **flags)
 
 
 def _listed(decoder: Mapping[str, object], named: Mapping[str, str], file: Path) -> Iterator[tuple[int, AddedToken]]:
@@ -84,7 +118,7 @@ def _listed(decoder: Mapping[str, object], named: Mapping[str, str], file: Path)
         text = content(token)
         if not number.isdecimal() or text is None or not isinstance(token, dict):
             raise ValueError(f"--tokenizer-model: {file}: added_tokens_decoder {number[:20]!r}: must be a token's id")
-        flags = {key: bool(token.get(key)) for key in ("lstrip", "rstrip", "single_word", "normalized")}
+        flags = {key: bool(token.get(key)) for key in _FLAGS}
         yield int(number), AddedToken(text, bool(token.get("special")) or text in named.values(), **flags)
 
 

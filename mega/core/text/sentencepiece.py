@@ -237,8 +237,20 @@ class PlainSentencePiece(Tokenizer):
     def files(self) -> Mapping[str, Path]:
         return {**self._files, "tokenizer.model": self._path}
 
+    def vocabulary_files(self) -> Mapping[str, Path]:
+        return {"tokenizer.model": self._path}
+
     def part_for_ids(self, name: str, content: bytes) -> bytes:
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
+
+    def behaviour(self) -> Mapping[str, object]:
+        """Return what the files next to the model change, if they add tokens: these tokens, the tokens that begin, end
+        and pad a text, and the rule for spaces between control tokens."""
+        if not self._added:
+            return {}
+        added = [[token, *added_token] for token, added_token in sorted(self._added.items())]
+        scheme = prepend_scheme(self._said.config) if self._said.config else None
+        return {"added": added, "ends": [self.bos, self.eod, self.pad], "scheme": scheme}
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
         """Return the files in Hugging Face's format. They include a tokenizer.json if this format can express the

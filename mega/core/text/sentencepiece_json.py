@@ -133,11 +133,14 @@ def leads_with(name: str, token: int) -> dict[str, Json]:
 def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list[list[object]]:
     """Return the vocabulary of a unigram tokenizer.json, with the names of `tokens` replaced with names that occur in
     no text. Otherwise, the library would recognise control tokens as pieces of raw text."""
-    hidden = set(tokens)
-    return [
-        [f"\ufddc{name}\ufddd", score] if token in hidden else [name, score]
-        for token, (name, score) in enumerate(vocabulary)
-    ]
+    special = set(tokens)
+    numbered = enumerate(vocabulary)
+    return [[hidden(name) if token in special else name, score] for token, (name, score) in numbered]
+
+
+def hidden(name: object) -> str:
+    """Return a name that occurs in no text, for a token named `name`."""
+    return f"\ufddc{name}\ufddd"
 
 
 def _normalizer(model: _Model) -> dict[str, Json]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.text.special import Parsed, Span, aligned, sections
@@ -233,13 +233,13 @@ class Tokenizer(TextEncoder, Protocol):
         the same ids."""
         return self._hash(self.vocab_size)
 
-    def _hash(self, entries: int, whole: bool = False) -> str:
-        """Compute a fingerprint. whole: hash all files entirely, as earlier versions did, instead of only the parts
-        that affect ids."""
-        behaviour = {} if whole else self.behaviour()
+    def _hash(self, entries: int, earlier: Literal["whole files", "all files"] | None = None) -> str:
+        """Compute a fingerprint. earlier: compute the fingerprint of an earlier version, which hashed all files instead
+        of behaviour and vocabulary: entirely, or only the parts that affect ids."""
+        behaviour, whole = {} if earlier else self.behaviour(), earlier == "whole files"
         header = f"{self.kind} {entries}\n" + (json.dumps(behaviour, sort_keys=True) if behaviour else "")
         digest = hashlib.sha256(header.encode())
-        for name, path in sorted((self.files() if whole else self.vocabulary_files()).items()):
+        for name, path in sorted((self.files() if earlier else self.vocabulary_files()).items()):
             content = path.read_bytes()
             digest.update(name.encode())
             digest.update(hashlib.sha256(content if whole else self.part_for_ids(name, content)).digest())
@@ -258,9 +258,17 @@ class Tokenizer(TextEncoder, Protocol):
 
     def made(self, noted: TokenizerIdentity) -> bool:
         """Whether the identity `noted` belongs to this tokenizer. Identities from earlier versions, which count
-        sentinels and hash whole files, are also accepted."""
+        sentinels or hash all files, are also accepted."""
         counts = self.vocab_size - self.added_sentinels, self.vocab_size
-        return noted.fingerprint in {self._hash(count, whole) for count in counts for whole in (False, True)}
+        fingerprints = {self._hash(count) for count in counts}
+        if self.as_earlier():
+            fingerprints |= {self._hash(count, "all files") for count in counts}
+            fingerprints |= {self._hash(count, "whole files") for count in counts}
+        return noted.fingerprint in fingerprints
+
+    def as_earlier(self) -> bool:
+        """Whether earlier versions encoded every text to the same ids, so that their fingerprints are accepted."""
+        return True
 
 
 def least_vocab(tokenizer: Tokenizer, family: str) -> int:
