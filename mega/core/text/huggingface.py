@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,8 +139,34 @@ class HuggingFaceTokenizer(Tokenizer):
         return library
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Decode ids. Of tokens that stand for bytes, only the bytes that are not UTF-8 become U+FFFD; transformers
+        replaces all adjacent bytes, so that an incomplete character also destroys the characters before it."""
+        tokens = [int(token) for token in ids]
         with library_errors(self._refused):
-            return str(self._decoder.decode([int(token) for token in ids], skip_special_tokens=False))
+            if (names := self._names_of_broken(tokens)) is not None:
+                return str(self._decoder.decoder.decode(names))
+            return str(self._decoder.decode(tokens, skip_special_tokens=False))
+
+    def _names_of_broken(self, tokens: list[int]) -> list[str] | None:
+        """Return the names of tokens, with U+FFFD instead of each byte that is not UTF-8; None if all bytes are."""
+        names, is_broken, table = list[str](), False, self._byte_tokens
+        for is_byte, run in groupby(tokens, key=table.__contains__):
+            if not is_byte:
+                names += filter(None, map(self._decoder.id_to_token, run))
+                continue
+            for letter in bytes(map(table.__getitem__, run)).decode(errors="surrogateescape"):
+                is_escaped = "\udc80" <= letter <= "\udcff"  # a byte that is not UTF-8
+                names += ["\ufffd"] if is_escaped else [f"<0x{byte:02X}>" for byte in letter.encode()]
+                is_broken |= is_escaped
+        return names if is_broken else None
+
+    @cached_property
+    def _byte_tokens(self) -> dict[int, int]:
+        """Return a map from the tokens that stand for a byte to this byte; empty if the decoder does not know any."""
+        if '"ByteFallback"' not in json.dumps(json.loads(self._library.to_str()).get("decoder")):
+            return {}
+        ids = {byte: self._library.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+        return {token: byte for byte, token in ids.items() if token is not None}
 
     @cached_property
     def _decoder(self) -> Library:
