@@ -20,7 +20,8 @@ import mega
 from mega import cli
 from mega.core.hub import download
 from mega.core.hub.choice import chosen
-from mega.core.hub.names import HubName, hub_name
+from mega.core.hub.names import HubName, Kind, hub_name
+from mega.core.hub.upload import pushed_files
 from tests.support.gguf_models import byte_level
 from tests.support.hub import Hub, serving
 from tests.support.hugging_face import hf_folder
@@ -289,3 +290,17 @@ def test_a_dataset_is_read_by_its_name(hub: Hub, capsys: pytest.CaptureFixture[s
     assert cli.main(["data", "show-sample", *shown, "--config", "a.toml"]) == 0
     assert "'2'                            20  yes" in capsys.readouterr().out
     assert {path.rpartition("/")[2] for _, path, _ in hub.asked if "me/talks/resolve" in path} == {"train.jsonl"}
+
+
+def test_the_template_for_functions_comes_and_goes_with_a_model(tmp_path: Path) -> None:
+    """The one file in a subfolder that transformers reads besides the files at the top."""
+    tool_use = "additional_chat_templates/tool_use.jinja"
+    files = ["model.safetensors", "tokenizer.json", tool_use, "additional_chat_templates/rag.jinja", "onnx/config.json"]
+    kinds: tuple[Kind, ...] = ("model", "tokenizer")
+    for kind in kinds:
+        fetched = chosen(files, HubName("me/toy"), kind)
+        assert tool_use in fetched and not {"additional_chat_templates/rag.jinja", "onnx/config.json"} & set(fetched)
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    assert pushed_files(tmp_path) == ["model.safetensors", "tokenizer.json", tool_use]

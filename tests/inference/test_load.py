@@ -21,13 +21,23 @@ from mega.core.checkpoint.own.store import CheckpointError, locate
 from mega.core.device import Device
 from mega.core.family import family
 from mega.core.inference.generation.generate import logits
-from mega.core.inference.loading.load import empty_stage, fill, load_model, load_stages, open_model
+from mega.core.inference.loading.load import (
+    chat_template_place,
+    empty_stage,
+    fill,
+    load_model,
+    load_stages,
+    open_model,
+)
 from mega.core.parallel.collectives import all_gather
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.weight import weights
 from mega.core.plan import plan
 from mega.core.processes.pool import Pool
+from mega.core.text.chat import jinja_process
+from mega.core.text.chat.templates import source_of
+from tests.support.chat_templates import byte_level
 from tests.support.shared import shared
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -145,6 +155,52 @@ def test_the_chat_template_comes_with_the_weights(tmp_path: Path, name: str, con
     opened = open_model(tmp_path / "hf")
     assert opened.chat_template() == "a {{ template }}"
     assert opened.digest != open_model(GOLDEN / "hf").digest
+
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    ("default", "tool_use"),
+    [
+        ("{{ m }}plain{% for m in messages %}\n  {{ m.content }}{% endfor %}\n", "\n  {{ tools|tojson }}\n\n"),
+        ("  {%- set a = 1 %}\n{{ a }} \r\n", "{%- for t in tools %}\n {{ t.function.name }}\n{%- endfor %}\n   "),
+        (
+            "{% macro m(x) %}{{ x }}{% endmacro %}{{ m('d') }}",
+            "\t{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('t') }}\r",
+        ),
+    ],
+)
+@pytest.mark.parametrize("place", ["config", "files"])
+def test_the_template_for_functions(tmp_path: Path, place: str, default: str, tool_use: str) -> None:
+    """Of several templates, the one for functions is used where there are functions, as transformers does; both files
+    stay with the weights."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "folder"
+    shutil.copytree(GOLDEN / "hf", folder)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    byte_level(folder)
+    if place == "config":
+        config["chat_template"] = [{"name": "default", "template": default}, {"name": "tool_use", "template": tool_use}]
+    else:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates/tool_use.jinja").write_bytes(tool_use.encode())
+        (folder / "chat_template.jinja").write_bytes(default.encode())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, messages = transformers.AutoTokenizer.from_pretrained(folder), [{"role": "user", "content": "Hi"}]
+    convert(folder, tmp_path / "run")
+    for source in (folder, tmp_path / "run"):
+        template = open_model(source).chat_template()
+        assert template is not None
+        for tools in (None, TOOLS):
+            question = {"ask": "text", "source": template, "variables": {}, "names": [], "marks": ["\ufdd0", "\ufdd1"]}
+            found = jinja_process.answer({**question, "messages": messages, "tools": tools})
+            assert found["text"] == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+    chosen = chat_template_place(open_model(tmp_path / "run"))
+    assert chosen is not None and source_of(chosen) == open_model(folder).chat_template()
+    convert(tmp_path / "run", tmp_path / "back", to="hf")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert back.get_chat_template(tools=TOOLS) == theirs.get_chat_template(tools=TOOLS)
 
 
 @pytest.mark.parametrize("section", [("data", "chat_data"), ("finetuning", "dpo_data")], ids=str)

@@ -14,6 +14,8 @@ SMALL = (".json", ".model", ".txt", ".jinja")
 
 POOLING = "1_Pooling/config.json"
 """The file that contains the pooling settings of a sentence-transformers model."""
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""The file that contains the chat template for conversations with functions."""
 
 TOKENIZER = re.compile(r"(tokenizer.*|vocab.*|merges.*|special_tokens.*|added_tokens.*|chat_template.*|dict.*)")
 ROWS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".txt")
@@ -42,10 +44,12 @@ def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
             raise ValueError(f"has no file {name.part}; valid after the colon: {valid or 'nothing, it has no .gguf'}")
         return [name.part]
     top = sorted(file for file in files if "/" not in file)
-    small = [file for file in top if file.endswith(SMALL)]
+    small = [*(file for file in top if file.endswith(SMALL)), *({TOOL_TEMPLATE} & set(files))]
     if kind == "tokenizer":
-        tokenizer_files = [file for file in small if TOKENIZER.fullmatch(file) or file == "config.json"]
-        if not any(file != "config.json" for file in tokenizer_files):
+        tokenizer_files = [
+            file for file in small if TOKENIZER.fullmatch(file) or file in ("config.json", TOOL_TEMPLATE)
+        ]
+        if not any(TOKENIZER.fullmatch(file) for file in tokenizer_files):
             raise ValueError("holds no tokenizer: no tokenizer.json, tokenizer.model, vocab.json or vocab.txt")
         return tokenizer_files
     weights = [file for file in top if file.endswith(".safetensors")]

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mega.core.hub.choice import POOLING, SMALL, TOKENIZER
+from mega.core.hub.choice import POOLING, SMALL, TOKENIZER, TOOL_TEMPLATE
 from mega.core.hub.download import SPARE, format_size
 from mega.core.hub.faults import explained, needs_library
 from mega.core.hub.names import HubName, hub_name
@@ -34,7 +34,8 @@ def pushed_files(folder: Path) -> list[str]:
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and _of_model(path.name))
     if not any(name.endswith(WEIGHTS) for name in names):
         raise ValueError(f"DIRECTORY {folder}: holds no .safetensors and no .gguf, and nothing else is uploaded")
-    return [*names, *([POOLING] if "modules.json" in names and (folder / POOLING).is_file() else [])]
+    nested = [TOOL_TEMPLATE, *([POOLING] if "modules.json" in names else [])]
+    return [*names, *(path for path in nested if (folder / path).is_file())]
 
 
 def _of_model(name: str) -> bool:

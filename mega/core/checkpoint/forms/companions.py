@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from mega.core.checkpoint.forms.foreign import inside
-from mega.core.checkpoint.forms.form import COMPANIONS, FORMS, NESTED, Form
+from mega.core.checkpoint.forms.form import COMPANIONS, FORMS, NESTED, POOLING, Form
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.source import StoredWeights
 from mega.core.checkpoint.own.store import Attachments
@@ -22,8 +22,8 @@ def companions_of(form: Form, folder: Path) -> dict[str, Path]:
     if folder.is_file():
         return {}
     files = {name: inside(folder, name) for name in form.companions if (folder / name).exists()}
-    for name, place in NESTED.items() if "modules.json" in form.companions else ():
-        if (folder / place).exists():
+    for name, place in NESTED.items() if form.companions else ():
+        if (folder / place).exists() and (name != POOLING or "modules.json" in form.companions):
             part, _, file = place.rpartition("/")
             files[name] = inside(folder, file, part=part)
     for path in files.values():

@@ -240,8 +240,11 @@ COMPANIONS = (
 )
 """Files of published models that are stored with the weights, if they exist."""
 
-NESTED = {"1_Pooling.config.json": "1_Pooling/config.json"}
-"""File name in a mega checkpoint -> path of the file in a model's folder that contains a modules.json."""
+POOLING = "1_Pooling.config.json"
+TOOL_TEMPLATE = "additional_chat_templates.tool_use.jinja"
+NESTED = {POOLING: "1_Pooling/config.json", TOOL_TEMPLATE: "additional_chat_templates/tool_use.jinja"}
+"""File name in a mega checkpoint -> path of the file in a model's folder. The pooling is read only for formats with a
+modules.json."""
 
 _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 _EP = "--target-expert-parallel-size"

@@ -41,7 +41,7 @@ from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.text.build import build
 from mega.core.text.chat.format import ChatFormat
-from mega.core.text.chat.templates import SOURCE_BYTES, TEMPLATES, template_of
+from mega.core.text.chat.templates import SOURCE_BYTES, STORED_TOOL_TEMPLATE, TEMPLATES, joined, template_of
 from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.untrusted import Json, below, read_limited
 
@@ -337,8 +337,8 @@ def chat_template(source: StoredWeights | OpenedModel) -> str | None:
         if "chat_template.jinja" not in attachments:  # the run used a Jinja file that was not saved with the weights
             return None
     if "chat_template.jinja" in attachments:
-        path = attachments["chat_template.jinja"]
-        text = read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace")
+        paths = [attachments[name] for name in ("chat_template.jinja", STORED_TOOL_TEMPLATE) if name in attachments]
+        text = joined(*(read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace") for path in paths))
         return next((name for name, source in TEMPLATES.items() if source == text), text)
     if "tokenizer_config.json" in attachments:
         return template_of(read_json(attachments["tokenizer_config.json"]))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from mega.core.checkpoint.forms.form import NESTED
+from mega.core.checkpoint.forms.form import POOLING
 from mega.core.checkpoint.own.store import CheckpointError
 from mega.core.untrusted import Json, parse_json, read_limited
 
@@ -20,7 +20,6 @@ _MODES: dict[str, Literal["mean", "cls"]] = {"mean": "mean", "cls": "cls"}
 """Values of `pooling_mode`, which newer versions of sentence-transformers write as a string or as a list with one
 string."""
 _MODULES = ("Transformer", "Pooling", "Normalize")
-(_POOLING,) = NESTED
 _BYTES = 1 << 16
 """Maximum size, in bytes, of each file that this module reads."""
 
@@ -31,7 +30,7 @@ def declared_pooling(files: Mapping[str, Path]) -> Literal["mean", "cls"] | None
     files: name -> path of each file that came with the weights. Errors: CheckpointError naming file and value, if the
     mode is not supported.
     """
-    config = files.get(_POOLING)
+    config = files.get(POOLING)
     if config is None:
         return None
     settings = _json(config)

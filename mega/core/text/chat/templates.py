@@ -3,6 +3,7 @@ render templates."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,10 @@ MODELS_OWN = "model"
 """Value of --chat-template for the template that belongs to the weights."""
 SOURCE_BYTES = 1 << 20
 """Maximum size in bytes of a template, and of the text that a template adds to a conversation."""
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""Path, in the folder of a chat_template.jinja, of the template for conversations with functions."""
+STORED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace("/", ".")
+"""Name of the same file in a mega checkpoint, which has no subfolders."""
 CONFIG_BYTES = 64 << 20
 """Maximum size in bytes of a tokenizer_config.json, which may contain thousands of added tokens."""
 
@@ -99,25 +104,42 @@ def source_of(name: str) -> str:
 
 
 def template_text(file: str) -> str:
-    """Read a Jinja file, or the template in a tokenizer_config.json. Errors: ValueError if the file contains no
-    template or cannot be read."""
+    """Read a Jinja file, or the template in a tokenizer_config.json. A chat_template.jinja is joined with the template
+    for functions next to it. Errors: ValueError if a file contains no template or cannot be read."""
     label = f"--chat-template {file}"
     if Path(file).name == "tokenizer_config.json":
         config = parse_json(read_limited(file, CONFIG_BYTES, label), label)
         if isinstance(config, dict) and (text := template_of(config)) is not None:
             return text
         raise ValueError(f'{label}: has no "chat_template"')
+    paths = [Path(file)]
+    if Path(file).name == "chat_template.jinja":
+        tool_files = [Path(file).with_name(STORED_TOOL_TEMPLATE), Path(file).parent / TOOL_TEMPLATE]
+        paths += [path for path in tool_files if path.is_file()][:1]
     try:
-        return read_limited(file, SOURCE_BYTES, label).decode()
+        sources = [read_limited(path, SOURCE_BYTES, f"--chat-template {path}").decode() for path in paths]
     except UnicodeDecodeError as error:
         raise ValueError(f"{label}: not UTF-8 ({error})") from None
+    return joined(*sources)
+
+
+def joined(default: str, tool_use: str | None = None) -> str:
+    """Return one template that renders conversations with functions by `tool_use`, and all others by `default`, as
+    transformers chooses between the two."""
+    if tool_use in (None, default):
+        return default
+    branches = [re.sub(r"(\r\n|\r|\n)\Z", "", source) for source in (str(tool_use), default)]  # as Jinja does
+    # Jinja removes the line breaks after the blocks, and the blanks before a block at the beginning of a branch
+    return "{% if tools is not none %}\n" + "{%+ else %}\n".join(branches) + "{%+ endif %}"
 
 
 def template_of(config: Mapping[str, object]) -> str | None:
-    """Return the template in a tokenizer_config.json. If the file has several templates, return the default one."""
+    """Return the template in a tokenizer_config.json. If the file has several templates, return the default one, joined
+    with the one for functions."""
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
     if isinstance(template, dict):
-        template = template.get("default")
+        default, tool_use = (template.get(name) for name in ("default", "tool_use"))
+        template = joined(default, tool_use) if isinstance(default, str) and isinstance(tool_use, str) else default
     return template if isinstance(template, str) else None

@@ -37,7 +37,7 @@ from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.processes.exit_reports import write_error
-from mega.core.text.chat.templates import source_of
+from mega.core.text.chat.templates import STORED_TOOL_TEMPLATE, source_of
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.guards.finite import check_finite
 from mega.core.training.saves.proving import Proving
@@ -302,11 +302,12 @@ def _in_time(
 
 
 def _own_template(run: RunConfig, sidecar_files: Attachments) -> Attachments:
-    """Return the sidecar files, with the chat template of the run instead of that of the initial weights."""
+    """Return the sidecar files, with the chat template of the run instead of those of the initial weights."""
     template = run.data.chat_template
     if not (run.data.chat_data or run.finetuning.dpo_data):
         return sidecar_files
-    return {**sidecar_files, "chat_template.jinja": source_of(template).encode()}
+    others = {name: content for name, content in sidecar_files.items() if name != STORED_TOOL_TEMPLATE}
+    return {**others, "chat_template.jinja": source_of(template).encode()}
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:
