@@ -10,7 +10,8 @@ from multiprocessing import forkserver
 import hypothesis
 import pytest
 
-import tests.support.triton  # noqa: F401  # first: Triton asks when it is imported, by any test, how kernels run
+import tests.support.threads  # first: torch asks when it is imported, below, how many threads it may have
+import tests.support.triton  # noqa: F401  # Triton asks when it is imported, by any test, how kernels run
 from mega.core.processes.pool import Pool
 from tests.support import order
 
