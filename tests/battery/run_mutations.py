@@ -65,8 +65,9 @@ def read(path: Path) -> Mutation:
 
 
 def copy_tree(into: Path) -> None:
-    """The package and its tests, as they lie in the working tree."""
-    ignored = shutil.ignore_patterns("__pycache__", ".*", "battery")
+    """The package and its tests, as they lie in the working tree, with their bytecode, which is that of a source of the
+    same size and time: what is patched is compiled again."""
+    ignored = shutil.ignore_patterns(".*", "battery")
     for name in ("mega", "tests"):
         shutil.copytree(ROOT / name, into / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", into)
@@ -75,7 +76,7 @@ def copy_tree(into: Path) -> None:
 def run_tests(tree: Path, tests: list[str]) -> int:
     """pytest's exit code; a test that hangs has failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)}
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from mega.core.bench import preflight
 from mega.core.bench.options import PreflightOptions
 from mega.core.bench.preflight import problems, rounds
 from mega.core.processes import launch
+from tests.support.rank_output import printing_to
 
 
 def fleet(**other: Any) -> list[dict[str, Any]]:
@@ -64,23 +63,15 @@ def printing_slowly(options: PreflightOptions) -> int:
     return preflight.preflight(options)
 
 
-def twice_in_two_ranks(place: str) -> None:
-    """By the verb, and with what is off."""
-    words = ["preflight", "--nproc", "2", "--device", "cpu", "--json", "--save", place, "--megabytes", "4"]
-    codes = [main([*words, "--least", "0.001"])]
-    sys.stdout.flush()
-    codes.append(launch.launch(2, printing_slowly, PreflightOptions(device="cpu", json=True, least=1.0)))
-    print(json.dumps(codes))
-
-
-def test_two_ranks_of_this_host(tmp_path: Path) -> None:
-    """Figures are of this machine, which others use too: only what is off may differ, and it is printed before any rank
-    ends. In a process of its own: ranks print where the first one of this process would."""
-    line = f"from {__name__} import twice_in_two_ranks; twice_in_two_ranks({str(tmp_path)!r})"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", line], cwd=root, capture_output=True, text=True, timeout=300)
-    found, off, codes = parsed(done.stdout)
-    assert codes == [0, 1], done.stderr
+def test_two_ranks_of_this_host(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By the verb, and with what is off. Figures are of this machine, which others use too: only what is off may
+    differ, and it is printed before any rank ends."""
+    words = ["preflight", "--nproc", "2", "--device", "cpu", "--json", "--save", str(tmp_path), "--megabytes", "4"]
+    printed = tmp_path_factory.mktemp("ranks") / "printed"
+    with printing_to(printed):
+        assert main([*words, "--least", "0.001"]) == 0
+        assert launch.launch(2, printing_slowly, PreflightOptions(device="cpu", json=True, least=1.0)) == 1
+    found, off = parsed(printed.read_text())
     assert [set(row["figures"]) for row in found["ranks"]] == [
         {"matmul", "copy", "link", "write", "read"},
         {"matmul", "copy", "link"},

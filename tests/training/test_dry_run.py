@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from mega import cli
 from mega.core.data.preprocessing.writer import IndexedWriter
+from tests.support.rank_output import printing_to
 
 RunCli = Callable[..., tuple[int, list[str]]]
 
@@ -23,7 +22,12 @@ RUN = (
 
 
 @pytest.fixture
-def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
+def run_cli(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> RunCli:
     """Run the command line and give (exit code, the lines that it and its ranks printed)."""
     monkeypatch.chdir(tmp_path)
     for variable in ("WORLD_SIZE", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "MEGA_DEBUG"):
@@ -32,12 +36,12 @@ def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def run(line: str) -> tuple[int, list[str]]:
         verb, *flags = line.split()
         words = [verb, *(RUN if verb == "pretrain" else RUN[6:]), *flags]
-        if "--nproc" in flags:  # its ranks print where the process that started the first of them printed
-            done = subprocess.run([sys.executable, "-m", "mega", *words], capture_output=True, text=True, check=False)
-            return done.returncode, (done.stdout + done.stderr).splitlines()
         capsys.readouterr()
-        code = cli.main(words)
-        return code, "".join(capsys.readouterr()).splitlines()
+        by_ranks = tmp_path_factory.mktemp("ranks") / "printed"
+        with printing_to(by_ranks):
+            code = cli.main(words)
+        printed = "".join(capsys.readouterr()) + (by_ranks.read_text() if by_ranks.exists() else "")
+        return code, printed.splitlines()
 
     return run
 

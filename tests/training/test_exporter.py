@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
-import subprocess
-import sys
+import signal
 import threading
 import time
 import urllib.error
@@ -97,30 +97,30 @@ def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "--metrics-port 9400: needs prometheus_client; pip install '.[track]' in a clone" in capsys.readouterr().err
 
 
-def test_a_run_answers_while_it_trains(tmp_path: Path) -> None:
+def test_a_run_answers_while_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with exporters.ThreadingHTTPServer(("", 0), None) as free:
         port = free.server_port
     line = (
         "pretrain --model tiny-gpt --mock-data --vocab 64 --micro-batch 1 --lr 1e-3 --steps 100000 --device cpu "
         f"--metrics-port {port}"
     )
-    run = subprocess.Popen(
-        [sys.executable, "-m", "mega", *line.split(), "--metrics", str(tmp_path / "m.jsonl"), "--log-interval", "1"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    assert run.stdout is not None
-    said = []
-    for text in run.stdout:
-        said.append(text)
-        if re.match(r"step +2/", text):
-            break
-    threading.Thread(target=run.stdout.read, daemon=True).start()
-    try:
-        found = figures(port)
-        assert found["mega_step"] >= 2 and found["mega_loss"] > 0 and found["mega_tokens_per_second_per_device"] > 0
-        status, text = ask(port, "/health")
-        assert status == 200 and json.loads(text)["phase"] == "training"
-    finally:
-        run.terminate()
-        run.wait(60)
-    assert any(f"at port {port} (/metrics, /health)" in text for text in said), said
+    metrics, answers = tmp_path / "m.jsonl", list[tuple[int, str]]()
+    read = list[dict[str, float]]()
+
+    def watch() -> None:
+        while not metrics.exists() or '"step": 2,' not in metrics.read_text():
+            time.sleep(0.05)
+        try:
+            read.append(figures(port))
+            answers.append(ask(port, "/health"))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    assert main([*line.split(), "--metrics", str(metrics), "--log-interval", "1"]) == 128 + signal.SIGTERM
+    watching.join(60)
+    (found,), ((status, text),) = read, answers
+    assert found["mega_step"] >= 2 and found["mega_loss"] > 0 and found["mega_tokens_per_second_per_device"] > 0
+    assert status == 200 and json.loads(text)["phase"] == "training"
+    assert f"at port {port} (/metrics, /health)" in capsys.readouterr().out

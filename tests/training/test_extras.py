@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from mega.cli import main
+from tests.support.rank_output import printing_to
 
 RUN = (
     "--layers 2 --hidden 16 --heads 2 --seq-length 8 --vocab 101 --no-tied --mock-data --global-batch 4 "
@@ -23,14 +22,10 @@ RUN = (
 
 
 def last_row(out: Path, *flags: str) -> dict[str, float]:
-    command = ["pretrain", *RUN, "--save", str(out), *flags]
-    if flags:  # ranks write where the process that forks them did, so they have one of their own
-        mega = [sys.executable, "-m", "mega", *command]
-        said = subprocess.run(mega, capture_output=True, text=True, timeout=200, check=True).stdout
-    else:
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            assert main(command) == 0
-        said = output.getvalue()
+    by_ranks = out / "printed"
+    with contextlib.redirect_stdout(io.StringIO()) as output, printing_to(by_ranks):
+        assert main(["pretrain", *RUN, "--save", str(out), *flags]) == 0
+    said = by_ranks.read_text() if flags else output.getvalue()
     assert "| params norm " in said and "| zeros " in said
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "loss" in row][-1]

@@ -220,7 +220,7 @@ def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path,
     assert resumed(weights_only=False).dropout_rule == RULE
 
 
-TENSOR = "--nproc 2 --tp 2 --sequence-parallel".split()
+TENSOR = "--nproc 2 --tp 2 --sequence-parallel --layers 2".split()
 
 
 def test_a_run_keeps_the_overlap_of_its_checkpoint(corpus: str, tmp_path: Path) -> None:
