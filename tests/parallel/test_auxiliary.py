@@ -28,7 +28,7 @@ from mega.core.proof.parity import (
 from mega.core.training.step import backward, evaluate_step, means, train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.support import toy_losses
-from tests.support.one_process import named, same_run
+from tests.support.one_process import enough_samples, named, same_run
 from tests.support.runs import small_run
 
 STEPS = (1, 2)  # the second sees an update; moments, which the third would, are those of proof/test_parity.py
@@ -83,23 +83,29 @@ def run(world: int = 1, family: str = toy_losses.NAME, **layout: Any) -> RunConf
     return small_run("gpt", world, family=family, lr=LR["fp64"], **layout)
 
 
-@pytest.fixture(scope="module")
-def reference(pool: Pool) -> list[Snapshot]:
+_references: dict[tuple[Any, ...], list[Snapshot]] = {}
+
+
+def reference(pool: Pool, **values: Any) -> list[Snapshot]:
     """One rank, one sample at a time."""
-    return snapshots(pool, run(), 1, STEPS)
+    key = tuple(values.items())
+    if key not in _references:
+        _references[key] = snapshots(pool, run(**values), 1, STEPS)
+    return _references[key]
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=named)
-def test_training_is_one_processs(pool: Pool, reference: list[Snapshot], world: int, layout: dict[str, Any]) -> None:
-    same_run(STEPS, reference, snapshots(pool, run(world, **layout), world, STEPS))
+def test_training_is_one_processs(pool: Pool, world: int, layout: dict[str, Any]) -> None:
+    size = {"global_batch": enough_samples(world, layout)}
+    same_run(STEPS, reference(pool, **size), snapshots(pool, run(world, **layout, **size), world, STEPS))
 
 
 @pytest.mark.parametrize("normalizer", ["global", "microbatch"])
 def test_means_over_microbatches(pool: Pool, normalizer: str) -> None:
     values = {"family": toy_losses.BY_MICROBATCH, "loss_normalizer": normalizer}
-    one = snapshots(pool, run(**values), 1, STEPS)
     for world, layout in BY_MICROBATCH:
-        same_run(STEPS, one, snapshots(pool, run(world, **values, **layout), world, STEPS))
+        own = {**values, "global_batch": enough_samples(world, layout)}
+        same_run(STEPS, reference(pool, **own), snapshots(pool, run(world, **own, **layout), world, STEPS))
 
 
 def trained(
@@ -179,12 +185,13 @@ def test_each_figure_is_its_formula() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0)
 
 
-def test_a_loss_scale_scales_them(pool: Pool, reference: list[Snapshot]) -> None:
+def test_a_loss_scale_scales_them(pool: Pool) -> None:
     """A power of two changes no bit."""
+    plain = reference(pool)[0]
     ((loss, norm, pieces), _) = pool.run(train_layout, run(loss_scale=1024.0), 1, STEPS, world=1)[0]
-    assert loss == reference[0].loss and norm == 1024 * reference[0].grad_norm
+    assert loss == plain.loss and norm == 1024 * plain.grad_norm
     found = assemble(iter(pieces))
-    assert all(torch.equal(found[name], 1024 * gradient) for name, gradient in reference[0].gradients.items())
+    assert all(torch.equal(found[name], 1024 * gradient) for name, gradient in plain.gradients.items())
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -17,7 +17,7 @@ from mega.core.proof.layouts import LR
 from mega.core.proof.parity import Snapshot, own_samples, snapshots, synthetic_batch
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_grads, build_mesh, build_stages, build_state
-from tests.support.one_process import named, same_run
+from tests.support.one_process import enough, named, same_run
 from tests.support.ranks import CPU
 from tests.support.runs import small_options, small_run
 
@@ -78,17 +78,22 @@ def run(model: str, world: int = 1, **layout: Any) -> RunConfig:
     return small_run(model, world, **values)
 
 
-@pytest.fixture(scope="module")
-def references(pool: Pool) -> dict[str, list[Snapshot]]:
-    return {model: snapshots(pool, run(model), 1, STEPS) for model in MIXTURES}
+_references: dict[tuple[Any, ...], list[Snapshot]] = {}
+
+
+def reference(pool: Pool, model: str, **values: Any) -> list[Snapshot]:
+    """One rank, one sample at a time."""
+    key = model, *values.items()
+    if key not in _references:
+        _references[key] = snapshots(pool, run(model, **values), 1, STEPS)
+    return _references[key]
 
 
 @pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=named)
-def test_every_layout_is_one_process(
-    pool: Pool, references: dict[str, list[Snapshot]], model: str, world: int, layout: dict[str, Any]
-) -> None:
-    found = snapshots(pool, run(model, world, **layout), world, STEPS)
-    same_run(STEPS, references[model], found)
+def test_every_layout_is_one_process(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> None:
+    size = enough(world, layout)
+    found = snapshots(pool, run(model, world, **layout, **size), world, STEPS)
+    same_run(STEPS, reference(pool, model, **size), found)
 
 
 def trained_with_filler(groups: Groups, rank: int, config: RunConfig, world: int) -> dict[str, float]:
@@ -125,9 +130,10 @@ MUON: list[tuple[int, dict[str, Any]]] = [
 
 def test_whole_matrices_of_experts(pool: Pool) -> None:
     """Muon puts each expert's matrices together among the ranks that have parts of these alone."""
-    expected = snapshots(pool, run("llama", optimizer="muon"), 1, STEPS)
     for world, layout in MUON:
-        same_run(STEPS, expected, snapshots(pool, run("llama", world, optimizer="muon", **layout), world, STEPS))
+        values = {"optimizer": "muon", **enough(world, layout)}
+        found = snapshots(pool, run("llama", world, **layout, **values), world, STEPS)
+        same_run(STEPS, reference(pool, "llama", **values), found)
 
 
 class Arrives:

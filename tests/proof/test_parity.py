@@ -12,7 +12,7 @@ import pytest
 from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import Snapshot, compare, snapshots, within
-from tests.support.one_process import same_run
+from tests.support.one_process import enough, same_run
 from tests.support.runs import small_run
 
 STEPS = (1, 2, 3)
@@ -98,17 +98,6 @@ def reference(pool: Pool, model: str, dtype: str, optimizer: str = "adam", **siz
         run = small_run(model, dtype=dtype, lr=LR[dtype], optimizer=optimizer, **size)
         _references[key] = snapshots(pool, run, 1, STEPS)
     return _references[key]
-
-
-def enough(world: int, layout: dict[str, Any]) -> dict[str, int]:
-    """The layers and the batch that a row needs, since every exchange of ranks that share two cores takes long.
-
-    Without stages two layers show all that more do. Every data rank has two microbatches at least.
-    """
-    shared, stages = layout.get("tp", 1) * layout.get("cp", 1), layout.get("pp", 1)
-    if world == 1 or stages > 1 or "micro_batch" in layout:
-        return {}
-    return {"layers": 2, "global_batch": max(4, 2 * world // shared)}
 
 
 def steps_of(layout: dict[str, Any]) -> tuple[int, ...]:
