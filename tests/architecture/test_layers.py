@@ -233,7 +233,7 @@ def registered(pool: Pool) -> Iterator[None]:
 
 def run(world: int = 1, **layout: Any) -> RunConfig:
     values = {"norm": "rmsnorm", "activation": "swiglu", "bias": False, "ffn": 48, "position": "rope", "lr": LR["fp64"]}
-    return small_run("gpt", world, family=toy_layers.NAME, layers=4, **values, **layout)
+    return small_run("gpt", world, family=toy_layers.NAME, layers=4, global_batch=4, **values, **layout)
 
 
 STEPS = (1, 2)

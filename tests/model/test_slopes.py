@@ -71,7 +71,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_gradients_are_those_of_a_separate_slope(pool: Pool, layout: dict[str, Any]) -> None:
     values = {"model": "gpt", **layout}
     world = 2 if {"tp", "pp", "zero"} & set(layout) else 1
-    run = small_run(values.pop("model"), world, **values)
+    run = small_run(values.pop("model"), world, global_batch=4, **values)
     found, applied = snapshots(pool, run, world)
     assert applied
     for difference in compare("fp64", STEPS, parity.snapshots(pool, run, world, STEPS), found):
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_a_separate_slope(pool: Pool, layout: dict[str, A
     "values", [{"lora_rank": 2, "lora_targets": ("up_proj",)}, {"activation": "swiglu"}], ids=["adapter", "gated"]
 )
 def test_other_layers_apply_their_slopes_themselves(pool: Pool, values: dict[str, Any]) -> None:
-    run = small_run(**values)
+    run = small_run(global_batch=4, **values)
     found, applied = snapshots(pool, run, 1)
     assert not applied
     for difference in compare("fp64", STEPS, parity.snapshots(pool, run, 1, STEPS), found):

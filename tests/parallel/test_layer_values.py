@@ -63,7 +63,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 def run(values: str, world: int = 1, **layout: Any) -> RunConfig:
-    return small_run("gpt", world, **{**VALUES[values], "hidden_dropout": 0.1, **layout})
+    return small_run("gpt", world, **{**VALUES[values], "global_batch": 4, "hidden_dropout": 0.1, **layout})
 
 
 @pytest.mark.parametrize("values", VALUES)

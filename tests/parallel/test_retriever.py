@@ -12,7 +12,7 @@ from mega.core.config.run import RunConfig
 from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import Snapshot, snapshots
-from tests.support.one_process import named, same_run
+from tests.support.one_process import enough_samples, named, same_run
 from tests.support.runs import small_options, small_run
 
 STEPS = (1, 2)  # the second sees an update; moments, which the third would, are those of proof/test_parity.py
@@ -35,21 +35,25 @@ def run(model: str, world: int = 1, **layout: Any) -> RunConfig:
     return small_run(model, world, **values)
 
 
-@pytest.fixture(scope="module")
-def references(pool: Pool) -> dict[str, list[Snapshot]]:
-    return {model: snapshots(pool, run(model), 1, STEPS) for model in ("gpt", "llama")}
+_references: dict[tuple[str, int], list[Snapshot]] = {}
+
+
+def reference(pool: Pool, model: str, samples: int) -> list[Snapshot]:
+    """One rank, one sample at a time."""
+    if (model, samples) not in _references:
+        _references[model, samples] = snapshots(pool, run(model, global_batch=samples), 1, STEPS)
+    return _references[model, samples]
 
 
 @pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=named)
-def test_every_layout_is_one_process(
-    pool: Pool, references: dict[str, list[Snapshot]], model: str, world: int, layout: dict[str, Any]
-) -> None:
-    found = snapshots(pool, run(model, world, **layout), world, STEPS)
-    same_run(STEPS, references[model], found)
+def test_every_layout_is_one_process(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> None:
+    samples = enough_samples(world, layout)
+    found = snapshots(pool, run(model, world, **layout, global_batch=samples), world, STEPS)
+    same_run(STEPS, reference(pool, model, samples), found)
 
 
-def test_every_tensor_is_trained(references: dict[str, list[Snapshot]]) -> None:
-    first = references["gpt"][0]
+def test_every_tensor_is_trained(pool: Pool) -> None:
+    first = reference(pool, "gpt", 8)[0]
     assert set(first.gradients) == {f"grads/{tensor.name}" for tensor in inventory(run("gpt").model)}
     still = [name for name, one in first.gradients.items() if float(one.abs().max()) < 1e-9 * first.grad_norm]
     assert not [name for name in still if "k_proj.bias" not in name]
