@@ -39,6 +39,7 @@ ALIGNED: dict[str, Any] = {
     "vocab_multiple": 1,
     "seq_length": 64,
     "bucket_size": 40_000_000,
+    "global_batch": 4,
 }
 """One bucket without padding on up to 4 data ranks, so that bytes per parameter are whole."""
 
@@ -87,17 +88,24 @@ class Watched:
         self.rule.step(*arguments)
 
 
-def measure(groups: Groups, rank: int, run: RunConfig, world: int, per_parameter: Fraction) -> tuple[int, int, int]:
-    """Job: parameters, bytes between two steps, bytes while an update runs. per_parameter: bytes expected between."""
+Bytes = tuple[int, int, int]
+"""Parameters, bytes between two steps, bytes while an update runs."""
+
+
+def measure(groups: Groups, rank: int, runs: dict[str, tuple[RunConfig, Fraction]], world: int) -> dict[str, Bytes]:
+    """Job: bytes of each run, with the bytes per parameter that are expected between two steps."""
     _, known = living(set())
     gc.freeze()  # what was there before is known, and no later search walks it
     try:
-        return _measured(state_of(run, rank, world, groups), known, per_parameter)
+        return {
+            name: _measured(state_of(run, rank, world, groups), known, expected)
+            for name, (run, expected) in runs.items()
+        }
     finally:
         gc.unfreeze()
 
 
-def _measured(state: TrainState, known: set[int], per_parameter: Fraction) -> tuple[int, int, int]:
+def _measured(state: TrainState, known: set[int], per_parameter: Fraction) -> Bytes:
     parameters = sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.offsets)
     watched = Watched(state.optimizer.rule, known)
     state.optimizer.rule = watched  # type: ignore[assignment]
@@ -111,28 +119,43 @@ def _measured(state: TrainState, known: set[int], per_parameter: Fraction) -> tu
     return parameters, between, watched.bytes
 
 
+@pytest.fixture(scope="module")
+def measured(pool: Pool) -> dict[int, list[dict[str, Bytes]]]:
+    """Ranks -> what each of them measures."""
+    found = {}
+    for world in (1, 4):
+        runs = {}
+        for name, (options, everywhere, shared, _) in BYTES.items():
+            run = small_run("gpt", world, zero=1, **ALIGNED, **options, hidden_dropout=0.0, attention_dropout=0.0)
+            runs[name] = run, everywhere + shared / world
+        found[world] = pool.run(measure, runs, world, world=world)
+    return found
+
+
 @pytest.mark.parametrize("name", BYTES)
-def test_bytes_per_parameter(pool: Pool, name: str) -> None:
+def test_bytes_per_parameter(measured: dict[int, list[dict[str, Bytes]]], name: str) -> None:
     """4 + 16/d with 16-bit buckets, 6 + 12/d with fp32 ones, 8 + 8/d with fp32 parameters: Megatron-LM's table.
 
     Its 16 counts the widened gradient, which lives here while a bucket is updated; between steps it is 12.
     """
-    options, everywhere, shared, updating = BYTES[name]
-    for world in (1, 4):
-        run = small_run("gpt", world, zero=1, **ALIGNED, **options, hidden_dropout=0.0, attention_dropout=0.0)
-        expected = everywhere + shared / world
-        for parameters, between, during in pool.run(measure, run, world, expected, world=world):
-            assert between == parameters * expected
+    _, everywhere, shared, updating = BYTES[name]
+    for world, ranks in measured.items():
+        for parameters, between, during in (found[name] for found in ranks):
+            assert between == parameters * (everywhere + shared / world)
             assert during == parameters * (everywhere + updating / world)
 
 
-@pytest.mark.parametrize(("zero", "expected"), [(2, lambda d: 2 + Fraction(14, d)), (3, lambda d: Fraction(16, d))])
-def test_bytes_per_parameter_of_the_later_stages(pool: Pool, zero: int, expected: Any) -> None:
+def test_bytes_per_parameter_of_the_later_stages(pool: Pool) -> None:
     """DeepSpeed's table between two steps; blocks are buckets of their own there, so a model without padding in any."""
     shape = {**ALIGNED, "position": "none", "bias": False, "norm": "rmsnorm", "hidden": 256, "vocab": 512}
-    run = small_run("gpt", 2, zero=zero, dtype="fp16", loss_scale=8.0, **shape)
-    for parameters, between, _ in pool.run(measure, run, 2, expected(2), world=2):
-        assert between == parameters * expected(2)
+    runs = {
+        f"zero {zero}": (small_run("gpt", 2, zero=zero, dtype="fp16", loss_scale=8.0, **shape), expected)
+        for zero, expected in ((2, 2 + Fraction(14, 2)), (3, Fraction(16, 2)))
+    }
+    for found in pool.run(measure, runs, 2, world=2):
+        for name, (_, expected) in runs.items():
+            parameters, between, _ = found[name]
+            assert between == parameters * expected, name
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
@@ -187,27 +210,34 @@ MIXED = {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True, "global_batch":
 
 
 @pytest.mark.parametrize(
-    ("rule", "others"),
-    [("adafactor", [{"tp": 4}, {"zero": 3, "optimizer_offload": True}]), ("lamb", [{"zero": 2}]), ("sgd", [{"pp": 4}])],
+    ("rule", "layers", "others"),
+    [
+        ("adafactor", 2, [{"tp": 4}, {"zero": 3, "optimizer_offload": True}]),
+        ("lamb", 2, [{"zero": 2}]),
+        ("sgd", 4, [{"pp": 4}]),
+    ],
 )
-def test_any_layout_reads_any_other(pool: Pool, tmp_path: Path, rule: str, others: list[dict[str, Any]]) -> None:
+def test_any_layout_reads_any_other(
+    pool: Pool, tmp_path: Path, rule: str, layers: int, others: list[dict[str, Any]]
+) -> None:
     """Saved by 8 ranks in one layout and saved again by 4 in another, or cut again: every byte is there unchanged.
 
     And a run that resumes from it is bitwise the run that never stopped.
     """
-    run = small_run("gpt", 8, optimizer=rule, dtype="fp32", save=str(tmp_path / "first"), **MIXED)
-    pool.run(keep, run, 8, None, (0, 1), world=8)
-    first = CheckpointStore(tmp_path / "first").open(2)
+    values = {"optimizer": rule, "layers": layers, "dtype": "fp32"}
+    run = small_run("gpt", 8, **values, save=str(tmp_path / "first"), **MIXED)
+    pool.run(keep, run, 8, None, (0,), world=8)
+    first = CheckpointStore(tmp_path / "first").open(1)
     for number, layout in enumerate(others):
-        again = small_run("gpt", 4, optimizer=rule, dtype="fp32", save=str(tmp_path / str(number)), **layout)
+        again = small_run("gpt", 4, **values, save=str(tmp_path / str(number)), **layout)
         pool.run(keep, again, 4, str(first.path), (), world=4)
-        assert not list(diff(first, CheckpointStore(tmp_path / str(number)).open(2)))
+        assert not list(diff(first, CheckpointStore(tmp_path / str(number)).open(1)))
     reshard(tmp_path / "first", tmp_path / "cut", Layout(1, 2))
-    assert not list(diff(first, CheckpointStore(tmp_path / "cut").open(2)))
-    pool.run(keep, run, 8, str(first.path), (2,), world=8)
-    straight = small_run("gpt", 8, optimizer=rule, dtype="fp32", save=str(tmp_path / "straight"), **MIXED)
-    pool.run(keep, straight, 8, None, (0, 1, 2), world=8)
-    resumed, unbroken = (CheckpointStore(tmp_path / name).open(3) for name in ("first", "straight"))
+    assert not list(diff(first, CheckpointStore(tmp_path / "cut").open(1)))
+    pool.run(keep, run, 8, str(first.path), (1,), world=8)
+    straight = small_run("gpt", 8, **values, save=str(tmp_path / "straight"), **MIXED)
+    pool.run(keep, straight, 8, None, (0, 1), world=8)
+    resumed, unbroken = (CheckpointStore(tmp_path / name).open(2) for name in ("first", "straight"))
     assert not list(diff(resumed, unbroken))
 
 
