@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -33,14 +34,29 @@ SIZES = "--layers 2 --hidden 16 --heads 2 --micro-batch 2 --global-batch 2 --lr 
 QUERY = "--candidates 40 --saved 4"
 
 
-def gpt() -> list[str]:
-    files = shared("gpt2/gpt2-vocab.json"), shared("gpt2/gpt2-merges.txt")
-    return f"--tokenizer GPT2BPETokenizer --vocab-file {files[0]} --merge-file {files[1]}".split()
+MERGES = 5000
+"""The first ones of GPT-2's: every command line reads them, and all 50,000 take half a second each time."""
+VOCAB = 256 + MERGES + 1
+CHUNKS = 247
+"""Of the training documents."""
+
+
+def gpt(folder: Path) -> list[str]:
+    words = f"--tokenizer GPT2BPETokenizer --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
+    return words.split()
+
+
+def write_tokenizer(folder: Path) -> None:
+    ids = json.loads(shared("gpt2/gpt2-vocab.json").read_text())
+    ids = {piece: number for piece, number in ids.items() if number < VOCAB - 1} | {"<|endoftext|>": VOCAB - 1}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    lines = shared("gpt2/gpt2-merges.txt").read_text().splitlines()[: 1 + MERGES]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n")
 
 
 def write_corpora(folder: Path, texts: Sequence[str]) -> None:
-    files = shared("gpt2/gpt2-vocab.json"), shared("gpt2/gpt2-merges.txt")
-    words = build(tokenizer="GPT2BPETokenizer", vocab_file=str(files[0]), merge_file=str(files[1]))
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    words = build(tokenizer="GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1])
     assert words.eod is not None
     for name, part in (("a", texts[:14]), ("b", texts[14:])):
         with IndexedWriter(folder / name, token_dtype(words.vocab_size)) as writer:
@@ -52,6 +68,7 @@ def write_corpora(folder: Path, texts: Sequence[str]) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two corpora, a BERT that two steps have trained, a database, and the neighbours of a run's samples."""
     folder = tmp_path_factory.mktemp("retro")
+    write_tokenizer(folder)
     write_corpora(folder, json.loads(shared("golden/retro/retro_data.json").read_text())["docs"])
     bert = f"--tokenizer BertWordPieceLowerCase --vocab-file {shared('bert/bert-base-uncased-vocab.txt')}"
     train = f"pretrain --family bert --mock-data {SIZES} --seq-length 64 --steps 1 --eval-iters 0 {bert}"
@@ -64,13 +81,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def building(folder: Path, *more: str) -> list[str]:
     words = f"retro build --directory {folder / 'db'} --embedder {folder / 'bert'} --split 80,20,0 --chunk-length 16"
     blend = ["--data-path", "3", str(folder / "a"), "1", str(folder / "b")]
-    return [*words.split(), "--block-size", "90", "--doc-block-size", "8", "--device", "cpu", *blend, *gpt(), *more]
+    return [
+        *words.split(),
+        "--block-size",
+        "90",
+        "--doc-block-size",
+        "8",
+        "--device",
+        "cpu",
+        *blend,
+        *gpt(folder),
+        *more,
+    ]
 
 
 def running(folder: Path, *more: str) -> list[str]:
     words = f"--retriever --retro {folder / 'db'} --retro-layers 1 --retro-chunk-length 16 --seq-length 32 {SIZES}"
     blend = ["--data-path", "3", str(folder / "a"), "1", str(folder / "b"), "--split", "80,20,0"]
-    return [*words.split(), "--steps", "3", "--eval-interval", "3", "--eval-iters", "1", *blend, *gpt(), *more]
+    return [*words.split(), "--steps", "3", "--eval-interval", "3", "--eval-iters", "1", *blend, *gpt(folder), *more]
 
 
 def querying(folder: Path, *more: str) -> list[str]:
@@ -140,8 +168,11 @@ def test_what_is_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["retro", "inspect", *running(place), "--chunk", "3", "--sample", "0"]) == 0
     shown = capsys.readouterr().out
-    assert "208 chunks of 16 tokens from 2 corpora" in shown
-    assert "chunk 3: '-looking child ever seen. It '" in shown and shown.count("  neighbour ") == 4
+    assert f"{CHUNKS} chunks of 16 tokens from 2 corpora" in shown
+    assert (
+        "chunk 3: 'waite Manor to live with her uncle everybody said she was" in shown
+        and shown.count("  neighbour ") == 4
+    )
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -201,7 +232,7 @@ def test_a_damaged_block_is_named(
     elif fault == "torn":
         path.write_bytes(whole[:200])
     elif fault == "beyond":
-        np.save(path, np.where(array == array.max(), 208, array))
+        np.save(path, np.where(array == array.max(), CHUNKS, array))
     else:
         np.save(path, array[:, :8])
         lost = next(iter((place / "db" / "query").rglob("*.npy")))
@@ -213,19 +244,29 @@ def test_a_damaged_block_is_named(
     assert str(path.parent) in error and "Traceback" not in error
 
 
+class Plain:
+    """What reads a text plainly, of a run and of what `place` has."""
+
+    def __init__(self, place: Path, run: Path):
+        self.words, self.model = load_tokenizer(open_model(run)), load_model(open_model(run))
+        self.embed = BertEmbedder(str(place / "bert"), batch=1, length=256, device="cpu")
+
+
+plain = functools.lru_cache(maxsize=1)(Plain)
+
+
 def read_plainly(place: Path, run: Path, ids: Sequence[int], *, reads: bool) -> torch.Tensor:
     """Logits [tokens, vocab] of a text, whose neighbours are the nearest of all vectors, read from their documents."""
-    words, documents = load_tokenizer(open_model(run)), [IndexedDataset(str(place / name)) for name in "ab"]
+    reader, documents = plain(place, run), [IndexedDataset(str(place / name)) for name in "ab"]
     chunks = load_file(place / "db" / "db" / "merged" / "train.safetensors")["chunks"].astype(np.int64)
     blocks = sorted((place / "db" / "index" / "train_emb" / "blocks").glob("*.npy"))
     vectors = np.concatenate([np.load(block) for block in blocks]).astype(np.float64)
     columns = -(-len(ids) // 16)
     tokens = np.zeros((columns, 16), np.int64)
     tokens.reshape(-1)[: len(ids)] = ids
-    neighbours = np.full((columns, 2, 32), words.eod, np.int64)
-    embed = BertEmbedder(str(place / "bert"), batch=1, length=256, device="cpu")
+    neighbours = np.full((columns, 2, 32), reader.words.eod, np.int64)
     for chunk in range(len(ids) // 16):
-        (query,) = embed([words.decode(tokens[chunk].tolist())])
+        (query,) = reader.embed([reader.words.decode(tokens[chunk].tolist())])
         for rank, number in enumerate(np.square(vectors - query).sum(1).argsort(kind="stable")[:2]):
             corpus, document, first, _, _ = chunks[number].tolist()
             text = documents[corpus].get(document)[:-1][first : first + 32]
@@ -237,7 +278,7 @@ def read_plainly(place: Path, run: Path, ids: Sequence[int], *, reads: bool) -> 
         found=torch.full((1, columns, 2), reads),
     )
     with torch.no_grad():
-        logits: torch.Tensor = load_model(open_model(run))(batch, outputs=True).outputs
+        logits: torch.Tensor = reader.model(batch, outputs=True).outputs
     return logits[0, : len(ids)]
 
 
@@ -291,7 +332,7 @@ def test_memory_of_a_search_is_counted(place: Path, run: Path, capsys: pytest.Ca
     assert retriever.device_bytes == weights + 2 * max(np.load(block).nbytes for block in blocks)
     engine = start_engine(opened, Mesh.at(0), cpu, EngineOptions(cache_tokens=64), retriever=retriever)
     assert engine is not None and engine.neighbour_bytes > retriever.device_bytes
-    sizes = ["memory-estimate", "--serve", "--json", *running(place, "--vocab", "50257", "--cache-tokens", "64")]
+    sizes = ["memory-estimate", "--serve", "--json", *running(place, "--vocab", str(VOCAB), "--cache-tokens", "64")]
     given = [*sizes, "--embedder", bert]
     capsys.readouterr()
     assert main(given) == 0
