@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import sys
 import threading
 import time
 import warnings
@@ -144,7 +145,7 @@ class Device:
         """Use only algorithms whose results are bitwise equal in every run; if `only` is False, allow all algorithms
         again."""
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(only)
+        _use_deterministic(only, compiler=self.is_cuda)
         if self.is_cuda:
             torch.backends.cudnn.deterministic = only
             torch.backends.cudnn.benchmark = False
@@ -153,6 +154,15 @@ class Device:
 def _deterministic_algorithms() -> tuple[bool, bool]:
     """Whether torch uses deterministic algorithms only, and whether it only warns about others."""
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _use_deterministic(only: bool, warn_only: bool = False, *, compiler: bool) -> None:
+    """compiler: import torch's compiler, if it is not imported yet, so that it too measures nothing to choose kernels.
+    It measures only on a GPU. The import takes seconds on each rank, and creates a folder in TMPDIR."""
+    if compiler or "torch._inductor" in sys.modules:
+        torch.use_deterministic_algorithms(only, warn_only=warn_only)
+    else:
+        torch.set_deterministic_debug_mode(("warn" if warn_only else "error") if only else "default")
 
 
 @contextlib.contextmanager
@@ -165,10 +175,8 @@ def restored_settings() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        # Called only after a change, because the call imports torch's compiler, which takes seconds and creates a
-        # folder in TMPDIR.
         if _deterministic_algorithms() != deterministic:
-            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+            _use_deterministic(*deterministic, compiler=False)
         cudnn.deterministic, cudnn.benchmark = cudnn_settings
 
 

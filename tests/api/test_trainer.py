@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 import mega
 from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.device import Device, restored_settings
 from mega.core.model.objective import CustomLoss, LossFunction
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
@@ -150,6 +152,23 @@ def test_a_loss_of_half_precision_is_summed_in_fp32() -> None:
     for loss, count in (CustomLoss(lambda p, b: ones), 1001), (CustomLoss(lambda p, b: ones[0, :1], "sequence"), 1):
         term = loss(ones, batch)
         assert term.total.dtype == torch.float32 and float(term.total) == float(term.weight) == count
+
+
+def test_deterministic_algorithms_of_a_cpu_need_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose import takes seconds on each rank; where it is imported already, it is told."""
+    asked = list[bool]()
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda only, warn_only: asked.append(only))
+    monkeypatch.delitem(sys.modules, "torch._inductor", raising=False)
+    before = torch.get_deterministic_debug_mode()
+    with restored_settings():
+        Device.choose("cpu").deterministic()
+        assert (
+            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+    assert torch.get_deterministic_debug_mode() == before and not asked
+    monkeypatch.setitem(sys.modules, "torch._inductor", torch)
+    Device.choose("cpu").deterministic()
+    assert asked == [True]
 
 
 def test_a_closed_trainer_does_nothing_more(tmp_path: Path) -> None:
