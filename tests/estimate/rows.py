@@ -124,8 +124,11 @@ def judged(rows: Sequence[Mapping[str, Any]], on: Hardware | None = None) -> Ite
 @contextmanager
 def kernels_of(row: Mapping[str, Any]) -> Iterator[None]:
     """The kernels that the code had when a row was measured. Rows without "slopes" are from when the slope of an
-    activation was a pass of its own, and the gradients of query, key and value were always copied."""
+    activation was a pass of its own, and the gradients of query, key and value were always copied; rows without
+    "activations" from when the activation itself was."""
     with pytest.MonkeyPatch.context() as patch:
+        if not row.get("activations"):
+            patch.setattr(WideMatmuls, "activated", lambda *_: None)
         if not row.get("slopes"):
             patch.setattr(WideMatmuls, "applies_slope", lambda *_: False)
             for module in (attention, heads):

@@ -79,7 +79,7 @@ def test_a_block_is_its_matmuls_attention_and_passes() -> None:
         ]
         kernels = Counter(one.kernel for one in block if isinstance(one, ElementwiseWork))
         assert kernels["_norm_forward"] == kernels["_norm_backward"] == 2
-        assert kernels["_activation_forward"] == kernels["slope of an activation"] == kernels["_gather"] == 1
+        assert kernels["activation in a GEMM"] == kernels["slope of an activation"] == kernels["_gather"] == 1
 
 
 @pytest.mark.parametrize("preset", ["bert-345m", "gpt2-345m"])

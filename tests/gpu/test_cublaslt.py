@@ -1,4 +1,4 @@
-"""The product whose epilogue applies GELU's slope, against float64, in a recorded graph, and when it is refused."""
+"""The products whose epilogues apply GELU and its slope, against float64, in a recorded graph, and when refused."""
 
 from __future__ import annotations
 
@@ -46,6 +46,23 @@ def test_against_float64(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
     assert torch.equal(found, cublaslt.slope_dgrad(*given))  # type: ignore[arg-type]  # bitwise the same again
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gelu_against_float64(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """The sum is as near as the plain product's; GELU is nearer than that of a rounded sum."""
+    x, weight, _ = operands(*shape, dtype)
+    weight, bias = weight.t().contiguous(), torch.randn(shape[2], device=DEVICE).to(dtype)
+    true = F.linear(x.double(), weight.double(), bias.double())
+    found, plain = cublaslt.gelu_forward(x, weight, bias), F.linear(x, weight, bias)
+    assert found is not None
+    before, active = found
+    assert error(before, true) <= 1.05 * error(plain, true)
+    gelu = F.gelu(true, approximate="tanh")
+    assert error(active, gelu) <= 1.05 * error(F.gelu(plain, approximate="tanh"), gelu)
+    for output, again in zip(found, cublaslt.gelu_forward(x, weight, bias) or (), strict=True):
+        assert torch.equal(output, again)
+
+
 def test_operands_that_are_views() -> None:
     grad, weight, before = operands(64, 32, 48, torch.bfloat16)
     wide = torch.cat([before, before], 1)
@@ -55,16 +72,21 @@ def test_operands_that_are_views() -> None:
 
 def test_in_a_recorded_graph_of_other_values() -> None:
     given = operands(512, 256, 1024, torch.bfloat16)
+    bias = torch.randn(256, device=DEVICE).to(torch.bfloat16)
     cublaslt.slope_dgrad(*given)  # plans
+    cublaslt.gelu_forward(given[2], given[1], bias)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = cublaslt.slope_dgrad(*given)
+        outputs = cublaslt.gelu_forward(given[2], given[1], bias)
     other = operands(512, 256, 1024, torch.bfloat16)
     for mine, theirs in zip(given, other, strict=True):
         mine.copy_(theirs * 2)
     graph.replay()
     expected = cublaslt.slope_dgrad(*(x * 2 for x in other))
     assert found is not None and torch.equal(found, expected)  # type: ignore[arg-type]
+    again = cublaslt.gelu_forward(given[2], given[1], bias)
+    assert outputs is not None and again is not None and all(map(torch.equal, outputs, again))
 
 
 def test_the_trial_is_passed(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,4 +100,5 @@ def test_a_shape_without_a_plan_takes_two_passes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cublaslt, "_gemm_of", lambda *_: (None, 0))
     given = operands(64, 32, 48, torch.bfloat16)
     assert cublaslt.slope_dgrad(*given) is None
+    assert cublaslt.gelu_forward(given[2], given[1], given[0][0]) is None
     assert error(WideMatmuls().slope_dgrad(*given, cublaslt.KIND), exact(*given)) < 0.01

@@ -162,7 +162,7 @@ class FeedForward(MixerModule):
         drop, bias = self.adapter_dropout(context, "up_adapter"), self.up.bias
         # A gated activation's input and output differ in shape, so the last linear layer cannot return its gradient.
         if not self.value.gated and self.up.gemms.plain and self.out.applies_slope(x, self.activation):
-            return self._deferring_slope(self.up.biased(x, drop))
+            return self._deferring_slope(x, drop)
         hidden = self.up.matmul(x, drop)
         active = self.ops.activate(hidden, bias, self.activation)
         if self.recompute:
@@ -170,19 +170,23 @@ class FeedForward(MixerModule):
             with_recipe(active, lambda: self.ops.activate(freed, bias, self.activation))
         return active
 
-    def _deferring_slope(self, before: torch.Tensor) -> torch.Tensor:
-        """Return the activations of `before` [tokens, f], which includes the bias. In the backward pass, the last
-        linear layer applies the slope."""
+    def _deferring_slope(self, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+        """Return the activations for x [tokens, h]. In the backward pass, the last linear layer applies the slope.
 
+        An activation that the GEMM computes is rounded once, unlike one that is recomputed from the GEMM's result, so
+        activations that the backward pass recomputes are never computed by the GEMM.
+        """
+        before, output = (self.up.biased(x, drop), None) if self.recompute else self.up.activated(x, self.activation)
         detached = before.detach()
 
         def activate() -> torch.Tensor:
             with torch.no_grad():
                 return self.ops.activate(detached, None, self.activation)
 
+        output = activate() if output is None else output
         if not torch.is_grad_enabled():
-            return activate()
-        active = defer_slope(before, self.up.bias, activate, self.activation, self.ops.bias_gradient)
+            return output
+        active = defer_slope(before, self.up.bias, output, self.activation, self.ops.bias_gradient)
         return with_recipe(active, activate) if self.recompute else active
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from mega.core.ops.autograd import FunctionContext, Recipe, Slope, deliver, with_slope
+from mega.core.ops.autograd import FunctionContext, Slope, deliver, with_slope
 
 BiasGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 """The type of `bias_gradient`."""
@@ -61,12 +61,12 @@ class _Deferring(torch.autograd.Function):
         ctx: FunctionContext[tuple[torch.Tensor | None, Slope, BiasGradient]],
         before: torch.Tensor,
         bias: torch.Tensor | None,
-        recipe: Recipe,
+        output: Callable[[], torch.Tensor],
         slope: Slope,
         bias_gradient: BiasGradient,
     ) -> torch.Tensor:
         ctx.state = bias, slope, bias_gradient
-        return recipe()
+        return output()
 
     @staticmethod
     def backward(
@@ -84,12 +84,14 @@ def bias_gradient(bias: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None
 
 
 def defer_slope(
-    before: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, kind: str, bias_gradient: BiasGradient
+    before: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, kind: str, bias_gradient: BiasGradient
 ) -> torch.Tensor:
     """Return the activation of `before`, with a `Slope` that the next GEMM must apply.
 
-    recipe: computes the activation from `before`, without a gradient. bias: a bias that was already added to `before`;
-    only its gradient is computed here, by the function `bias_gradient`.
+    output: the activation of `before`, without a gradient. bias: a bias that was already added to `before`; only its
+    gradient is computed here, by the function `bias_gradient`.
     """
     slope = Slope(before.detach(), kind)
-    return with_slope(_Deferring.apply(before, bias, recipe, slope, bias_gradient), slope)  # type: ignore[no-untyped-call]
+    # `output` is not an input of the autograd function, because a function must not return its input.
+    active = _Deferring.apply(before, bias, lambda: output, slope, bias_gradient)  # type: ignore[no-untyped-call]
+    return with_slope(active, slope)

@@ -74,6 +74,15 @@ def kept(ctx: FunctionContext[State]) -> tuple[Input | None, tuple[torch.Tensor,
 
 
 @dataclass(eq=False)
+class Activation:
+    """An activation that the GEMM before it may compute in its epilogue."""
+
+    kind: str
+    output: torch.Tensor | None = None
+    """[n, f], without a gradient; None if the GEMM has not computed it."""
+
+
+@dataclass(eq=False)
 class Slope:
     """An activation whose slope the GEMM after the activation applies, in the epilogue of its dgrad.
 

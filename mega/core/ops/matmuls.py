@@ -81,6 +81,13 @@ class Matmuls:
         a layer whose outputs resemble x [n, width]."""
         return False
 
+    def activated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `forward`, [n, out], and its activation, or None if a separate pass is faster. Call this function only
+        if `applies_slope` returns True."""
+        return None
+
     def slope_dgrad(self, grad: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, kind: str) -> torch.Tensor:
         """Return the gradient of `before` [n, in], if the layer's input is x = activation(before): dx times the slope
         of the activation. kind: as in `ops.activation.activate`."""
@@ -108,6 +115,16 @@ class WideMatmuls(Matmuls):
 
     def applies_slope(self, kind: str, x: torch.Tensor, wide: int) -> bool:
         return cublaslt.applies(kind, x.dtype, x.shape[1], wide) and (x.is_meta or cublaslt.trusted(x.device, x.dtype))
+
+    def activated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not x.is_meta:
+            return cublaslt.gelu_forward(x, weight, bias)
+        before = self.forward(x, weight, bias)
+        active = torch.empty_like(before)  # on an H100, the epilogue costs as much as a pass that writes `active`
+        observe.kernel("activation in a GEMM", (active,))
+        return before, active
 
     def slope_dgrad(self, grad: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, kind: str) -> torch.Tensor:
         if grad.is_meta:  # an estimate: on an H100, the epilogue costs as much as a pass that reads `before`

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from mega.core.architecture import Tensor
-from mega.core.ops.autograd import FunctionContext, Slope, keep, kept
+from mega.core.ops.autograd import Activation, FunctionContext, Slope, keep, kept
 from mega.core.ops.dropout import Dropout, of_columns
 from mega.core.ops.operand import Input
 from mega.core.parallel.collectives import (
@@ -57,6 +57,24 @@ def _operands(x: torch.Tensor, gemms: LinearGemms, *, gathered: bool = False) ->
     return (x, x) if operands is None else operands
 
 
+def _forward(
+    gemms: LinearGemms,
+    x: Input,
+    factor: torch.Tensor,
+    bias: torch.Tensor | None,
+    drop: Dropout | None,
+    activation: Activation | None,
+) -> tuple[torch.Tensor, object]:
+    """Compute `gemms.forward`, and the activation of the result if one GEMM computes both faster."""
+    if activation is not None:
+        assert isinstance(x, torch.Tensor) and bias is not None
+        outputs = gemms.weights[0].ops.matmuls.activated(x, factor, bias, activation.kind)
+        if outputs is not None:
+            y, activation.output = outputs
+            return y, None
+    return gemms.forward(x, factor, bias, drop)
+
+
 class _ColumnMatmul(torch.autograd.Function):
     """Column-parallel GEMM: x [tokens, in] -> [tokens, this rank's outputs]. Under sequence parallelism x holds only
     the tokens of this rank.
@@ -72,6 +90,7 @@ class _ColumnMatmul(torch.autograd.Function):
         bias: torch.Tensor | None,
         region: Region,
         drop: Dropout | None,
+        activation: Activation | None,
         *weights: Weight,
     ) -> torch.Tensor:
         axis, sequence = region.axis, region.sequence
@@ -85,7 +104,7 @@ class _ColumnMatmul(torch.autograd.Function):
                 gemms.forward(part, factor, bias, out=y[rows])
             return y
         whole = all_gather(x, axis) if sequence else operand
-        y, saved = gemms.forward(whole, factor, bias, drop)
+        y, saved = _forward(gemms, whole, factor, bias, drop, activation)
         ctx.state = gemms, region, x.dtype, saved
         return y
 
@@ -99,7 +118,7 @@ class _ColumnMatmul(torch.autograd.Function):
             for rows, out in summed.parts():
                 gemms.dgrad(grad[rows], factor, out=out)
             grads = gemms.wgrad(grad, gathered.whole(keep=defers_wgrad(gemms)))
-            return gemms.weights[0].ops.total(summed.blocks()), None, None, None, None, *grads
+            return gemms.weights[0].ops.total(summed.blocks()), None, None, None, None, None, *grads
         # 1 gather the whole input again, if wgrad needs it, while dgrad runs
         whole, gathering = start_all_gather(x, axis) if sequence and isinstance(x, torch.Tensor) else (x, None)
         prepared = gemms.prepare(grad, saved)
@@ -113,7 +132,7 @@ class _ColumnMatmul(torch.autograd.Function):
             wait_for(gathering)
         grads = gemms.wgrad(prepared, whole)
         wait_for(summing)
-        return grad_x, None, None, None, None, *grads
+        return grad_x, None, None, None, None, None, *grads
 
 
 class _RowMatmul(torch.autograd.Function):
@@ -182,15 +201,17 @@ def column_matmul(
     region: Region,
     bias: torch.Tensor | None = None,
     drop: Dropout | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] -> [tokens, rows of the weight].
 
     Under sequence parallelism x holds only the tokens of this rank. bias: added by the GEMM; this function computes no
-    gradient for the bias. drop: dropout for adapters, for all tokens.
+    gradient for the bias. drop: dropout for adapters, for all tokens. activation: the activation of the result, which
+    the GEMM may compute; needs a bias and plain GEMMs.
     """
     if not region.sequence and not torch.is_grad_enabled():  # skip autograd, which costs host time
-        return gemms.forward(x, gemms.cast(x.dtype), bias, drop)[0]
-    return _ColumnMatmul.apply(x, gemms, bias, region, drop, *gemms.weights)  # type: ignore[no-any-return, no-untyped-call]
+        return _forward(gemms, x, gemms.cast(x.dtype), bias, drop, activation)[0]
+    return _ColumnMatmul.apply(x, gemms, bias, region, drop, activation, *gemms.weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
@@ -217,6 +238,15 @@ class ColumnLinear(nn.Module):
 
     def biased(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
         return column_matmul(x, self.gemms, self.region, None if self.bias is None else self.bias.detach(), drop)
+
+    def activated(self, x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `biased` and its activation, without a gradient, or None if the GEMM does not compute the activation.
+        kind: as in `Matmuls.activated`, whose conditions apply."""
+        exchanges = self.region.sequence and self.region.transport is not None
+        if self.bias is None or exchanges:
+            return self.biased(x), None
+        activation = Activation(kind)
+        return column_matmul(x, self.gemms, self.region, self.bias.detach(), None, activation), activation.output
 
     def matmul(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
         return column_matmul(x, self.gemms, self.region, None, drop)
