@@ -25,7 +25,9 @@ from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import step_time
 from mega.core.ops.kernels import attention, heads
+from mega.core.ops.kernels import rows as rows_kernels
 from mega.core.ops.matmuls import WideMatmuls
+from mega.core.ops.rows import add_rows
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -124,11 +126,12 @@ def judged(rows: Sequence[Mapping[str, Any]], on: Hardware | None = None) -> Ite
 @contextmanager
 def kernels_of(row: Mapping[str, Any]) -> Iterator[None]:
     """The kernels that the code had when a row was measured. Rows without "slopes" are from when the slope of an
-    activation was a pass of its own, and the gradients of query, key and value were always copied; rows without
-    "activations" from when the activation itself was."""
+    activation was a pass of its own, and the gradients of query, key and value were always copied. Rows without
+    "activations" are from when the activation was a pass of its own, and torch added the gradients of embeddings."""
     with pytest.MonkeyPatch.context() as patch:
         if not row.get("activations"):
             patch.setattr(WideMatmuls, "activated", lambda *_: None)
+            patch.setattr(rows_kernels, "add_rows", add_rows)
         if not row.get("slopes"):
             patch.setattr(WideMatmuls, "applies_slope", lambda *_: False)
             for module in (attention, heads):

@@ -341,6 +341,19 @@ def test_sum_rows(width: int, k: int, whole: bool) -> None:
     assert torch.equal(flat, plain[:, 0])
 
 
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 700])
+def test_add_rows(size: int, drawn: bool) -> None:
+    """Of rows with random numbers, and of runs of equal numbers that end within a program's rows and at their end."""
+    table, given = random(size, 550, dtype=torch.float32), random(TOKENS + 64, 550)
+    numbers = torch.arange(len(given), device=DEVICE) // 16 % size
+    if drawn:
+        numbers = torch.randint(size, (len(given),), device=DEVICE)
+    exact = table.double().index_add_(0, numbers, given.double())
+    kernels()["add_rows"](table, numbers, given)
+    assert error(table, exact) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh", "reglu2", "relu2"])
 def test_activate_weighted(kind: str) -> None:
     inputs = [random(TOKENS, 2 * 1100), random(TOKENS)]

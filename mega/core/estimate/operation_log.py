@@ -38,9 +38,15 @@ ALLOCATIONS = {
 LOOK_UPS = {"embedding": 2.0, "index": 2.0, "index_select": 2.0, "gather": 2.0, "nll_loss_forward": 1.0}
 """Op that reads some rows of a table -> its memory traffic, as a multiple of the result's size."""
 
-ADDED_ROWS = {"index_add_": 3.0, "index_put_": 3.0, "embedding_dense_backward": 3.0, "scatter": 3.0, "scatter_": 3.0}
-"""Op that writes some rows of a table -> its memory traffic, as a multiple of the size of these rows. The rows are the
-largest argument other than the table."""
+ADDED_ROWS = {
+    **{"index_add_": 3.0, "index_put_": 3.0, "embedding_dense_backward": 3.0, "scatter": 3.0, "scatter_": 3.0},
+    "_add_rows": 5.0,
+}
+"""Op or kernel that writes rows of a table -> its memory traffic, as a multiple of the size of these rows, which are
+the largest argument other than the table. The kernel adds 16-bit rows to an fp32 table."""
+
+WITHOUT_TABLE = {"embedding_dense_backward", "scatter"}
+"""Ops of `ADDED_ROWS` whose first argument is not the table that they write, but the rows."""
 
 WRITTEN = {"copy_", "fill_", "zero_"}
 """In-place ops that do not read their output."""
@@ -89,7 +95,8 @@ class OperationLog:
     # -- kernels, attention and exchanges
 
     def kernel(self, name: str, arguments: Sequence[object]) -> None:
-        self.operations.append(ElementwiseWork(name, sum(map(_bytes, arguments))))
+        moved = _moved(name, arguments, None) if name in ADDED_ROWS else sum(map(_bytes, arguments))
+        self.operations.append(ElementwiseWork(name, moved))
 
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
         (b, s, heads, d), t = q.shape, k.shape[1]
@@ -150,7 +157,7 @@ def _moved(name: str, args: Sequence[object], out: object) -> int:
         return int(LOOK_UPS[name] * outs)
     tensors = [_bytes(x) for value in args for x in (value if isinstance(value, list | tuple) else (value,))]
     if name in ADDED_ROWS:
-        return int(ADDED_ROWS[name] * max(tensors[1:] if name.endswith("_") else tensors[:1], default=0))
+        return int(ADDED_ROWS[name] * max(tensors[:1] if name in WITHOUT_TABLE else tensors[1:], default=0))
     if name in WRITTEN:
         return sum(tensors)
     return sum(tensors) + outs

@@ -1,4 +1,4 @@
-"""Sums of rows that are selected by index, in fp32 or wider."""
+"""Sums of rows that are selected by index, or added to rows that are selected by index, in fp32 or wider."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ def sum_rows(rows: torch.Tensor, numbers: torch.Tensor, whole: bool) -> torch.Te
     for choice in range(1, numbers.shape[1]):
         total += rows.index_select(0, numbers[:, choice])
     return total.to(rows.dtype)
+
+
+def add_rows(table: torch.Tensor, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add each row of rows [n, h] to a row of `table` [m, h], whose index is in `numbers`, int64 [n].
+
+    >>> table = torch.zeros(3, 1)
+    >>> add_rows(table, torch.tensor([2, 0, 2]), torch.tensor([[1.0], [2.0], [3.0]]))
+    >>> table.flatten()
+    tensor([2., 0., 4.])
+    """
+    table.index_add_(0, numbers, rows.to(table.dtype))

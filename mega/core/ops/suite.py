@@ -54,6 +54,7 @@ class Ops:
     bias_gradient: activation.BiasGradient = activation.bias_gradient
     activate_weighted: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor] = activation.activate_weighted
     sum_rows: Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor] = rows.sum_rows
+    add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = rows.add_rows
     split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads
     attention: attention.Attention = attention.plain
     paged_attention: paged_attention.PagedAttention = paged_attention.PLAIN

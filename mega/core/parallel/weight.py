@@ -99,7 +99,7 @@ class Weight(nn.Parameter):
             return None
         main_grad = self.open_main_grad()
         into = torch.zeros_like(self) if main_grad is None else main_grad
-        into.index_add_(0, rows, grad.to(into.dtype))
+        self.ops.add_rows(into, rows, grad)
         if main_grad is None:
             return into
         self.grad_ready()

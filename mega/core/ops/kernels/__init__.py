@@ -3,8 +3,8 @@ optim. `mapped_sum`, which sums tensors through mapped memory of other GPUs, is 
 `language` contains code that all kernels share.
 
 The kernels compute in fp32 for tensors of any dtype. For the backward pass, they store only the tensors that it needs.
-Every sum has a fixed order, so identical inputs produce bitwise identical results. This package is imported only on
-CUDA.
+Every sum has a fixed order, so identical inputs produce bitwise identical results; with deterministic algorithms this
+is also true of `add_rows`, which otherwise adds in no fixed order. This package is imported only on CUDA.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def table() -> dict[str, Any]:
         "bias_gradient": sums.bias_gradient,
         "activate_weighted": activation.activate_weighted,
         "sum_rows": rows.sum_rows,
+        "add_rows": rows.add_rows,
         "split_heads": heads.split_heads,
         "softmax_parts": cross_entropy.softmax_parts,
         "softmax_gradient": cross_entropy.softmax_gradient,
